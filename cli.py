@@ -16,8 +16,13 @@ from .commands.command_line import (
     START,
     SYSTEM,
     WORK,
+    Command,
     Commands,
+    Concurrency,
     Json,
+    Outputs,
+    Preload,
+    Tasks,
     brought,
     config_file,
     configuration,
@@ -46,24 +51,10 @@ app.command(rich_help_panel=WORK, context_settings={"ignore_unknown_options": Tr
 
 Model = Annotated[str | None, typer.Option(help="a Hugging Face id or a directory (policy.model)")]
 Port = Annotated[int | None, typer.Option(metavar="N", help="the proxy's port (proxy.port)")]
-Logs = Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")]
 LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="lines for people or for programs")]
-Calls = Annotated[bool | None, typer.Option(help="a line for each call", show_default="on a terminal")]
 AHEAD = (
     "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
 )
-Command = Annotated[list[str], typer.Argument(help="the agent program, after `--`")]
-Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")]
-Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
-Executor = Annotated[
-    Literal["local", "ray"] | None,
-    typer.Option(help="where the programs run (run.executor)", show_default="local"),
-]
-ProxyUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="the proxy, as programs on other machines reach it (run.proxy_url)")
-]
-Timeout = Annotated[float | None, typer.Option(metavar="S", help="seconds that a program may run (run.timeout_s)")]
-Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -96,7 +87,9 @@ def up(
     context: typer.Context,
     model: Model = None,
     port: Port = None,
-    logs: Logs = Path("lightning-logs"),
+    logs: Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")] = Path(
+        "lightning-logs"
+    ),
     log_format: LogFormat = "text",
 ) -> None:
     """Run the system: policy server (vLLM), proxy, trainer. Ctrl-C stops all of it."""
@@ -121,7 +114,7 @@ def serve(
     ] = None,
     model: Annotated[str | None, typer.Option(help="what that server calls the model (policy.model)")] = None,
     log_format: LogFormat = "text",
-    calls: Calls = None,
+    calls: Annotated[bool | None, typer.Option(help="a line for each call", show_default="on a terminal")] = None,
 ) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
@@ -194,7 +187,7 @@ def vllm(context: typer.Context, model: Model = None) -> None:
 def run(
     context: typer.Context,
     command: Command,
-    tasks: Annotated[Path, typer.Option(help="a JSON Lines file, one task per line")],
+    tasks: Tasks,
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -215,9 +208,9 @@ def run(
         float | None, typer.Option(metavar="USD", min=0, help="begin no rollouts once so much is spent; exit code 3")
     ] = None,
     preload: Preload = "",
-    executor: Executor = None,
-    proxy_url: ProxyUrl = None,
-    timeout: Timeout = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="seconds that a program may run (run.timeout_s)")
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="keep results there; a rollout that has its reward there is not run again"),
@@ -228,9 +221,8 @@ def run(
     """Run an agent program over tasks. Each task gets siblings, each sibling a rollout of its own."""
     from .commands.run.command import run_command
 
-    overrides = {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}
     run_command(
-        configuration(context, overrides),
+        configuration(context, {"run.timeout_s": timeout}),
         command,
         tasks=tasks,
         preload=preload.split(",") if preload else [],
@@ -250,7 +242,7 @@ def run(
 def evaluate(
     context: typer.Context,
     command: Command,
-    tasks: Annotated[Path, typer.Option(help="a JSON Lines file, one held-out task per line")],
+    tasks: Tasks,
     models: Annotated[
         str,
         typer.Option(help="what answers, by commas: live, a policy version, a model; the first is the baseline"),
@@ -258,7 +250,6 @@ def evaluate(
     samples: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task and model")] = 1,
     concurrency: Concurrency = 8,
     pass_at: Annotated[float, typer.Option(help="a rollout passes with at least this reward")] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="seed of the intervals")] = 0,
     promote: Annotated[
         bool,
         typer.Option("--promote", help="make versions live one after the other if they are not served side by side"),
@@ -268,11 +259,11 @@ def evaluate(
     logs: Outputs = None,
     as_json: Json = False,
     paced: Annotated[
-        bool, typer.Option("--paced", help="begin a rollout for each line of standard input, and end with it")
+        bool, typer.Option("--paced", hidden=True, help="begin a rollout for each line of standard input")
     ] = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks."""
-    from .commands.eval.command import eval_command
+    from .commands.eval.eval import eval_command
 
     eval_command(
         configuration(context),
@@ -284,7 +275,6 @@ def evaluate(
         concurrency=concurrency,
         promote=promote,
         pass_at=pass_at,
-        seed=seed,
         out=out,
         logs=logs,
         as_json=as_json,

@@ -21,6 +21,12 @@ GROUPS = (START, SYSTEM, WORK, RECORD)
 WHOLE = 1000  # characters: a command's first sentence is wrapped, not cut
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+# Of the commands that run an agent program over tasks.
+Command = Annotated[list[str], typer.Argument(help="the agent program, after `--`")]
+Tasks = Annotated[Path, typer.Option(metavar="FILE", help="a JSON Lines file, one task per line")]
+Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")]
+Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
+Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
 PATIENCE_S = 2.0  # a person waits at a prompt
 NEWEST = 500
 # vLLM's and Ray's usage statistics, and what huggingface_hub, transformers and TRL report.

@@ -18,7 +18,7 @@ proxy:
   port: {port}    # agents use http://127.0.0.1:{port}/v1
 
 store:
-  url: {store}    # what is recorded
+  url: sqlite:///lightning.db    # what is recorded
 """
 UPSTREAM = """
 upstreams:
@@ -36,8 +36,8 @@ policy:
   model: {model}    # what vLLM serves and the trainer trains
 
 trainer:
-  group_size: {group_size}    # rollouts of a task, compared with each other
-  tasks_per_step: {tasks_per_step}    # groups that make a step
+  group_size: 8    # rollouts of a task, compared with each other
+  tasks_per_step: 8    # groups that make a step
 """
 
 
@@ -49,22 +49,14 @@ def init(
         str | None, typer.Option(metavar="URL", help="URL of a model server that is already running, with /v1")
     ] = None,
     kind: Annotated[Literal["vllm", "openai", "litellm"], typer.Option(help="what the upstream is")] = "vllm",
-    store: Annotated[Path, typer.Option(help="the store's file")] = Path("lightning.db"),
-    group_size: Annotated[int, typer.Option(metavar="N", min=2, max=1000, help="rollouts of a task")] = 8,
-    tasks_per_step: Annotated[int, typer.Option(metavar="N", min=1, help="groups that make a step")] = 8,
     force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:
     """Write a small commented configuration."""
     recorded = "recorded with token ids, and trained on" if kind == "vllm" else "recorded"
-    url = json.dumps(f"sqlite:///{store}", ensure_ascii=False)
-    text = START.format(port=port, store=url)
+    text = START.format(port=port)
     if upstream is not None:
         text += UPSTREAM.format(kind=kind, recorded=recorded, upstream=json.dumps(upstream, ensure_ascii=False))
-    if model is None:
-        text += NO_MODEL
-    else:
-        named = json.dumps(model, ensure_ascii=False)
-        text += MODEL.format(model=named, group_size=group_size, tasks_per_step=tasks_per_step)
+    text += NO_MODEL if model is None else MODEL.format(model=json.dumps(model, ensure_ascii=False))
     write(file, text, force=force)
     option = "" if file == Path("config.yaml") else f"--config {file} "
     command = "up" if model and not upstream else "serve"

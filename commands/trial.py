@@ -122,24 +122,23 @@ class Trial:
         async with Supervisor(self.logs) as both:
             trainer = await both.start(self.spec("trainer", "train", restarts=RESTARTS))
             agents = await both.start(self.spec("agents", "run", *options))
-            trained = asyncio.ensure_future(both.keep_up(trainer))
-            worked = asyncio.ensure_future(agents.process.wait())
-            ended = asyncio.ensure_future(self.ended(api))
-            telling = asyncio.ensure_future(report_standstill(trainer.log, self.say))
+            telling = report_standstill(trainer.log, self.say)
+            work = (agents.process.wait(), both.keep_up(trainer), self.ended(api), telling)
+            futures = [asyncio.ensure_future(one) for one in work]
             try:
-                done, _ = await asyncio.wait((trained, worked, ended), return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
                 for future in done:
                     future.result()
             finally:
-                for future in (trained, worked, ended, telling):
+                for future in futures:
                     future.cancel()
-                await asyncio.gather(trained, worked, ended, telling, return_exceptions=True)
+                await asyncio.gather(*futures, return_exceptions=True)
             collapsed = (await api.policy())["collapse"] is not None
             if agents.process.returncode and not collapsed:
                 raise agents.death()
             await agents.interrupt()
             await trainer.interrupt()  # it finishes its step
-        if done == {worked} and not collapsed:
+        if done == {futures[0]} and not collapsed:
             await self.done("trainer-rest", "train", "--once")
 
     async def ended(self, api: ApiClient) -> None:
@@ -168,31 +167,26 @@ class Trial:
         }
 
     def prepare(self, settings: Json, seed: int, groups: int) -> None:
-        """Write tasks.jsonl and config.yaml, with ports that are free now."""
-        self.write_tasks(groups, seed)
-        own = with_own(settings, self.directory, seed, free_port(), free_port())
-        (self.directory / "config.yaml").write_text(yaml.safe_dump(own, sort_keys=False))
-
-    def write_tasks(self, groups: int, seed: int) -> None:
-        """Write tasks.jsonl: the tasks in another order in each pass, so many in all."""
+        """Write tasks.jsonl, in another order in each pass, and config.yaml, with ports that are free now."""
         lines, order = [task.line for task in read_tasks(self.work.tasks)], random.Random(seed)
         shuffled = chain.from_iterable(order.sample(lines, len(lines)) for _ in repeat(None))
         (self.directory / "tasks.jsonl").write_text("".join(f"{line}\n" for line in islice(shuffled, groups)))
+        own = with_own(settings, self.directory, seed, free_port(), free_port())
+        (self.directory / "config.yaml").write_text(yaml.safe_dump(own, sort_keys=False))
 
-    def agent(self, concurrency: int | None = None) -> list[str]:
-        """Return how `run` and `eval` start it, as many programs at once as `work` says, or `concurrency`."""
+    def agent(self) -> list[str]:
+        """Return how `run` and `eval` start it."""
         preload = ["--preload", self.work.preload] if self.work.preload else []
-        return [*preload, "--concurrency", str(concurrency or self.work.concurrency), "--", *self.work.agent]
+        return [*preload, "--concurrency", str(self.work.concurrency), "--", *self.work.agent]
 
-    def spec(self, name: str, *command: str, env: Mapping[str, str] | None = None, restarts: int = 0) -> ChildSpec:
+    def spec(self, name: str, *command: str, restarts: int = 0) -> ChildSpec:
         """Return a command of lightning-proxy as a child, which logs to NAME.log."""
-        given = {**self.launch.env(), **(env or {})}
-        return ChildSpec(name, self.launch.argv(*command), given, may_end=True, restarts=restarts)
+        return ChildSpec(name, self.launch.argv(*command), self.launch.env(), may_end=True, restarts=restarts)
 
-    async def done(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> None:
+    async def done(self, name: str, *command: str) -> None:
         """Run a command to its end. Raise ChildDied if it fails."""
         async with Supervisor(self.logs) as own:
-            await own.keep_up(await own.start(self.spec(name, *command, env=env)))
+            await own.keep_up(await own.start(self.spec(name, *command)))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -137,7 +137,7 @@ async def start_guarded(*command: str, grace_s: float, **options: Any) -> tuple[
     return process, lifeline
 
 
-def _end_alike(code: int | None) -> int:
+def end_alike(code: int | None) -> int:
     """End this process as its child has ended."""
     assert code is not None  # there is no limit
     if code < 0:
@@ -148,5 +148,5 @@ def _end_alike(code: int | None) -> int:
 
 
 if __name__ == "__main__":
-    guard(_end_alike, int(sys.argv[1]), float(sys.argv[2]))
+    guard(end_alike, int(sys.argv[1]), float(sys.argv[2]))
     sys.exit(become(sys.argv[3:]))

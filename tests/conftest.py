@@ -139,12 +139,11 @@ def no_network(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test sees the settings of whoever runs it."""
     for name in list(os.environ):
         if name.startswith(("LIGHTNING_", "OPENAI_")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield
 
 

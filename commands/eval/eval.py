@@ -1,41 +1,31 @@
-"""Runs held-out tasks with one model after another."""
+"""The `eval` command: held-out tasks with one model after another, a table at the end, and a file with all numbers."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
+from ..formats import print_json
+from ..run.command import programs, run_options
 from ..run.limits import Observer
-from ..run.report import Bar, ProgressView
-from ..run.run import RolloutResult, RunOptions, run_tasks
-from ..run.runner import Runner
-from ..run.tasks import Task
-
-LIVE = "live"
-
-
-@dataclass(slots=True)
-class EvalRow:
-    """The results so far of a model: `live`, a policy version, or any model by its name."""
-
-    model: str
-    results: list[RolloutResult] = field(default_factory=list)
-    complete: bool = False
-
-    @property
-    def version(self) -> int | None:
-        return int(self.model) if self.model.isascii() and self.model.isdigit() else None
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        """Return the fields of `POST /rollouts` that choose this model."""
-        if self.model == LIVE:
-            return {}
-        return {"model": self.model} if self.version is None else {"policy_version": self.version}
+from ..run.report import ProgressView
+from ..run.run import RolloutResult, require_success, run_tasks
+from ..run.runner import runner_for
+from ..run.tasks import read_tasks
+from ..signals import run_until_signal
+from .report import LIVE, EvalRow, check_writable, print_tables, report, save
 
 
 def parse_models(text: str) -> list[EvalRow]:
@@ -46,90 +36,166 @@ def parse_models(text: str) -> list[EvalRow]:
     return [EvalRow(name) for name in names]
 
 
-async def evaluate(
-    api: ApiClient,
-    tasks: Sequence[Task],
-    runner: Runner,
-    options: RunOptions,
-    rows: Sequence[EvalRow],
-    view: ProgressView,
-    gate: Observer,
+def eval_command(
+    config: Config,
+    command: Sequence[str],
     *,
+    tasks: Path,
+    models: str,
+    preload: Sequence[str],
+    samples: int,
+    concurrency: int,
     promote: bool,
+    pass_at: float,
+    out: Path | None,
+    logs: Path | None,
+    as_json: bool,
+    paced: bool,
 ) -> None:
-    """Run all tasks, one row after another: vLLM on a CPU mixes up base model and adapters that share a batch.
+    """Run all tasks, one model after another: vLLM on a CPU mixes up base model and adapters that share a batch.
 
-    Raises before anything starts if a model cannot answer, and at once if another model answered. However it ends, the
-    results are in `rows`, and the version that was live before is live again. `promote`: make versions live one after
-    the other if they are not served side by side.
+    What is known is shown and saved, however it ends, and the version that was live before is live again. `promote`:
+    make versions live one after the other if they are not served side by side. `paced`: standard input says when each
+    rollout may begin. Raise LightningError before anything starts if a model cannot answer, at once if another model
+    answered, and at the end if every program failed.
     """
-    policy = await api.policy()
-    alias, before = policy["alias"], int(policy["live_version"])
-    live, promote = before, promote and policy["publish"] == "merged"
-    await _check(api, rows, promote=promote)
+    rows, read = parse_models(models), read_tasks(tasks)
+    if out is not None:
+        check_writable(out)
+    if why_not := config.not_absolute([name for name, weight in config.trainer.training_weights.items() if weight]):
+        raise ConfigError(why_not)
+    view = ProgressView(Console(stderr=True))
+    runner = runner_for(config, command, preload, view.say)
+    # Where each rollout is let in by itself, it is a group of its own.
+    options = run_options(config, 1 if paced else samples, concurrency, "eval", logs)
+    read = read * (samples if paced else 1)
+
+    async def evaluate() -> None:
+        api, gate = ApiClient.of(config, patience_s=60), PacedGate() if paced else Observer()
+        async with programs(api, runner, view), LivePolicy(api, view, may_promote=promote) as policy:
+            for row in rows:
+                await policy.check(row)
+            for row in rows:
+                await policy.serve(row)
+                bar = view.bar(row.model, len(read) * options.group_size)
+
+                def take(result: RolloutResult, row: EvalRow = row, add: Any = bar.add) -> None:
+                    row.results.append(answered_by(row, result, policy.alias))
+                    add(result)
+                    if paced:
+                        print(result.rollout_id, flush=True)
+
+                await run_tasks(api, read, runner, replace(options, choice=row.choice), take, gate)
+                row.complete = True
+
     try:
-        for row in rows:
-            needed = before if row.model == LIVE else row.version
-            if promote and needed is not None and needed != live:
-                view.say(f"making policy version {needed} live; version {before} will be live again at the end")
-                live = needed  # even if the next line is cut short, it may be live by then
-                await api.request("POST", "/policy/promote", {"version": needed})
-            bar = view.bar(row.model, len(tasks) * options.group_size)
-
-            def take(result: RolloutResult, row: EvalRow = row, bar: Bar = bar) -> None:
-                _check_answered_by(row, result, alias)
-                if versions := result.answers.get(alias):  # calls for other models are not evaluated
-                    result = replace(result, answers={alias: versions})
-                row.results.append(result)
-                bar.add(result)
-
-            await run_tasks(api, tasks, runner, replace(options, choice=row.choice), take, gate)
-            row.complete = True
+        run_until_signal(evaluate())
     finally:
-        if live != before:
-            await asyncio.shield(_restore(api, before, view))
+        if any(row.results for row in rows):
+            about = {"created_at": time.time(), "tasks": str(tasks), "samples": samples, "command": command}
+            numbers = report(rows, pass_at, about)
+            if out is not None:
+                save(numbers, out)
+            if as_json:
+                print_json(numbers)
+            elif not paced:
+                print_tables(numbers)
+                more = f"; all numbers: {out}" if out is not None else ""
+                print(f"passed: reward >= {pass_at:g}; a rollout without a reward counts as 0{more}")
+    require_success([result for row in rows for result in row.results])
 
 
-async def _check(api: ApiClient, rows: Sequence[EvalRow], *, promote: bool) -> None:
-    """Check that each model can answer: open 0 rollouts with it, or look up the version to promote."""
-    versions = (await api.request("GET", "/policy/versions"))["data"] if promote else []
-    for row in rows:
-        if not promote or row.version is None:
-            await api.open_rollouts("eval", "eval", 0, **row.choice)
-            continue
+class LivePolicy:
+    """Makes versions live one after the other where they are not served side by side, and the first again at the end.
+
+    `alias`: the policy's.
+    """
+
+    def __init__(self, api: ApiClient, view: ProgressView, *, may_promote: bool) -> None:
+        self._api, self._view, self._may_promote = api, view, may_promote
+        self.alias = ""
+
+    async def __aenter__(self) -> LivePolicy:
+        policy = await self._api.policy()
+        self.alias, self._before = policy["alias"], int(policy["live_version"])
+        self._live = self._before
+        self._may_promote &= policy["publish"] == "merged"
+        return self
+
+    async def check(self, row: EvalRow) -> None:
+        """Raise LightningError if the model cannot answer: open 0 rollouts with it, or look up the version."""
+        if not self._may_promote or row.version is None:
+            await self._api.open_rollouts("eval", "eval", 0, **row.choice)
+            return
+        versions = (await self._api.request("GET", "/policy/versions"))["data"]
         version = next((one for one in versions if one["version"] == row.version), None)
         if version is None:
             raise LightningError(f"no policy version {row.version}")
         if row.version and (version["path"] is None or version["status"] not in ("ready", "live")):
             raise LightningError(f"policy version {row.version} is {version['status']} and has no files to serve")
 
+    async def serve(self, row: EvalRow) -> None:
+        """Make the row's version live, if it has to be."""
+        needed = self._before if row.model == LIVE else row.version
+        if self._may_promote and needed is not None and needed != self._live:
+            self._view.say(f"making policy version {needed} live; version {self._before} will be live again at the end")
+            self._live = needed  # even if the next line is cut short, it may be live by then
+            await self._api.request("POST", "/policy/promote", {"version": needed})
 
-async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
-    try:
-        await api.request("POST", "/policy/promote", {"version": version})
-        view.say(f"policy version {version} is live again")
-    except ApiError as error:
-        again = f"lightning-proxy policy promote {version}"
-        raise LightningError(f"version {version} is not live again: {error.message}; try `{again}`") from None
+    async def __aexit__(self, *_: object) -> None:
+        if self._live != self._before:
+            await asyncio.shield(self._restore())
+
+    async def _restore(self) -> None:
+        version = self._before
+        try:
+            await self._api.request("POST", "/policy/promote", {"version": version})
+            self._view.say(f"policy version {version} is live again")
+        except ApiError as error:
+            again = f"lightning-proxy policy promote {version}"
+            raise LightningError(f"version {version} is not live again: {error.message}; try `{again}`") from None
 
 
-def _check_answered_by(row: EvalRow, result: RolloutResult, alias: str) -> None:
-    """Raise if another model answered: the agent asked for it by name, or the live version changed.
+class PacedGate(Observer):
+    """Lets one group begin for each line of standard input. At its end the command ends, as by SIGTERM."""
 
-    Calls for other models beside those for the alias are fine: they belong to agents that are not trained.
+    def __init__(self) -> None:
+        self._lines: asyncio.Semaphore | None = None
+
+    async def wait(self) -> bool:
+        if self._lines is None:
+            self._lines = asyncio.Semaphore(0)
+            try:
+                asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read, self._lines)
+            except PermissionError:  # a file, or /dev/null
+                raise ConfigError("--paced: standard input must be a pipe or a terminal") from None
+        return await self._lines.acquire()
+
+    def _read(self, lines: asyncio.Semaphore) -> None:
+        data = os.read(sys.stdin.fileno(), 4096)
+        for _ in range(data.count(b"\n")):
+            lines.release()
+        if not data:
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:
+    """Return the result with what answered for the alias alone: other calls belong to agents that are not trained.
+
+    Raise LightningError if another model answered: the agent asked for it by name, or the live version changed.
     """
-    if row.model == LIVE or not result.answers:
-        return
-    wrong = f"rollout {result.rollout_id} should be answered by "
-    if row.version is None:
-        if alias not in result.answers:
+    versions = result.answers.get(alias)
+    if row.model != LIVE and result.answers:
+        wrong = f"rollout {result.rollout_id} should be answered by "
+        if row.version is None and versions is None:
             names = ", ".join(sorted(map(str, result.answers)))
             raise LightningError(f"{wrong}{row.model}, but its agent never asked for {alias!r}, only for {names}")
-        return
-    others = sorted(set(result.answers.get(alias) or result.policy_versions) - {row.version}, key=str)
-    if others:
-        raise LightningError(
-            f"{wrong}policy version {row.version}, but was answered by "
-            f"{', '.join('another model' if v is None else f'version {v}' for v in others)}. The agent must ask for "
-            "the policy's alias, and with policy.publish: merged no trainer may publish during an evaluation"
-        )
+        others = sorted(set(versions or result.policy_versions) - {row.version}, key=str)
+        if row.version is not None and others:
+            by = ", ".join("another model" if version is None else f"version {version}" for version in others)
+            raise LightningError(
+                f"{wrong}policy version {row.version}, but was answered by {by}. The agent must ask for the policy's "
+                "alias, and with policy.publish: merged no trainer may publish during an evaluation"
+            )
+    return result if not versions else replace(result, answers={alias: versions})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,24 +22,44 @@ from ..files import written
 from ..formats import table
 from ..run.report import by_name, by_task, names_table
 from ..run.run import RolloutResult
-from .eval import LIVE, EvalRow
-from .stats import compare, comparison_line, ks, pass_at_k, same_version, weigh
+from .stats import SEED, compare, comparison_line, ks, pass_at_k, same_version, weigh
 
 Json = dict[str, Any]
+LIVE = "live"
 
 
-def report(rows: Sequence[EvalRow], pass_at: float, seed: int, about: Json) -> Json:
+@dataclass(slots=True)
+class EvalRow:
+    """The results so far of a model: `live`, a policy version, or any model by its name."""
+
+    model: str
+    results: list[RolloutResult] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def version(self) -> int | None:
+        return int(self.model) if self.model.isascii() and self.model.isdigit() else None
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Return the fields of `POST /rollouts` that choose this model."""
+        if self.model == LIVE:
+            return {}
+        return {"model": self.model} if self.version is None else {"policy_version": self.version}
+
+
+def report(rows: Sequence[EvalRow], pass_at: float, about: Json) -> Json:
     """Return plain data of all rows that have begun, each compared with the first. `about` describes the run.
 
-    A rollout has passed with a reward of at least `pass_at`. `seed` is for the bootstrap and the permutations.
+    A rollout has passed with a reward of at least `pass_at`.
     """
-    found = [_summary(row, pass_at, seed) for row in rows if row.results]
+    found = [_summary(row, pass_at) for row in rows if row.results]
     for summary in found[1:]:
-        summary["versus"] = _versus(summary, found[0], seed)
-    return about | {"pass_at": pass_at, "seed": seed, "complete": all(row.complete for row in rows), "rows": found}
+        summary["versus"] = _versus(summary, found[0])
+    return about | {"pass_at": pass_at, "seed": SEED, "complete": all(row.complete for row in rows), "rows": found}
 
 
-def _summary(row: EvalRow, pass_at: float, seed: int) -> Json:
+def _summary(row: EvalRow, pass_at: float) -> Json:
     tasks = {name: _task(results, pass_at) for name, results in by_task(row.results).items()}
     means = [task["mean_reward"] for task in tasks.values()]
     versions = {version for result in row.results for version in result.policy_versions}
@@ -57,9 +77,9 @@ def _summary(row: EvalRow, pass_at: float, seed: int) -> Json:
         "without_reward": sum(result.reward is None for result in row.results),
         "tokens": sum(result.tokens for result in row.results),
         "mean_reward": fmean(means),
-        "interval": asdict(bootstrap_mean(means, seed)),
+        "interval": asdict(bootstrap_mean(means, SEED)),
         "pass_at_k": {
-            str(k): {"value": fmean(of_k), "interval": asdict(bootstrap_mean(of_k, seed))}
+            str(k): {"value": fmean(of_k), "interval": asdict(bootstrap_mean(of_k, SEED))}
             for k, of_k in chances.items()
         },
         "by_name": by_name(row.results),
@@ -77,7 +97,7 @@ def _task(results: Sequence[RolloutResult], pass_at: float) -> Json:
     }
 
 
-def _versus(row: Json, first: Json, seed: int) -> Json | None:
+def _versus(row: Json, first: Json) -> Json | None:
     """The comparison with the first row, on the tasks that both have; None without any."""
     both = [task for task in row["by_task"] if task in first["by_task"]]
     if not both:
@@ -89,7 +109,7 @@ def _versus(row: Json, first: Json, seed: int) -> Json | None:
     )
     return {
         "model": first["model"],
-        **asdict(compare(means, means_of_first, seed)),
+        **asdict(compare(means, means_of_first)),
         "evidence": weigh(rewards, rewards_of_first),
         "same_version": same_version(row, first),
     }

@@ -18,6 +18,7 @@ from ...core.statistics import RESAMPLES, Interval, bootstrap_mean, difference, 
 
 EXACT_UP_TO = 13  # tasks: no more sign patterns than resamples
 MARGIN, LEVEL = 0.1, 0.05
+SEED = 0  # of bootstrap and permutations, so that the same rollouts always give the same numbers
 Rewards = Mapping[str, Sequence[float]]  # by task
 
 
@@ -39,7 +40,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def compare(values: Sequence[float], others: Sequence[float], seed: int) -> Comparison:
+def compare(values: Sequence[float], others: Sequence[float], seed: int = SEED) -> Comparison:
     """Compare `values` with `others`, paired: both have the same tasks in the same order."""
     differences = np.asarray(values, dtype=float) - np.asarray(others, dtype=float)
     interval = bootstrap_mean(differences.tolist(), seed)

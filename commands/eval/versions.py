@@ -13,7 +13,6 @@ from ..formats import count, number, print_json, print_view, table
 from ..show.find import checked
 from .stats import compare
 
-SEED = 0  # of bootstrap and permutations, so that the same rollouts always give the same numbers
 METRICS = {"mean": "reward", "tokens": "tokens", "latency_ms": "latency, ms"}
 
 Json = dict[str, Any]
@@ -49,7 +48,7 @@ def _compared(tasks: list[Json], name: str) -> Json | None:
     """Compare one number of both versions over the tasks where both have it; None without any."""
     pairs = [(task["a"][name], task["b"][name]) for task in tasks]
     ours, theirs = ([pair[i] for pair in pairs if None not in pair] for i in (1, 0))
-    return {"a": fmean(theirs), "b": fmean(ours), **asdict(compare(ours, theirs, SEED))} if ours else None
+    return {"a": fmean(theirs), "b": fmean(ours), **asdict(compare(ours, theirs))} if ours else None
 
 
 def _shown(value: float) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,9 +21,8 @@ from ..api_client import ApiClient, ApiError
 from ..formats import duration, print_json
 from ..signals import run_until_signal
 from ..system.processes import make_directory
-from .journal import fail_left
 from .limits import Backlog, Budget, Observer
-from .report import ProgressView, by_name, names_table, sentence, summarize, warnings
+from .report import ProgressView, by_name, names_table, sentences, summarize
 from .resume import KeptResults, kept_results
 from .run import RolloutResult, RunOptions, require_success, run_tasks
 from .runner import Runner, runner_for
@@ -52,29 +52,52 @@ def run_command(
     `group_size` None means the trainer's, or 1 in mode eval. `ahead`: how many of the trainer's steps the rollouts may
     be ahead of the live version; None: any number. `resume`: the file that keeps results.
     """
-    if ahead is not None and mode != "train":
+    trains, trainer, view = mode == "train", config.trainer, ProgressView(Console(stderr=True))
+    if ahead is not None and not trains:
         raise ConfigError("--ahead cannot be used with --mode eval: such rollouts are not trained on")
-    trainer, view = config.trainer, ProgressView(Console(stderr=True))
-    read = read_tasks(tasks) * repeat
+    every = read_tasks(tasks) * repeat
     runner = runner_for(config, command, preload, view.say)
-    group_size = group_size or (trainer.group_size if mode == "train" else 1)
-    options = run_options(config, group_size, concurrency, mode, logs)
+    size = group_size or (trainer.group_size if trains else 1)
+    options = run_options(config, size, concurrency, mode, logs)
     api = ApiClient.of(config, patience_s=60)
     gate = Observer()
     if ahead is not None:
-        gate = Backlog(api, int((1 + ahead) * trainer.group_size * trainer.tasks_per_step), group_size, view.say)
-    budget = Budget(api, budget_usd)
+        gate = Backlog(api, int((1 + ahead) * trainer.group_size * trainer.tasks_per_step), size, view.say)
+    budget, notes = Budget(api, budget_usd), list[str]()
+
+    async def work(kept: KeptResults) -> list[RolloutResult]:
+        async with programs(api, runner, view):
+            if failed := await kept.look(api):
+                view.say(f"{failed} rollouts of the run that was stopped have failed; their tasks begin anew")
+            if trains:
+                waiting = (await api.request("GET", "/status")).get("waiting", 0)
+                if (wrong := problem(trainer, every, size, waiting)) is not None:
+                    view.say(wrong, "yellow")
+            left, budget.earlier = kept.left(every, size), kept.usd
+            bar = view.bar("rollouts", sum(size - len(task.siblings) for task in left))
+
+            def on_result(result: RolloutResult) -> None:
+                bar.add(result)
+                kept.add(result)
+
+            await run_tasks(api, left, runner, options, on_result, budget, gate, kept)
+            with suppress(ApiError):
+                await budget.look()
+                notes.extend(standing(await api.request("GET", "/status")) if trains else ())
+        return kept.results
+
     with kept_results(resume) as kept:
-        results, told = run_until_signal(_work(api, trainer, read, runner, options, view, kept, budget, gate))
+        results = run_until_signal(work(kept))
     if as_json:
         print_json(summarize(results) | ({} if budget_usd is None else {"usd": budget.spent}))
     else:
-        view.console.print(sentence(results), markup=False)
+        summary, warnings = sentences(results)
+        view.console.print(summary, markup=False)
         if (names := names_table({config.policy.alias: by_name(results)})) is not None:
             view.console.print(names)
         if budget_usd is not None:
-            told.append(f"{budget.spent:.4g} of {budget_usd:g} USD spent")
-        for line in (*warnings(results), *told):
+            notes.append(f"{budget.spent:.4g} of {budget_usd:g} USD spent")
+        for line in (*warnings, *notes):
             view.say(line, "yellow")
     if results or not budget.left_out:
         require_success(results)
@@ -105,47 +128,15 @@ async def programs(api: ApiClient, runner: Runner, view: ProgressView) -> AsyncI
                 await asyncio.shield(runner.close())
 
 
-async def _work(
-    api: ApiClient,
-    trainer: TrainerConfig,
-    tasks: Sequence[Task],
-    runner: Runner,
-    options: RunOptions,
-    view: ProgressView,
-    kept: KeptResults,
-    budget: Budget,
-    gate: Observer,
-) -> tuple[list[RolloutResult], list[str]]:
-    """Return the results, those of earlier runs included, and lines to print at the end."""
-    size, trains, told = options.group_size, options.mode == "train", list[str]()
-    async with programs(api, runner, view):
-        if failed := await fail_left(api):
-            view.say(f"{failed} rollouts of a run that was killed have failed")
-        if trains:
-            waiting = (await api.request("GET", "/status")).get("waiting", 0)
-            if (wrong := problem(trainer, tasks, size, waiting)) is not None:
-                view.say(wrong, "yellow")
-        await kept.look(api)
-        left = kept.left(tasks, size)
-        budget.earlier = kept.usd
-        bar = view.bar("rollouts", sum(size - len(task.siblings) for task in left))
-
-        def on_result(result: RolloutResult) -> None:
-            bar.add(result)
-            kept.add(result)
-
-        results = kept.results + await run_tasks(api, left, runner, options, on_result, budget, gate, kept)
-        with suppress(ApiError):
-            await budget.look()
-            status = await api.request("GET", "/status") if trains else {}
-            if standstill := status.get("standstill"):
-                told.append(standstill["story"])
-            if missing := status.get("unrewarded"):
-                told.append(
-                    f"{missing} completed rollouts of the newest 200 have no reward, so no step takes them: none "
-                    "came, or a rewarder failed: the proxy's log says where"
-                )
-    return results, told
+def standing(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why no step comes of what there is, if none does."""
+    if standstill := status.get("standstill"):
+        yield standstill["story"]
+    if missing := status.get("unrewarded"):
+        yield (
+            f"{missing} completed rollouts of the newest 200 have no reward, so no step takes them: none came, or a "
+            "rewarder failed: the proxy's log says where"
+        )
 
 
 def problem(config: TrainerConfig, tasks: Sequence[Task], group_size: int, waiting: int = 0) -> str | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -84,47 +84,36 @@ class Bar:
         self._view.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """`mean_reward` and `solved` are over the rollouts with a reward. `solved` is the share with reward >= 1.
+def totals(results: Sequence[RolloutResult]) -> dict[str, Any]:
+    """Return what `run` says of these results.
 
+    `mean_reward` and `solved`, the share with a reward of at least 1, are over the rollouts with a reward.
     `without_call`: those whose program ran, but made no call through the proxy. `restarts`: how often a task was begun
     anew because the machine under its program went away.
     """
-
-    rollouts: int
-    failed: int
-    without_reward: int
-    mean_reward: float | None
-    solved: float | None
-    without_call: int = 0
-    restarts: int = 0
-
-
-def totals(results: Sequence[RolloutResult]) -> Totals:
     rewards = [result.reward for result in results if result.reward is not None]
-    return Totals(
-        rollouts=len(results),
-        failed=sum(result.failed for result in results),
-        without_reward=len(results) - len(rewards),
-        mean_reward=fmean(rewards) if rewards else None,
-        solved=fmean(reward >= 1 for reward in rewards) if rewards else None,
-        without_call=sum(result.calls == 0 and result.exit_code != CANNOT_START for result in results),
-        restarts=sum(result.restarts for result in results),
-    )
+    return {
+        "rollouts": len(results),
+        "failed": sum(result.failed for result in results),
+        "without_reward": len(results) - len(rewards),
+        "mean_reward": fmean(rewards) if rewards else None,
+        "solved": fmean(reward >= 1 for reward in rewards) if rewards else None,
+        "without_call": sum(result.calls == 0 and result.exit_code != CANNOT_START for result in results),
+        "restarts": sum(result.restarts for result in results),
+    }
 
 
-def summarize(results: Sequence[RolloutResult]) -> dict[str, object]:
+def summarize(results: Sequence[RolloutResult]) -> dict[str, Any]:
     """Return the summary as plain data: totals, and for each task its totals, rewards and failures."""
     tasks = {
         name: {
-            **asdict(totals(group)),
+            **totals(group),
             "rewards": [result.reward for result in group],
             "failures": [result.reason for result in group if result.reason],
         }
         for name, group in by_task(results).items()
     }
-    return {**asdict(totals(results)), "by_name": by_name(results), "tasks": tasks}
+    return {**totals(results), "by_name": by_name(results), "tasks": tasks}
 
 
 def by_name(results: Sequence[RolloutResult]) -> dict[str, dict[str, float]]:
@@ -153,19 +142,14 @@ def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
     return dict(sorted(groups.items()))
 
 
-def sentence(results: Sequence[RolloutResult]) -> str:
-    """Return the summary in one line for a person, and the first failure in another."""
-    total = totals(results)
-    mean = "no reward" if total.mean_reward is None else f"mean reward {total.mean_reward:.3f}"
-    line = f"{total.rollouts} rollouts, {mean}, {total.failed} failed, {total.without_reward} without a reward so far"
-    failure = next((result.reason for result in results if result.reason), None)
-    return line if failure is None else f"{line}\nfirst failure: {failure}"
-
-
-def warnings(results: Sequence[RolloutResult]) -> Iterator[str]:
-    """Yield a line about runs that were begun anew, and one about rollouts without a call, with what to check."""
-    total = totals(results)
-    if total.restarts:
-        yield f"{total.restarts} runs were begun anew, in other rollouts: their machine went away"
-    if total.without_call:
-        yield f"{total.without_call} of {len(results)} rollouts made no call: does your agent read OPENAI_BASE_URL?"
+def sentences(results: Sequence[RolloutResult]) -> tuple[str, list[str]]:
+    """Return the summary in one line for a person, with the first failure in another, and warnings: what to check."""
+    total, warnings = totals(results), []
+    mean = "no reward" if total["mean_reward"] is None else f"mean reward {total['mean_reward']:.3f}"
+    counts = f"{total['failed']} failed, {total['without_reward']} without a reward so far"
+    failure = next((f"\nfirst failure: {result.reason}" for result in results if result.reason), "")
+    if n := total["restarts"]:
+        warnings.append(f"{n} runs were begun anew, in other rollouts: their machine went away")
+    if n := total["without_call"]:
+        warnings.append(f"{n} of {len(results)} rollouts made no call: does your agent read OPENAI_BASE_URL?")
+    return f"{total['rollouts']} rollouts, {mean}, {counts}{failure}", warnings

@@ -14,12 +14,12 @@ from typing import TextIO
 
 from ...core.errors import ConfigError
 from ..api_client import ApiClient, ApiError
-from .journal import GONE
 from .limits import Observer
 from .run import RolloutResult, result_of
 from .tasks import Task
 
 BEGINS = '{"rollout_id": '  # each line, the last too, if its run was killed
+GONE = 404
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def kept_results(path: Path | None) -> Iterator[KeptResults]:
 class KeptResults(Observer):
     """The results of the runs that had this file: those with a reward, and those that await one.
 
-    `usd`: what their rollouts have cost.
+    `usd`: what the rollouts of earlier runs have cost.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -67,8 +67,12 @@ class KeptResults(Observer):
         self.usd = sum(result.usd for result in self.results)
         file.truncate(sum(len(line.encode()) + 1 for line in lines))
 
-    async def look(self, api: ApiClient) -> None:
-        """Add what had no reward yet when its run ended, or was killed, if it has or awaits one now."""
+    async def look(self, api: ApiClient) -> int:
+        """Add what was rewarded, or awaits it, since its run ended or was killed.
+
+        Fail what still runs without a reward, since a sibling takes its place. Return how many these are.
+        """
+        failed = 0
         for name in self._opened:
             try:
                 rollout = await api.rollout(name)
@@ -78,9 +82,13 @@ class KeptResults(Observer):
                 continue
             result = result_of(rollout)
             self.usd += result.usd
-            rewarded = rollout["reward"] is not None or rollout.get("awaits_reward")
-            if rewarded and rollout["status"] not in ("failed", "discarded"):
-                self.results.append(result)
+            if result.reward is not None or rollout.get("awaits_reward"):
+                if rollout["status"] not in ("failed", "discarded"):
+                    self.results.append(result)
+            elif rollout["status"] == "running":
+                await api.end_rollout(name, "failed", "`run --resume` began it anew")
+                failed += 1
+        return failed
 
     def opened(self, rollout_ids: Sequence[str], sibling_of: str | None) -> None:
         """Keep the rollouts, which may have their reward only when their run has ended."""
@@ -90,6 +98,7 @@ class KeptResults(Observer):
 
     def add(self, result: RolloutResult) -> None:
         """Keep a result. One without a reward is looked at again."""
+        self.results.append(result)
         if result.reward is not None:
             self._write([{**asdict(result), "answers": {}, "group": self._groups[result.rollout_id]}])
 

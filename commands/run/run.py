@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -15,18 +16,16 @@ from ...core.errors import LightningError
 from ...core.records import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
 from ..command_line import variables
-from .journal import CONFLICT, Journal
 from .limits import Observer
 from .output import last_line
 from .runner import RunLost, Runner, RunTimedOut, ServerDied
 from .tasks import Task
 
-SCORE_POLL_S = 0.2  # at first; later, and the more rollouts wait, the less often
-SCORE_POLL_MOST_S = 5.0
-SCORE_POLLS = 8  # rollouts that are looked at in this time
+SCORE_POLL_S, SCORE_POLL_MOST_S = 0.2, 5.0  # at first, and later
 RESTARTS = 3  # of a run whose machine goes away
 LOST = -9  # the exit code of a run whose machine or server went away, as if it had been killed
 MOST_UNSCORED = 64  # rollouts that await their rewards while others begin, or four groups
+CONFLICT = 409
 LATE = 124  # that of a program that ran for too long, as of timeout(1)
 
 
@@ -97,92 +96,93 @@ async def run_tasks(
 
     When it is cancelled, it stops the programs and discards their rollouts.
     """
-    journal = Journal(api.url)
-    return await _TaskRun(api, runner, options, on_result, journal, (journal, *observers)).run(tasks)
+    with tempfile.TemporaryDirectory(prefix="lightning-run-") as scratch:
+        logs = options.logs or Path(scratch)
+        logs.mkdir(parents=True, exist_ok=True)
+        return await _TaskRun(api, runner, options, logs, on_result, observers).run(tasks)
 
 
-@dataclass(slots=True)
 class _TaskRun:
     """Opens rollouts group by group and keeps `concurrency` programs running."""
 
-    api: ApiClient
-    runner: Runner
-    options: RunOptions
-    on_result: Callable[[RolloutResult], None]
-    journal: Journal
-    observers: tuple[Observer, ...]
-    unscored: int = 0
-    scored_one: asyncio.Event = field(default_factory=asyncio.Event)
-    results: list[RolloutResult] = field(default_factory=list)
+    def __init__(
+        self, api: ApiClient, runner: Runner, options: RunOptions, logs: Path,
+        on_result: Callable[[RolloutResult], None], observers: Sequence[Observer],
+    ) -> None:  # fmt: skip
+        self.api, self.runner, self.options, self.logs = api, runner, options, logs
+        self.on_result, self.observers = on_result, observers
+        self.running = asyncio.Semaphore(options.concurrency)
+        size = options.group_size
+        # Single rollouts may wait for siblings that are still to begin, however many.
+        most = max(MOST_UNSCORED, options.concurrency, 4 * size) if size > 1 else sys.maxsize
+        self.unscored = asyncio.Semaphore(most)
+        self.open: set[str] = set()
+        self.results: list[RolloutResult] = []
 
     async def run(self, tasks: Iterable[Task]) -> list[RolloutResult]:
-        jobs, turn = self._jobs(tasks), asyncio.Lock()
-        with tempfile.TemporaryDirectory(prefix="lightning-run-") as scratch:
-            logs = self.options.logs or Path(scratch)
-            logs.mkdir(parents=True, exist_ok=True)
-            try:
-                async with contextlib.aclosing(jobs), asyncio.TaskGroup() as workers:
-                    for _ in range(self.options.concurrency):
-                        workers.create_task(self._work(jobs, turn, logs, workers))
-            except* LightningError as errors:
-                raise errors.exceptions[0] from None
-            finally:
-                with contextlib.suppress(ApiError):  # the proxy is gone, too: the next `run` fails those left open
-                    left = self.journal.open
-                    await asyncio.gather(*(self._end(name, "discarded", "run was stopped") for name in left))
-                    left.clear()
-                self.journal.close()
+        jobs = self.jobs(tasks)
+        try:
+            async with contextlib.aclosing(jobs), asyncio.TaskGroup() as programs:
+                while True:
+                    await self.running.acquire()
+                    if (job := await anext(jobs, None)) is None:
+                        break
+                    programs.create_task(self.work(*job))
+        except* LightningError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            with contextlib.suppress(ApiError):  # the proxy is gone, too
+                await asyncio.gather(*(self.end(name, "discarded", "run was stopped") for name in self.open))
         return self.results
 
-    async def _jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[tuple[Task, OpenRollout], None]:
+    async def jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[tuple[Task, OpenRollout], None]:
         """Yield each run to come. A group is opened only when its first sibling can start."""
-        options = self.options
-        most = max(MOST_UNSCORED, options.concurrency, 4 * options.group_size)
         for task in tasks:
             for observer in self.observers:
                 if not await observer.wait():
                     return
-            while options.group_size > 1 and self.unscored >= most:  # a single one's siblings may be still to begin
-                self.scored_one.clear()
-                await self.scored_one.wait()
-            missing = options.group_size - len(task.siblings)
-            for rollout in await self._opened(task, missing, next(iter(task.siblings), None)):
+            missing = self.options.group_size - len(task.siblings)
+            for rollout in await self.opened(task, missing, next(iter(task.siblings), None)):
                 yield task, rollout
 
-    async def _opened(self, task: Task, n: int, sibling_of: str | None) -> list[OpenRollout]:
+    async def opened(self, task: Task, n: int, sibling_of: str | None) -> list[OpenRollout]:
         join = {} if sibling_of is None else {"sibling_of": sibling_of}
         group = await self.api.open_rollouts(task.task_id, self.options.mode, n, **join, **self.options.choice)
         rollout_ids = [rollout.rollout_id for rollout in group]
+        self.open.update(rollout_ids)
         for observer in self.observers:
             observer.opened(rollout_ids, sibling_of)
         return group
 
-    async def _work(
-        self,
-        jobs: AsyncGenerator[tuple[Task, OpenRollout], None],
-        turn: asyncio.Lock,
-        logs: Path,
-        workers: asyncio.TaskGroup,
-    ) -> None:
-        while True:
-            async with turn:
-                job = await anext(jobs, None)
-            if job is None:
-                return
-            conclusion = self._conclude(*await self._run_one(*job, logs))
-            if self.options.score_timeout_s is None:
-                await conclusion
-            else:  # its reward may wait for siblings that are still to begin
-                workers.create_task(conclusion)
+    async def work(self, task: Task, rollout: OpenRollout) -> None:
+        """Run the program, end its rollout, and report it once it has its reward."""
+        try:
+            name, code, reason, restarts = await self.run_program(task, rollout)
+            if reason is not None:
+                await self.end(name, "failed", reason)
+            elif self.options.score_timeout_s is not None:
+                await self.end(name, "completed", "the program ended")
+            found = await self.ended(name)
+            await self.unscored.acquire()
+        finally:
+            self.running.release()
+        try:
+            if code == 0:
+                found = await self.scored(found)
+        finally:
+            self.unscored.release()
+        result = result_of(found, code, reason, restarts)
+        self.results.append(result)
+        self.on_result(result)
 
-    async def _run_one(self, task: Task, rollout: OpenRollout, logs: Path) -> tuple[str, int, str | None, int]:
-        """Run the program until it ends. If its machine goes away, begin anew in another rollout."""
+    async def run_program(self, task: Task, rollout: OpenRollout) -> tuple[str, int, str | None, int]:
+        """Run it to its end. If its machine goes away, begin anew in another rollout."""
         options, lost = self.options, list[str]()
         while True:
             name = rollout.rollout_id
-            log = logs / f"{name}.log"
+            log = self.logs / f"{name}.log"
             try:
-                code = await self.runner.run(self._environment(task, rollout), log, options.timeout_s)
+                code = await self.runner.run(self.environment(task, rollout), log, options.timeout_s)
                 reason = f"exit code {code}: {last_line(log)}" if code else None
             except RunTimedOut:
                 code, reason = LATE, f"ended after {options.timeout_s:g} s (run.timeout_s): {last_line(log)}"
@@ -191,31 +191,26 @@ class _TaskRun:
                 may_restart = isinstance(error, RunLost) and len(lost) < RESTARTS
                 if may_restart and (await self.api.rollout(name))["status"] == "running":
                     lost.append(name)
-                    (rollout,) = await self._opened(task, 1, name)
+                    (rollout,) = await self.opened(task, 1, name)
                     continue
             finally:
                 if options.logs is None:
                     log.unlink(missing_ok=True)
             # Not earlier: a discarded rollout counts as a sibling that the trainer need not wait for.
             for earlier in lost:
-                await self._end(earlier, "discarded", "its machine went away; the task was begun anew")
-                self._ended(await self.api.rollout(earlier))
+                await self.end(earlier, "discarded", "its machine went away; the task was begun anew")
+                await self.ended(earlier)
             return name, code, reason, len(lost)
 
-    async def _conclude(self, name: str, code: int, reason: str | None, restarts: int) -> None:
-        if reason is not None:
-            await self._end(name, "failed", reason)
-        rollout = await (self._scored(name) if code == 0 else self.api.rollout(name))
-        self._ended(rollout)
-        result = result_of(rollout, code, reason, restarts)
-        self.results.append(result)
-        self.on_result(result)
-
-    def _ended(self, rollout: Mapping[str, Any]) -> None:
+    async def ended(self, name: str) -> dict[str, Any]:
+        """Return the rollout, after all observers saw its end."""
+        rollout = await self.api.rollout(name)
+        self.open.remove(name)
         for observer in self.observers:
             observer.ended(rollout)
+        return rollout
 
-    def _environment(self, task: Task, rollout: OpenRollout) -> dict[str, str]:
+    def environment(self, task: Task, rollout: OpenRollout) -> dict[str, str]:
         url = rollout.base_url
         return {
             "OPENAI_BASE_URL": url,
@@ -229,24 +224,16 @@ class _TaskRun:
             **variables(self.api.url, rollout),
         }
 
-    async def _scored(self, name: str) -> dict[str, Any]:
-        """The rollout whose program has ended well; with its reward, if a function gives it and is not late."""
-        limit_s = self.options.score_timeout_s
-        if limit_s is not None:
-            await self._end(name, "completed", "the program ended")
-        rollout, until = await self.api.rollout(name), time.monotonic() + (limit_s or 0)
-        pause_s, self.unscored = SCORE_POLL_S, self.unscored + 1
-        try:
-            while rollout.get("awaits_reward") and time.monotonic() < until:
-                await asyncio.sleep(pause_s * max(1.0, self.unscored / SCORE_POLLS))
-                pause_s = min(1.5 * pause_s, SCORE_POLL_MOST_S)
-                rollout = await self.api.rollout(name)
-        finally:
-            self.unscored -= 1
-            self.scored_one.set()
+    async def scored(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """Return the rollout with its reward, if a function gives it and is not late."""
+        until, pause_s = time.monotonic() + (self.options.score_timeout_s or 0), SCORE_POLL_S
+        while rollout.get("awaits_reward") and time.monotonic() < until:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, SCORE_POLL_MOST_S)
+            rollout = await self.api.rollout(rollout["rollout_id"])
         return rollout
 
-    async def _end(self, name: str, status: str, reason: str) -> None:
+    async def end(self, name: str, status: str, reason: str) -> None:
         try:
             await self.api.end_rollout(name, status, reason)
         except ApiError as error:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -53,25 +54,30 @@ class Runner(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Run:
+    ended: asyncio.Future[int]
+    limit: asyncio.Timeout
+    limit_s: float | None
+
+
 class ServedRunner(ABC):
     """The parent's side. The child is started by the first run, and ends when its stdin closes.
 
-    The child's first line says that it is ready. It then gets a request with an `id` for each run, or {"kill": id}.
-    Its reports are {"id", "code"}, {"id", "lost": why}, {"id", "late": true}, {"say": what} for a person, or
-    {"failed": why}, which fails all runs. If it dies, the next run starts another one.
+    The child's first line says that it is ready, or {"failed": why}. It then gets a request with an `id` for each run,
+    or {"kill": id}. Its reports are {"id", "started"}, {"id", "code"}, {"id", "lost": why}, {"say": what} for a person,
+    or {"failed": why}, which fails all runs. If it dies, the next run starts another one.
     """
 
     name = "server"
     setup = b""  # what it reads before it is ready
     cannot_start = ""  # what to say if it ends before
 
-    def __init__(
-        self, argv: Sequence[str], say: Callable[[str], None] = lambda _: None, keeping: Keeping | None = None
-    ) -> None:
+    def __init__(self, argv: Sequence[str], say: Callable[[str], None], keeping: Keeping | None) -> None:
         self._argv, self._say, self._keeping = tuple(argv), say, keeping or Keeping()
         self._child: Process | None = None
         self._life: asyncio.Task[LightningError] | None = None  # of the child
-        self._running: dict[str, asyncio.Future[int]] = {}
+        self._runs: dict[str, _Run] = {}
         self._ids = itertools.count()
         self._starting = asyncio.Lock()
 
@@ -79,7 +85,7 @@ class ServedRunner(ABC):
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
         """Return the request to the child for a run."""
 
-    def _ready(self, said: Mapping[str, Any]) -> None:  # noqa: B027 - most need nothing of it
+    def _ready(self, report: Mapping[str, Any]) -> None:  # noqa: B027 - most need nothing of it
         """Take the child's first line."""
 
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
@@ -92,16 +98,22 @@ class ServedRunner(ABC):
                     await asyncio.wait({ready, self._life}, return_when=asyncio.FIRST_COMPLETED)
                     if self._life.done():
                         raise self._life.result()
-            request = {"id": name, "limit_s": limit_s, **self._request(env, pipe)}
-            ended = self._running[name] = loop.create_future()
+            request = {"id": name, **self._request(env, pipe)}
+            run = self._runs[name] = _Run(loop.create_future(), asyncio.timeout(None), limit_s)
             self._send(request)
             try:
-                return await ended
+                async with run.limit:
+                    return await asyncio.shield(run.ended)
+            except TimeoutError:
+                self._send({"kill": name})
+                with suppress(ServerDied):
+                    await run.ended
+                raise RunTimedOut("the program was ended") from None
             except asyncio.CancelledError:
                 self._send({"kill": name})
                 raise
             finally:
-                del self._running[name]
+                del self._runs[name]
 
     async def close(self) -> None:
         if self._life is not None:
@@ -120,49 +132,46 @@ class ServedRunner(ABC):
                 assert child.stdin is not None and child.stdout is not None
                 try:
                     child.stdin.write(self.setup)
-                    first = json.loads(await child.stdout.readline() or "{}")
-                    if first and "failed" not in first:
-                        self._ready(first)
-                        ready.set_result(None)
-                    why = first.get("failed") or await self._read(child.stdout)
+                    why = await self._read(child.stdout, ready)
                 finally:
                     if not ready.done():
                         with suppress(ProcessLookupError):
                             child.kill()
                     child.stdin.close()
                     code = await child.wait()
-            error: LightningError
             if why is not None:
                 error = LightningError(why)
             elif ready.done():
                 error = ServerDied(f"the {self.name} died ({how_it_ended(code)}), last output: {last_line(log)}")
-                self._say(f"{error.message}: {len(self._running)} programs failed; it is started again")
+                self._say(f"{error.message}: {len(self._runs)} programs failed; it is started again")
             else:
                 error = LightningError(f"{self.cannot_start or f'the {self.name} cannot be started'}: {last_line(log)}")
                 sys.stderr.write(log.read_text(errors="replace"))
-        for ended in self._running.values():
-            if not ended.done():
-                ended.set_exception(error)
+        for run in self._runs.values():
+            if not run.ended.done():
+                run.ended.set_exception(error)
         return error
 
-    async def _read(self, reports: asyncio.StreamReader) -> str | None:
+    async def _read(self, reports: asyncio.StreamReader, ready: asyncio.Future[None]) -> str | None:
         """Take reports until the child ends. Return why no run can go on, if it says so."""
         async for line in reports:
             report = json.loads(line)
-            if "say" in report:
-                self._say(report["say"])
-                continue
+            run = self._runs.get(report.get("id", ""))
             if "failed" in report:
                 return str(report["failed"])
-            ended = self._running.get(report["id"])
-            if ended is None or ended.done():
+            if "say" in report:
+                self._say(report["say"])
+            elif not ready.done():
+                self._ready(report)
+                ready.set_result(None)
+            elif run is None:  # it was cancelled
                 continue
-            if "lost" in report:
-                ended.set_exception(RunLost(report["lost"]))
-            elif "late" in report:
-                ended.set_exception(RunTimedOut("the program was ended"))
-            else:
-                ended.set_result(report["code"])
+            elif "lost" in report:
+                run.ended.set_exception(RunLost(report["lost"]))
+            elif "code" in report:
+                run.ended.set_result(report["code"])
+            elif run.limit_s is not None:
+                run.limit.reschedule(asyncio.get_running_loop().time() + run.limit_s)
         return None
 
     def _send(self, request: Mapping[str, Any]) -> None:

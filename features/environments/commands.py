@@ -105,12 +105,8 @@ def _checked(name: str) -> StandIn:
         config = configuration(given["context"])
         split = "held_out" if name == "eval" else "train"
         source = source_of(environment, arguments, {"split": split, "model": config.policy.alias})
-        executor = given.get("executor") or config.run.executor
-        preload = given["preload"] or (",".join(source.preload) if executor == "local" else "")
-        program = source.command
-        if executor == "ray":  # whose programs begin in a folder of its own
-            program = [*(str(Path(one).absolute()) for one in program[:-1]), program[-1]]
-        return {"tasks": source.tasks, "command": program, "preload": preload}
+        preload = given["preload"] or (",".join(source.preload) if config.run.executor == "local" else "")
+        return {"tasks": source.tasks, "command": source.command, "preload": preload}
 
     return stand_in
 

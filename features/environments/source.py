@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,22 +24,15 @@ import yaml
 
 from ...core.config.file import read_yaml
 from ...core.errors import ConfigError, LightningError
-from .inside.alone import KEPT, OF_ROLLOUT, ROLLOUT, SET
+from .inside.alone import ROLLOUT
 from .inside.arguments import Wrong, require_known
 
 KINDS = ("reasoning_gym", "textarena", "verifiers")
 ROOT = Path(__file__).parents[2]
 CLIENT = "tenacity>=9,<10"
 OF_PACKAGES = ("bin", "include", "lib")  # all else in the folder stays
-# It stands for the kind's Python. Packages may look at the variables that their process began with.
 PYTHON = f"""#!/bin/sh
-exec "${{0%/*}}/bin/python" -I -S -c 'import os, sys
-kept = {json.dumps(sorted(KEPT))}
-if "{ROLLOUT}" in os.environ:
-    kept += {json.dumps(sorted(OF_ROLLOUT))}
-env = {{name: value for name, value in os.environ.items() if name in kept or name.startswith("LC_")}}
-env.update({json.dumps(SET)})
-os.execve(sys.executable, [sys.executable, *sys.argv[1:]], env)' "$@"
+exec "${{0%/*}}/bin/python" -I -S {shlex.quote(str(ROOT / "features/environments/inside/alone.py"))} "$@"
 """
 PROGRAM = "from lightning_proxy.features.environments.inside.play import main\n\nmain()\n"
 
@@ -116,7 +110,8 @@ class KindsEnvironment:
         self.kind, self.packages = kind, tuple(module.PACKAGES)
         self.requires = (*module.REQUIRES, CLIENT)
         self.directory = Path(".venv-environments") / kind
-        self.program = [str(self.directory / "python"), str(self.directory / "play.py"), kind]
+        here = self.directory.absolute()  # a program may begin in a folder of its own
+        self.program = [str(here / "python"), str(here / "play.py"), kind]
 
     @property
     def is_there(self) -> bool:

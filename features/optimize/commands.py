@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...commands.command_line import WORK, configuration
+from ...commands.command_line import WORK, Command, Concurrency, Json, Outputs, Preload, Tasks, configuration
 
 
 def optimize(
     context: typer.Context,
-    command: Annotated[list[str], typer.Argument(help="the agent program, after `--`")],
+    command: Command,
     method: Annotated[Literal["gepa", "apo"], typer.Option(help="how to search")],
     prompt: Annotated[str, typer.Option(metavar="NAME", help="a prompt of `prompts list`")],
-    tasks: Annotated[Path, typer.Option(metavar="FILE", help="a JSON Lines file, one task per line")],
+    tasks: Tasks,
     reflect: Annotated[str, typer.Option(metavar="MODEL", help="litellm's name of the model that writes prompts")],
     reflect_url: Annotated[
         str | None, typer.Option(metavar="URL", help="that model's base URL, if not the provider's own")
@@ -32,13 +32,13 @@ def optimize(
     branch: Annotated[int, typer.Option(metavar="N", min=1, help="apo: new prompts from each")] = 4,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="apo: rounds")] = 3,
     seed: Annotated[int, typer.Option(metavar="N", help="another seed is another search")] = 0,
-    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")] = 8,
+    concurrency: Concurrency = 8,
     promote: Annotated[
         bool, typer.Option("--promote", help="make the best prompt live, or test it if prompts have a gate")
     ] = False,
-    preload: Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")] = "",
-    logs: Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+    preload: Preload = "",
+    logs: Outputs = None,
+    as_json: Json = False,
 ) -> None:
     """Search for a better prompt. The agent changes nothing: the proxy puts the prompts in.
 

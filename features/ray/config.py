@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import field_validator
 
 from ...core.config.section import FeatureSection
 
-OPTIONS = (
-    "num_cpus",
-    "num_gpus",
-    "memory",
-    "resources",
-    "accelerator_type",
-    "label_selector",
-    "scheduling_strategy",
-)
+Option = Literal[
+    "num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector", "scheduling_strategy"
+]
 
 
 class RayConfig(FeatureSection):
@@ -24,7 +18,7 @@ class RayConfig(FeatureSection):
     moved = {"run.ray": "ray"}
 
     address: str = "auto"
-    options: dict[str, Any] = {"num_cpus": 1}
+    options: dict[Option, Any] = {"num_cpus": 1}
     runtime_env: dict[str, Any] = {}
 
     @field_validator("address")
@@ -33,10 +27,3 @@ class RayConfig(FeatureSection):
         if address.startswith("ray://"):
             raise ValueError("Ray's client (ray://) cannot be used: start the command on a machine of the cluster")
         return address
-
-    @field_validator("options")
-    @classmethod
-    def _are_rays(cls, options: dict[str, Any]) -> dict[str, Any]:
-        if unknown := sorted(options.keys() - set(OPTIONS)):
-            raise ValueError(f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
-        return options

@@ -6,22 +6,29 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
 from ray import exceptions as failures
 
 from ...client import program
-from . import task as sent
+from ...core import guard
 
+GUARD = Path(guard.__file__).read_text()  # sent along, for nodes without our package
+PIECE = 1 << 16  # Ray sends less than 100 KB directly, without its object store
+GRACE_S = 5.0  # for a program to end after SIGTERM, before SIGKILL
+POLL_S = 0.2  # Ray interrupts a cancelled task between two steps of Python only
 WAITS_S = 30.0  # until a line says that no node has room
-LOOK_S = 1.0
 PROBE_S = 10.0
 END_S = 10.0  # for a cancelled task to kill its program; then its worker is killed
 GONE = (
@@ -33,81 +40,106 @@ GONE = (
 )
 
 
+def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[bytes | int]:
+    """Run one program on a node: the task, sent there by value, so it needs only Python.
+
+    Yield an empty piece once it has started, its output in pieces, and at the end its exit code.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
+    theirs, lifeline = os.pipe()
+    with TemporaryDirectory(prefix="lightning-task-") as directory:
+        try:
+            # Not a function that the fork runs, which could hang: the process has threads.
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", GUARD, str(theirs), f"{GRACE_S:g}", *command],
+                env=program.variables(env, inherited, Path(directory) / "task.json"), pass_fds=(theirs,),
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(theirs)
+        assert process.stdout is not None
+        output = process.stdout.fileno()  # at its end when the guard ends, which holds it, too
+        try:
+            piece = b""
+            yield piece
+            while True:
+                while not select.select([output], [], [], POLL_S)[0]:
+                    pass
+                if not (piece := os.read(output, PIECE)):
+                    break
+                yield piece
+                if len(piece) < PIECE:  # few pieces, none of them small
+                    time.sleep(POLL_S)
+        finally:
+            os.close(lifeline)
+            process.wait()
+        yield process.returncode
+
+
 class Driver:
     """One task for each program. `reports` is where the parent reads."""
 
     def __init__(self, setup: Mapping[str, Any], reports: int) -> None:
-        self._command, self._options = setup["command"], setup["options"]
-        self._reports = reports
+        self._command, self._options, self._reports = setup["command"], setup["options"], reports
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self._waiting: dict[str, float] = {}  # since when
-        self._program = ray.remote(sent.run_program).options(
+        self._started: set[str] = set()
+        self._task = ray.remote(run_program).options(
             **self._options, max_retries=0, num_returns="streaming", name="agent"
         )
 
     async def serve(self, requests: asyncio.StreamReader) -> None:
         """Serve requests until stdin closes; then end all programs."""
-        patience = asyncio.create_task(self._tell_of_waiting())
+        patience = asyncio.create_task(self._say_if_all_wait())
         async for line in requests:
             request = json.loads(line)
-            if "kill" in request:
-                if run := self._runs.get(request["kill"]):
-                    run.cancel()
-            else:
-                run = asyncio.create_task(self._run(**request))
-                self._runs[request["id"]] = run
+            if "kill" not in request:
+                self._runs[request["id"]] = asyncio.create_task(self._run(**request))
+            elif run := self._runs.get(request["kill"]):
+                run.cancel()
         for run in (patience, *self._runs.values()):
             if not run.cancelling():  # a second time would cancel `end`
                 run.cancel()
         await asyncio.gather(patience, *self._runs.values(), return_exceptions=True)
 
-    async def _run(self, id: str, env: Mapping[str, str], log: str, limit_s: float | None) -> None:
-        self._waiting[id] = time.monotonic()
+    async def _run(self, id: str, env: Mapping[str, str], log: str) -> None:
+        pieces = self._task.remote(self._command, env)
+        code: int | None = None
         try:
-            self._report({"id": id, **await self._outcome(id, env, log, limit_s)})
-        finally:
-            self._waiting.pop(id, None)
-            del self._runs[id]
-
-    async def _outcome(self, name: str, env: Mapping[str, str], log: str, limit_s: float | None) -> dict[str, Any]:
-        pieces = self._program.remote(self._command, env, limit_s)
-        try:
-            code = await self._follow(name, pieces, log)
-            return {"late": True} if code == sent.LATE else {"code": code}
+            with open(log, "wb", buffering=0) as output:  # noqa: ASYNC230, PTH123
+                async for reference in pieces:
+                    piece = await reference
+                    if isinstance(piece, int):
+                        code = piece
+                    elif piece:
+                        output.write(piece)
+                    else:
+                        self._started.add(id)
+                        self._report(id=id, started=True)
+            self._report(id=id, code=code)
         except GONE as error:
-            return {"lost": f"Ray lost the run: {in_one_line(error).partition('. ')[0]}"}
+            self._report(id=id, lost=f"Ray lost the run: {in_one_line(error).partition('. ')[0]}")
         except failures.RayError as error:
-            return {"failed": f"Ray cannot run the program: {in_one_line(error)}"}
+            self._report(failed=f"Ray cannot run the program: {in_one_line(error)}")
         except asyncio.CancelledError:
             await end(pieces)
-            raise
+            self._report(id=id, code=-signal.SIGTERM)
+        finally:
+            self._started.discard(id)
+            del self._runs[id]
 
-    async def _follow(self, name: str, pieces: ray.ObjectRefGenerator, log: str) -> int | str:
-        code: int | str | None = None
-        with open(log, "wb", buffering=0) as output:  # noqa: ASYNC230, PTH123
-            async for reference in pieces:
-                piece = await reference
-                self._waiting.pop(name, None)
-                if isinstance(piece, bytes):
-                    output.write(piece)
-                else:
-                    code = piece
-        assert code is not None
-        return code
-
-    async def _tell_of_waiting(self) -> None:
+    async def _say_if_all_wait(self) -> None:
         """Report once that nothing runs, though programs have waited for long."""
-        longest_s = 0.0
-        while longest_s < WAITS_S:
-            await asyncio.sleep(LOOK_S)
-            nothing_runs = len(self._waiting) == len(self._runs)
-            longest_s = time.monotonic() - min(self._waiting.values()) if self._waiting and nothing_runs else 0.0
+        since = time.monotonic()
+        while time.monotonic() - since < WAITS_S:
+            await asyncio.sleep(1.0)
+            if self._started or not self._runs:
+                since = time.monotonic()
         there = {name: n for name, n in ray.cluster_resources().items() if ":" not in name}
-        message = f"no Ray node has room for a program, which needs {self._options}; the cluster has {there}"
-        self._report({"say": message})
+        self._report(say=f"no Ray node has room for a program, which needs {self._options}; the cluster has {there}")
 
-    def _report(self, report: Mapping[str, Any]) -> None:
-        os.write(self._reports, json.dumps(report).encode() + b"\n")
+    def _report(self, **report: Any) -> None:
+        with suppress(BrokenPipeError):  # `run` was killed
+            os.write(self._reports, json.dumps(report).encode() + b"\n")
 
 
 async def end(pieces: ray.ObjectRefGenerator) -> None:
@@ -115,15 +147,14 @@ async def end(pieces: ray.ObjectRefGenerator) -> None:
     for force in (False, True):
         with suppress(failures.RayError, ValueError):
             ray.cancel(pieces, force=force)
-        try:
-            async with asyncio.timeout(END_S):
-                async for reference in pieces:
-                    await reference
-                return
-        except failures.RayError:
+        with suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(END_S):
+                    async for reference in pieces:
+                        await reference
+            except failures.RayError:
+                pass
             return
-        except TimeoutError:
-            continue
 
 
 def in_one_line(error: Exception) -> str:
@@ -133,28 +164,23 @@ def in_one_line(error: Exception) -> str:
 
 def connect(setup: Mapping[str, Any]) -> dict[str, Any]:
     """Join the cluster. Return the parent's first line: the machines, or why there are none."""
+    address = setup["address"]
     try:
-        require_listener(os.environ.get("RAY_ADDRESS", "") if setup["address"] == "auto" else setup["address"])
+        host, _, port = (os.environ.get("RAY_ADDRESS", "") if address == "auto" else address).rpartition(":")
+        if host and port.isdecimal():  # unless something listens there, Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
         ray.init(
-            address=setup["address"],
+            address=address,
             runtime_env=setup["runtime_env"] or None,
             log_to_driver=False,
             logging_level=logging.ERROR,
             include_dashboard=False,
         )
     except OSError:
-        where = setup["address"]
-        return {"failed": f"no Ray cluster answers at {where!r} (ray.address); start one: ray start --head"}
+        return {"failed": f"no Ray cluster answers at {address!r} (ray.address); start one: ray start --head"}
     except Exception as error:
         return {"failed": f"the Ray cluster cannot be used: {in_one_line(error)}"}
     return {"machines": sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})}
-
-
-def require_listener(address: str) -> None:
-    """Raise OSError unless something listens there. Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
 
 
 async def main() -> None:
@@ -166,19 +192,17 @@ async def main() -> None:
     setup = json.loads(await requests.readline())
     answer = await asyncio.to_thread(connect, setup)
     os.write(reports, json.dumps(answer).encode() + b"\n")
-    if "failed" in answer:
-        return
-    try:
-        await Driver(setup, reports).serve(requests)
-    finally:
-        ray.shutdown()
+    if "failed" not in answer:
+        try:
+            await Driver(setup, reports).serve(requests)
+        finally:
+            ray.shutdown()
 
 
 if __name__ == "__main__":
     # Ctrl-C reaches every process of the terminal; `run` decides what it means for the programs.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for module in (sent, program):
-        ray.cloudpickle.register_pickle_by_value(module)
+    ray.cloudpickle.register_pickle_by_value(program)
     # Ray logs nodes that die, in lines that would break a progress bar.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # noqa: PTH123
         asyncio.run(main())

@@ -39,7 +39,7 @@ class RayRunner(ServedRunner):
         if self._config.proxy_url is None and len(self._machines) > 1 and _is_here_only(env["LIGHTNING_URL"]):
             raise ConfigError(
                 f"the Ray cluster has {len(self._machines)} machines, and {env['LIGHTNING_URL']} can be reached on one "
-                "only: give --proxy-url (run.proxy_url), the proxy's address as the other machines reach it"
+                "only: give run.proxy_url, the proxy's address as the other machines reach it"
             )
         return {"env": reached_at(self._config.proxy_url, env), "log": str(log)}
 

@@ -95,37 +95,22 @@ def test_a_command_imports_only_what_it_uses(
     assert done.stdout.endswith("loaded []\n"), done
 
 
-def test_merged_publishing_opens_the_operator_routes_and_loads_no_adapters(model: Path) -> None:
-    program = vllm_program(policy(model, publish="merged"))
-    assert "--enable-lora" not in program.argv
-    assert program.env["VLLM_SERVER_DEV_MODE"] == "1"
-    assert option(program.argv, "--host") == "127.0.0.1"
-
-
-def test_all_weights_need_no_adapters_on_a_gpu_either(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_started_as_proxy_and_trainer_need_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = vllm_program(policy(model, publish="merged"))
+    assert "--enable-lora" not in merged.argv and merged.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert option(merged.argv, "--host") == "127.0.0.1", "its operator routes are open"
+    assert "--enable-scale-out" in merged.argv, "the routes between messages and tokens"
+    assert option(merged.argv, "--logprobs-mode") == "processed_logprobs", "those after temperature"
+    trained = {"policy": {"model": str(model), "publish": "lora"}, "trainer": {"lora_rank": 12}}
+    lora = vllm_program(Config.model_validate(trained))
+    assert "--enable-lora" in lora.argv and lora.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert option(lora.argv, "--max-lora-rank") == "16", "a rank that vLLM has"
     monkeypatch.setattr("lightning_proxy.serving.mode.has_gpu", lambda: True)
     monkeypatch.setattr("lightning_proxy.commands.vllm.has_gpu", lambda: True)
-    config = Config.model_validate({"policy": {"model": str(model)}, "trainer": {"weights": "full"}})
-    program = vllm_program(config)
-    assert "--enable-lora" not in program.argv and program.env["VLLM_SERVER_DEV_MODE"] == "1"
-    module, _, name = option(program.argv, "--worker-extension-cls").rpartition(".")
+    full = vllm_program(Config.model_validate({"policy": {"model": str(model)}, "trainer": {"weights": "full"}}))
+    assert "--enable-lora" not in full.argv and full.env["VLLM_SERVER_DEV_MODE"] == "1"
+    module, _, name = option(full.argv, "--worker-extension-cls").rpartition(".")
     assert hasattr(getattr(import_module(module), name), RELOAD), "vLLM finds our method by these names"
-
-
-def test_lora_publishing_lets_adapters_be_loaded_at_a_rank_that_vllm_has(model: Path) -> None:
-    config = Config.model_validate({"policy": {"model": str(model), "publish": "lora"}, "trainer": {"lora_rank": 12}})
-    program = vllm_program(config)
-    assert "--enable-lora" in program.argv
-    assert option(program.argv, "--max-lora-rank") == "16"
-    assert program.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
-
-
-def test_the_behaviour_logprobs_are_those_after_temperature(model: Path) -> None:
-    assert option(vllm_program(policy(model)).argv, "--logprobs-mode") == "processed_logprobs"
-
-
-def test_the_routes_between_messages_and_tokens_are_opened(model: Path) -> None:
-    assert "--enable-scale-out" in vllm_program(policy(model)).argv
 
 
 def test_a_model_directory_is_served_under_its_name_and_an_id_under_itself(model: Path) -> None:

@@ -105,21 +105,6 @@ def test_a_base_model_that_is_sharded_over_gpus_is_trained_and_served(
         vllm_program(on("Qwen3-32B", [24.0]), alone=True)
 
 
-def test_a_trainer_of_several_processes_has_gpus_of_its_own(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, started = on("Qwen2.5-7B", [24.0]), []
-
-    async def look(config: Config, *_: object) -> None:
-        started.append(config)
-
-    monkeypatch.setattr(train_module, "_train", look)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in ("PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    train_module.train(config, Run())
-    assert started
-
-
 async def test_up_refuses_what_cannot_fit_before_it_starts_anything(on: Any, tmp_path: Path) -> None:
     config = on("Qwen2.5-7B", [24.0], proxy={"port": 0})
     config = config.model_copy(update={"vllm": config.vllm.model_copy(update={"port": 8100})})

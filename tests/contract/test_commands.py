@@ -131,6 +131,7 @@ def test_a_wrong_key_file_or_option_is_one_line_that_names_it(command: str, tmp_
         ("train --method x", "--method is rl"),
         ("train --min-reward 1", "--min-reward needs --method sft"),
         ("train --data x", "--data and --dir need --offline"),
+        ("run --tasks tasks.jsonl --mode eval --ahead 1 -- true", "--ahead cannot be used with --mode eval"),
         ("serve --port high", "--port"),
         ("serve --upstream ftp://h", "upstreams.0: base_url"),
         ("init new.yaml --upstream ftp://h", "upstreams.0: base_url"),
@@ -435,12 +436,12 @@ def test_plan_says_what_fits_on_cards_that_one_does_not_have(tmp_path: Path) -> 
 
 
 def test_init_writes_what_was_asked_for_and_never_over_a_file(tmp_path: Path) -> None:
-    options = ("--model", "org/name: x", "--port", "9000", "--group-size", "4")
+    options = ("--model", "org/name: x", "--port", "9000")
     assert ok(lightning("init", *options, cwd=tmp_path)).stderr == "wrote config.yaml; next: lightning-proxy up\n"
     text = (tmp_path / "config.yaml").read_text()
     written = yaml.safe_load(text)
     assert (written["policy"]["model"], written["proxy"]["port"]) == ("org/name: x", 9000)
-    assert written["trainer"]["group_size"] == 4 and "# agents use http://127.0.0.1:9000/v1" in text
+    assert "# agents use http://127.0.0.1:9000/v1" in text
     said = refused(tmp_path, "init", code=1)
     assert said == "lightning-proxy: config.yaml already exists; --force overwrites it"
     upstream = ("--upstream", "https://api.openai.com/v1", "--kind", "openai")

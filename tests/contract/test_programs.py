@@ -312,19 +312,18 @@ def test_ctrl_c_ends_programs_and_discards_their_rollouts(runs: Runs) -> None:
     wait_until(lambda: gone(pids), 30, "its processes are gone")
 
 
-def test_programs_end_with_a_killed_run_and_the_next_one_fails_its_rollouts(runs: Runs) -> None:
-    pids = hangs(runs)
-    run = runs.process("--group-size", "2")
+def test_programs_end_with_a_killed_run_and_its_rollouts_when_it_is_resumed(runs: Runs) -> None:
+    pids, kept = hangs(runs), str(runs.directory / "kept")
+    run = runs.process("--group-size", "2", "--resume", kept)
     wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2, 60, "two programs run")
     run.end(signal.SIGKILL)
     wait_until(lambda: gone(pids), 30, "its processes are gone")
     assert [one["status"] for one in runs.rollouts()] == ["running"] * 2
     runs.agent("reward(1)")
-    told = " ".join(runs.run("--group-size", "1").stderr.split())
-    assert "2 rollouts of a run that was killed have failed" in told
-    failed = [one["reason"] for one in runs.rollouts() if one["status"] == "failed"]
-    assert failed == ["its `run` was killed"] * 2
-    assert "was killed" not in runs.run("--group-size", "1").stderr
+    done = runs.run("--group-size", "2", "--resume", kept)
+    assert "2 rollouts of the run that was stopped have failed" in " ".join(done.stderr.split())
+    assert [one["status"] for one in runs.rollouts()] == ["completed"] * 2 + ["failed"] * 2
+    assert {one["reason"] for one in runs.rollouts()[2:]} == {"`run --resume` began it anew"}
 
 
 FAILS_AT_FIRST = """

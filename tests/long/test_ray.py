@@ -102,7 +102,7 @@ async def test_a_log_is_written_as_the_program_goes(cluster: RayCluster, proxy: 
 
 
 async def test_several_machines_need_the_proxys_address(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the Ray cluster has \d machines, .* give --proxy-url"):
+    with pytest.raises(ConfigError, match=r"the Ray cluster has \d machines, .* give run"):
         await run_all(proxy, by_ray(cluster, None)(tmp_path, "pass"), [task(1)], RunOptions())
     assert proxy.rollouts["r0"]["status"] == "discarded"
 

@@ -1,4 +1,7 @@
-"""Makes a process fit for others' code: without the user's variables, in a folder of its own, under a guard."""
+"""Makes a process fit for others' code: without the user's variables, in a folder of its own, under a guard.
+
+As a script it stands for the kind's Python, for packages may look at the variables that their process began with.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import signal
 import sys
 import tempfile
 from functools import partial
-
-from ....core.guard import PR_SET_PDEATHSIG, PRCTL, guard
 
 KEPT = {
     *("PATH", "LANG", "TZ", "SHELL", "TERM", "NO_PROXY", "no_proxy", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
@@ -40,6 +41,8 @@ def watched(seconds: float, late: str) -> None:
 
     It also ends all that was started there, and removes the folder. `late` says what took longer than `seconds`.
     """
+    from ....core.guard import PR_SET_PDEATHSIG, PRCTL, guard
+
     PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
     folder = tempfile.mkdtemp(prefix="lightning-environment-")
     guard(partial(_ended, folder, f"{late} took longer than {seconds:g} s"), None, GRACE_S, seconds)
@@ -54,3 +57,8 @@ def _ended(folder: str, late: str, code: int | None) -> int:
         print(late, file=sys.stderr, flush=True)
         return 1
     return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    alone()
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from lightning_proxy.commands.eval.eval import EvalRow, parse_models
-from lightning_proxy.commands.eval.report import report
+from lightning_proxy.commands.eval.eval import parse_models
+from lightning_proxy.commands.eval.report import EvalRow, report
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.upstreams import UpstreamConfig
@@ -203,7 +203,7 @@ def test_rows_are_compared_on_the_tasks_that_both_have() -> None:
         return EvalRow(name, results)
 
     first, second = row("0", {"a": [0.0, 1.0], "b": [1.0]}), row("1", {"b": [0.4], "c": [1.0]})
-    found = report([first, second, row("2", {})], 0.4, 0, {})
+    found = report([first, second, row("2", {})], 0.4, {})
     assert [r["model"] for r in found["rows"]] == ["0", "1"]
     assert (found["rows"][0]["mean_reward"], found["rows"][0]["pass_at_k"]["1"]["value"]) == (0.75, 0.75)
     assert list(found["rows"][0]["pass_at_k"]) == ["1"]  # task b has one rollout only

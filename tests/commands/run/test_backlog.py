@@ -81,31 +81,19 @@ async def work(tmp_path: Path) -> AsyncIterator[Work]:
 
 
 async def test_a_group_waits_until_the_step_of_the_one_before_is_live(work: Work) -> None:
-    backlog = work.backlog()
-    assert await opens(backlog)
-    names = await work.group(backlog, "first")
-    await work.stays_shut(backlog)
-    step = await work.step(names)
-    await work.stays_shut(backlog)
-    await work.publish(step)
-    assert await opens(backlog)
-
-
-async def test_a_group_waits_while_another_runs(work: Work) -> None:
-    backlog = work.backlog()
+    backlog = work.backlog(1)  # a group is opened alone, however large it is
     assert await opens(backlog)
     names = [one.rollout_id for one in await work.api.open_rollouts("first", "train", GROUP)]
     backlog.opened(names)
     await work.stays_shut(backlog)
     for name in names:
+        await work.api.request("POST", "/reward", {"rollout_id": name, "reward": 1.0})
         backlog.ended({"rollout_id": name})
-    assert await opens(backlog)
-
-
-async def test_a_step_that_was_skipped_is_not_waited_for(work: Work) -> None:
-    backlog = work.backlog()
-    step = await work.store.steps.claim(tuple(await work.group(backlog, "first")), 0)
-    await work.store.steps.trained(step, None, {"skipped": 1.0})
+    await work.stays_shut(backlog)
+    assert await opens(work.backlog()), "those of another run are not waited for"
+    step = await work.step(names)
+    await work.stays_shut(backlog)
+    await work.publish(step)
     assert await opens(backlog)
 
 
@@ -118,14 +106,6 @@ async def test_what_a_step_drops_is_waited_for_until_that_step_is_live(work: Wor
     assert await opens(backlog)
 
 
-async def test_what_is_dropped_without_a_step_is_not_waited_for(work: Work) -> None:
-    backlog = work.backlog()
-    names = await work.group(backlog, "first")
-    await work.stays_shut(backlog)
-    await work.store.steps.drop({"all rewards of the group are equal": names})
-    assert await opens(backlog)
-
-
 @pytest.mark.parametrize("status", ["running", "completed", "failed", "discarded"])
 async def test_rollouts_without_a_reward_are_not_waited_for(work: Work, status: str) -> None:
     backlog = work.backlog()
@@ -135,50 +115,44 @@ async def test_rollouts_without_a_reward_are_not_waited_for(work: Work, status: 
     assert await opens(backlog)
 
 
-async def test_rollouts_whose_rewarder_has_not_spoken_are_waited_for(work: Work) -> None:
+async def test_rollouts_that_no_step_will_publish_are_not_waited_for(work: Work) -> None:
+    """Those of a step that changed no weights, those that are dropped without a step, and deleted ones."""
+    backlog = work.backlog()
+    step = await work.store.steps.claim(tuple(await work.group(backlog, "first")), 0)
+    await work.store.steps.trained(step, None, {"skipped": 1.0})
+    assert await opens(backlog)
+    names = await work.group(backlog, "second")
+    await work.stays_shut(backlog)
+    await work.store.steps.drop({"all rewards of the group are equal": names})
+    assert await opens(backlog)
+    for name in await work.group(backlog, "third"):
+        await work.api.delete_rollout(name)
+    assert await opens(backlog)
+
+
+async def test_rollouts_whose_rewarder_has_not_spoken_are_waited_for_and_it_says_so(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.commands.run.limits.PATIENCE_S", 0.0)
     await work.store.rollouts.use_function("rewards:score")
     backlog = work.backlog()
     for name in await work.group(backlog, "first", rewards=0):
         await work.api.end_rollout(name, "completed")
     await work.stays_shut(backlog)
+    assert work.said == ["waiting for the trainer: 4 rollouts are not yet in the live weights"]
     await work.store.rollouts.use_function(None)
     assert await opens(backlog)
 
 
-async def test_rollouts_of_somebody_else_are_not_waited_for(work: Work) -> None:
-    await work.group(work.backlog(), "first")
-    assert await opens(work.backlog())
-
-
-async def test_deleted_rollouts_are_not_waited_for(work: Work) -> None:
-    backlog = work.backlog()
-    for name in await work.group(backlog, "first"):
-        await work.api.delete_rollout(name)
-    assert await opens(backlog)
-
-
-async def test_as_many_groups_are_opened_as_there_is_room_for(work: Work) -> None:
-    backlog = work.backlog(2 * GROUP + 1)
-    for task in ("first", "second"):
-        assert await opens(backlog)
-        await work.group(backlog, task)
-    await work.stays_shut(backlog)
-
-
-async def test_more_rollouts_than_a_page_are_all_counted(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_as_many_groups_are_opened_as_there_is_room_for(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_proxy.commands.run.limits.PAGE", 2)
-    backlog = work.backlog(3 * GROUP)
-    groups = [await work.group(backlog, task) for task in ("first", "second", "third")]
+    backlog, groups = work.backlog(3 * GROUP + 1), []
+    for task in ("first", "second", "third"):
+        assert await opens(backlog)
+        groups.append(await work.group(backlog, task))
     await work.stays_shut(backlog)
     await work.store.steps.drop({"equal": groups[0]})
     assert await opens(backlog)
-
-
-async def test_a_group_larger_than_the_limit_is_opened_alone(work: Work) -> None:
-    backlog = work.backlog(1)
-    assert await opens(backlog)
-    await work.group(backlog, "first")
-    await work.stays_shut(backlog)
 
 
 async def test_a_collapse_ends_the_wait_and_says_why(work: Work) -> None:
@@ -188,14 +162,6 @@ async def test_a_collapse_ends_the_wait_and_says_why(work: Work) -> None:
     await work.store.steps.trained(step, "checkpoint", {"collapse": asdict(collapse)})
     with pytest.raises(PolicyCollapsed, match="fell by half"):
         await backlog.wait()
-
-
-async def test_it_says_what_it_waits_for(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.commands.run.limits.PATIENCE_S", 0.0)
-    backlog = work.backlog()
-    await work.group(backlog, "first")
-    await work.stays_shut(backlog)
-    assert work.said == ["waiting for the trainer: 4 rollouts are not yet in the live weights"]
 
 
 async def test_a_test_of_a_new_version_holds_nothing_back(work: Work) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.limits import Observer
-from lightning_proxy.commands.run.report import summarize, warnings
+from lightning_proxy.commands.run.report import sentences, summarize
 from lightning_proxy.commands.run.run import LOST, RESTARTS, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import RunLost
 from support.control_api import ControlApi
@@ -48,8 +48,7 @@ async def test_a_lost_run_is_begun_anew_in_another_rollout(proxy: ControlApi, tm
     }  # fmt: skip
     assert proxy.rollouts["r1"]["task_id"] == "t1"
     assert summarize([result])["restarts"] == 1
-    said = "1 runs were begun anew, in other rollouts: their machine went away"
-    assert next(warnings([result])) == said
+    assert sentences([result])[1][0] == "1 runs were begun anew, in other rollouts: their machine went away"
 
 
 async def test_a_lost_run_is_seen_to_end(proxy: ControlApi, tmp_path: Path) -> None:

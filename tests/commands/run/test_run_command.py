@@ -36,7 +36,9 @@ urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), he
 """
 
 
-async def test_siblings_that_wait_for_each_others_judge_need_not_run_at_once(running: Running, tmp_path: Path) -> None:
+async def test_programs_that_end_complete_their_rollouts_and_siblings_may_wait_for_each_others_judge(
+    running: Running, tmp_path: Path
+) -> None:
     tasks, agent = tmp_path / "tasks.jsonl", tmp_path / "agent.py"
     tasks.write_text('{"task_id": "t1"}\n')
     agent.write_text(CALLS)
@@ -46,19 +48,8 @@ async def test_siblings_that_wait_for_each_others_judge_need_not_run_at_once(run
             options = ("--tasks", tasks, "--group-size", "3", "--concurrency", "1", "--json")
             code, out, err = await system.lightning("run", *options, "--", sys.executable, agent)
             assert (code, json.loads(out)["mean_reward"], json.loads(out)["without_reward"]) == (0, 0.5, 0), err
-
-
-async def test_runs_are_ended_and_rewarded_by_the_proxys_reward_function(running: Running, tmp_path: Path) -> None:
-    tasks, agent, scoring = tmp_path / "tasks.jsonl", tmp_path / "agent.py", tmp_path / "scoring.py"
-    tasks.write_text('{"task_id": "t1"}\n')
-    agent.write_text(CALLS)
-    scoring.write_text("def reward(rollout):\n    return 0.5 if rollout['calls'] else None\n")
-    async with running(tmp_path, rewards={"function": f"{scoring}:reward"}) as system:
-        options = ("--tasks", tasks, "--group-size", "2", "--json")
-        code, out, err = await system.lightning("run", *options, "--", sys.executable, agent)
-        assert (code, json.loads(out)["mean_reward"], json.loads(out)["without_reward"]) == (0, 0.5, 0), err
-        _, page = await system.call("GET", "/rollouts")
-        assert [(r["status"], r["reason"]) for r in page["data"]] == [("completed", "the program ended")] * 2
+            _, page = await system.call("GET", "/rollouts")
+    assert [(r["status"], r["reason"]) for r in page["data"]] == [("completed", "the program ended")] * 3
 
 
 async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running: Running, tmp_path: Path) -> None:
@@ -98,15 +89,6 @@ def test_rollouts_are_judged_by_what_the_trainer_compares_and_a_step_takes(
     tasks = [Task("t1", "{}"), Task("t2", "{}")] * passes
     said = problem(TrainerConfig.model_validate(trainer), tasks, size, waiting)
     assert (said or "").startswith(told or "") and (said is None) == (told is None)
-
-
-async def test_rollouts_that_are_not_trained_on_wait_for_no_trainer(running: Running, tmp_path: Path) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text('{"task_id": "t1"}\n')
-    async with running(tmp_path) as system:
-        options = ("--mode", "eval", "--ahead", "1")
-        code, _, err = await system.lightning("run", "--tasks", tasks, *options, "--", "true")
-    assert (code, "--ahead cannot be used with --mode eval" in err) == (2, True)
 
 
 def result(reward: float | None, exit_code: int = 0) -> RolloutResult:
