@@ -153,42 +153,38 @@ def test_a_program_finds_its_rollout_in_its_environment(runs: Runs, monkeypatch:
     assert (stale, argument, module) == ("False", "extra", "__main__\n")
 
 
-@pytest.mark.parametrize("size", [10, 200_000])
-def test_a_task_is_in_a_file_and_also_in_a_variable_if_one_can_be_so_long(runs: Runs, size: int) -> None:
+def test_a_task_is_in_a_file_and_also_in_a_variable_if_one_can_be_so_long(runs: Runs) -> None:
     """What the program starts gets it, too, and the client reads either."""
-    (runs.directory / "child.py").write_text(f"""
+    (runs.directory / "child.py").write_text("""
 import json, os
 from lightning_proxy import client
 with open(os.environ["LIGHTNING_TASK_FILE"]) as file:
     task = json.load(file)
-assert task == client.task() and task["x"] == "\u00e9" * {size}
-assert ("LIGHTNING_TASK" in os.environ) == ({size} < 1000)
+assert task == client.task() and task["x"] == "\u00e9" * task["size"]
+assert ("LIGHTNING_TASK" in os.environ) == (task["size"] < 1000)
 assert os.stat(file.name).st_mode & 0o077 == 0 or os.stat(os.path.dirname(file.name)).st_mode & 0o077 == 0
 print(file.name)
 """)
     runs.agent(f"sys.exit(subprocess.call([sys.executable, {str(runs.directory / 'child.py')!r}]))")
-    runs.tasks({"task_id": runs.task, "x": "\u00e9" * size})
+    runs.tasks(*({"task_id": runs.task, "size": size, "x": "\u00e9" * size} for size in (10, 200_000)))
     logs = runs.directory / "logs"
     assert runs.summary("--group-size", "1", "--logs", str(logs))["failed"] == 0
-    (log,) = logs.iterdir()
-    assert not Path(log.read_text().strip()).exists()
+    assert [Path(log.read_text().strip()).exists() for log in logs.iterdir()] == [False, False]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("raise ValueError('bad luck')", "exit code 1: ValueError: bad luck"),
-        ("print('x', file=sys.stderr); sys.exit(3)", "exit code 3: x"),
-        ("os.kill(os.getpid(), 9)", "exit code -9: no output"),
-    ],
-)
-def test_a_program_that_fails_ends_its_rollout_as_failed(runs: Runs, text: str, reason: str) -> None:
-    runs.agent(text)
-    done = runs.run("--group-size", "1")
+def test_a_program_that_fails_ends_its_rollout_as_failed(runs: Runs) -> None:
+    runs.agent("exec(json.loads(os.environ['LIGHTNING_TASK'])['does'])")
+    ways = {
+        "raise ValueError('bad luck')": "exit code 1: ValueError: bad luck",
+        "print('x', file=sys.stderr); sys.exit(3)": "exit code 3: x",
+        "os.kill(os.getpid(), 9)": "exit code -9: no output",
+    }
+    runs.tasks(*({"task_id": runs.task, "does": does} for does in ways))
+    done = runs.run("--group-size", "1", "--concurrency", "1")
     told = " ".join(done.stderr.split())
-    assert done.returncode == 1 and f"every program failed, the first with {reason}" in told, done
-    (rollout,) = runs.rollouts()
-    assert (rollout["status"], rollout["reason"], rollout["reward"]) == ("failed", reason, None)
+    assert done.returncode == 1 and f"every program failed, the first with {next(iter(ways.values()))}" in told, done
+    ended = [(one["status"], one["reason"], one["reward"]) for one in reversed(runs.rollouts())]
+    assert ended == [("failed", reason, None) for reason in ways.values()]
 
 
 def test_a_program_that_cannot_be_started_fails_its_rollout(plain: Runs) -> None:
@@ -209,18 +205,12 @@ def test_a_failure_after_the_reward_leaves_the_rollout_complete(runs: Runs) -> N
 
 def test_a_program_that_ends_without_a_reward_leaves_its_rollout_open_and_is_told_of(plain: Runs) -> None:
     plain.agent("pass")
-    done = plain.run("--group-size", "2")
-    told = " ".join(done.stderr.split())
-    assert done.returncode == 0 and "2 of 2 rollouts made no call: does your agent read OPENAI_BASE_URL?" in told
+    alone, four = (" ".join(plain.run("--group-size", size).stderr.split()) for size in ("1", "4"))
+    assert "no step will be taken" in alone
+    assert "1 group comes of this" in four and "a step takes 8 (trainer.tasks_per_step)" in four
+    assert "4 of 4 rollouts made no call: does your agent read OPENAI_BASE_URL?" in four
     assert {one["status"] for one in plain.rollouts()} == {"running"}
     assert plain.summary("--group-size", "2")["without_reward"] == 2
-
-
-def test_that_no_step_comes_of_a_run_is_told(plain: Runs) -> None:
-    plain.agent("pass")
-    told = {size: " ".join(plain.run("--group-size", size).stderr.split()) for size in ("1", "4")}
-    assert "no step will be taken" in told["1"]
-    assert "1 group comes of this" in told["4"] and "a step takes 8 (trainer.tasks_per_step)" in told["4"]
 
 
 @pytest.mark.parametrize(
