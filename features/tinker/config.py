@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import SecretStr, field_validator
+from pydantic import SecretStr, model_validator
 
-from ...core.config.section import FeatureSection, Seconds, check_key, check_url
+from ...core.config.section import FeatureSection, check_key, check_url
 
-TinkerLoss = Literal["importance_sampling", "ppo", "cispo"]
 # The service's loss for each of ours that it has a term for. They differ in the weights of tokens, which we send.
-LOSSES: Mapping[str, TinkerLoss] = {"cispo": "cispo", "grpo": "ppo", "dapo": "ppo", "bnpo": "ppo", "dr_grpo": "ppo"}
+LOSSES: Mapping[str, str] = {"cispo": "cispo", "grpo": "ppo", "dapo": "ppo", "bnpo": "ppo", "dr_grpo": "ppo"}
 
 
 class TinkerConfig(FeatureSection):
@@ -22,22 +21,14 @@ class TinkerConfig(FeatureSection):
     base_url: str | None = None
     api_key: SecretStr | None = None
     base_model: str | None = None
-    loss: Literal["auto"] | TinkerLoss = "auto"
     reduction: Literal["sum", "mean"] = "sum"
-    timeout_s: Seconds = 900.0
 
-    @field_validator("base_url")
-    @classmethod
-    def _is_url(cls, url: str | None) -> str | None:
-        if url is not None:
-            check_url("base_url", url, is_vllm=False)
-        return url
-
-    @field_validator("api_key")
-    @classmethod
-    def _is_sendable(cls, key: SecretStr | None) -> SecretStr | None:
-        check_key("it", key)
-        return key
+    @model_validator(mode="after")
+    def _check_access(self) -> TinkerConfig:
+        if self.base_url is not None:
+            check_url("base_url", self.base_url, is_vllm=False)
+        check_key("api_key", self.api_key)
+        return self
 
     @property
     def trains_here(self) -> bool:

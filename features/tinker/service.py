@@ -13,6 +13,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,16 +26,34 @@ from ...core.errors import ConfigError, PublishError, TrainingUnavailable
 from ...trainer.checkpoint import atomic_directory
 from ...trainer.weights import MARKER
 from .config import TinkerConfig
-from .rows import Datum
 
 log = logging.getLogger(__name__)
+REQUEST_S = 900.0  # with its wait in the service's queue
 CLOSE_S = 10.0
 FAULTS = 3  # so many failures in a row end the training
 LATER = (408, 429)  # statuses that ask for another try
 NO_KEY = "tml-none"  # the client wants a key of this form, also for a server that asks for none
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+REFUSALS = (
+    "AuthenticationError", "PermissionDeniedError", "BillingError", "BadRequestError", "UnprocessableEntityError"
+)  # fmt: skip
 Weights = dict[str, Tensor]
+Scores = list[list[float]]  # of each row, the log-probability of each target
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One row. Lists are as long as `tokens`; `targets[i]` is the token after `tokens[i]`.
+
+    `mask[i]` is 1 where the policy sampled `targets[i]`. `advantages` carry the token's weight in the step's loss.
+    """
+
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
+    mask: tuple[int, ...] = ()
 
 
 class TinkerService:
@@ -46,32 +65,29 @@ class TinkerService:
         import tinker
 
         self._tinker: Any = tinker
-        self._config = config
         self._base_model, self._rank, self._seed = base_model, rank, seed
         self._session: Any = None
         self._model: Any = None
         self._faults = 0
+        key = None if config.api_key is None else config.api_key.get_secret_value()
+        finds_its_own = config.base_url is None or os.environ.keys() & {"TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"}
+        self._access = {"base_url": config.base_url, "api_key": key or (None if finds_its_own else NO_KEY)}
+        self._where = shown(config.base_url or "the Tinker service")
 
-    @property
-    def where(self) -> str:
-        return shown(self._config.base_url or "the Tinker service")
-
-    @property
-    def has_model(self) -> bool:
-        return self._model is not None
-
-    def begin(self, state: str | None) -> None:
-        """Make the model that a saved state has, with its optimizer, or a new one."""
-        self.forget()
+    def ready(self, state: str | None) -> None:
+        """Make the model, if there is none, that a saved state has, with its optimizer; or a new one."""
+        if self._model is not None:
+            return
+        log.info("asking %s for a model", self._where)
         with self._calls(f"cannot resume from {state}" if state else f"does not train {self._base_model}"):
-            self._session = self._tinker.ServiceClient(base_url=self._config.base_url, api_key=self._key())
+            self._session = self._tinker.ServiceClient(**self._access)
             if state is None:
                 made = self._session.create_lora_training_client(
                     self._base_model, rank=self._rank, seed=self._seed, train_unembed=False
                 )
             else:
                 made = self._session.create_training_client_from_state_with_optimizer(state)
-            self._model = self._result(made) if hasattr(made, "result") else made
+            self._model = _result(made) if hasattr(made, "result") else made
 
     def forget(self) -> None:
         """Give the model up. The service keeps it, with all that was sent to it and not saved."""
@@ -80,30 +96,28 @@ class TinkerService:
             with suppress(Exception):  # its model is given up, whatever the service answers
                 session.close("interrupted").result(timeout=CLOSE_S)
 
-    def logprobs(self, rows: Sequence[Datum]) -> list[list[float]]:
+    def logprobs(self, rows: Sequence[Datum]) -> Scores:
         """Return the log-probability of each target."""
         with self._calls("cannot score rows"):
             data = [self._datum(row, weights=[1.0] * len(row.tokens)) for row in rows]
-            return self._scores(self._model.forward(data, "cross_entropy"), rows)
+            return _scores(self._model.forward(data, "cross_entropy"), rows)
 
-    def forward_backward(
-        self, rows: Sequence[Datum], loss: str, config: Mapping[str, float] | None
-    ) -> list[list[float]]:
+    def forward_backward(self, rows: Sequence[Datum], loss: str, config: Mapping[str, float]) -> Scores:
         """Add the rows' gradients. Return the log-probability of each target, before the step."""
         with self._calls(f"cannot take a step with the loss {loss}"):
             data = [self._datum(row, logprobs=row.logprobs, advantages=row.advantages) for row in rows]
-            return self._scores(self._model.forward_backward(data, loss, config), rows)
+            return _scores(self._model.forward_backward(data, loss, config), rows)
 
     def optim_step(self, **adam: float) -> dict[str, float]:
         """Apply the gradients, and return the service's metrics."""
         with self._calls("cannot apply the gradients"):
-            answer = self._result(self._model.optim_step(self._tinker.AdamParams(**adam)))
+            answer = _result(self._model.optim_step(self._tinker.AdamParams(**adam)))
             return dict(getattr(answer, "metrics", None) or {})
 
     def save_state(self, name: str) -> str:
         """Save weights and optimizer on the service; returns the path."""
         with self._calls("cannot save its state"):
-            path = str(self._result(self._model.save_state(name)).path)
+            path = str(_result(self._model.save_state(name)).path)
         self._faults = 0
         return path
 
@@ -111,29 +125,13 @@ class TinkerService:
         """Save the adapter as files, and return them by name."""
         with self._calls("does not return the adapter"):
             if hasattr(self._model, "save_weights_external"):
-                path = self._result(self._model.save_weights_external(name)).path
-                urls = self._result(self._tinker.RestClient(**self._access()).get_external_weights_urls(path)).urls
-                return {name.rsplit("/", 1)[-1]: self._download(url) for name, url in urls.items()}
-            path = self._result(self._model.save_weights_for_sampler(name)).path
+                path = _result(self._model.save_weights_external(name)).path
+                urls = _result(self._tinker.RestClient(**self._access).get_external_weights_urls(path)).urls
+                return {name.rsplit("/", 1)[-1]: _download(url) for name, url in urls.items()}
+            path = _result(self._model.save_weights_for_sampler(name)).path
             model, _, checkpoint = path.removeprefix("tinker://").partition("/")
-            found = self._result(self._session.create_rest_client().get_checkpoint_archive_url(model, checkpoint))
-            return files_of_archive(self._download(found.url))
-
-    # The client's own ---------------------------------------------------------------------------------------------
-
-    def _access(self) -> dict[str, str | None]:
-        return {"base_url": self._config.base_url, "api_key": self._key()}
-
-    def _key(self) -> str | None:
-        """The configured key; None: the client finds its own. A server of one's own may ask for none."""
-        if self._config.api_key is not None:
-            return self._config.api_key.get_secret_value()
-        if self._config.base_url is None or os.environ.keys() & {"TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"}:
-            return None
-        return NO_KEY
-
-    def _result(self, future: Any) -> Any:
-        return future.result(timeout=self._config.timeout_s)
+            found = _result(self._session.create_rest_client().get_checkpoint_archive_url(model, checkpoint))
+            return files_of_archive(_download(found.url))
 
     def _datum(self, row: Datum, **inputs: Sequence[float]) -> Any:
         of = self._tinker.TensorData
@@ -142,102 +140,83 @@ class TinkerService:
         tokens = self._tinker.ModelInput.from_ints(list(row.tokens))
         return self._tinker.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": targets, **floats})
 
-    def _scores(self, future: Any, rows: Sequence[Datum]) -> list[list[float]]:
-        found = [list(output["logprobs"].data) for output in self._result(future).loss_fn_outputs]
-        if [len(values) for values in found] != [len(row.tokens) for row in rows]:
-            raise ValueError("it returned log-probabilities of other lengths than the rows")
-        return found
-
-    def _download(self, url: str) -> bytes:
-        import httpx
-
-        answer = httpx.get(url, timeout=self._config.timeout_s, follow_redirects=True)
-        if answer.is_success:
-            return answer.content
-        # The address lets everybody in who has it, so no message names more than its host.
-        message = f"{answer.url.host} answered {answer.status_code}"
-        raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
-
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
         """Turn the client's errors into ConfigError, if only the user can help, or else into TrainingUnavailable.
 
         After any of them the model's state is unknown, so the model is given up.
         """
+        import httpx
+
+        t = self._tinker
         try:
             yield
-        except (ConfigError, TrainingUnavailable):
-            raise
         except Exception as error:  # the client raises its own errors, and plain ValueError and RuntimeError
             self.forget()
-            problem = f"{self.where} {what}: {_one_line(error)}"
-            if self._is_users(error):
+            said = " ".join((str(error) or type(error).__name__).split())[:500]
+            problem = f"{self._where} {what}: {said}"
+            refusals = tuple(getattr(t, name) for name in REFUSALS if hasattr(t, name))
+            is_users = isinstance(error, t.RequestFailedError) and str(error.category).lower().endswith("user")
+            if is_users or isinstance(error, refusals) or type(error) is t.TinkerError:
                 raise ConfigError(f"tinker: {problem}") from error
-            if not self._is_outage(error):
+            away = (t.APIConnectionError, t.InternalServerError, t.RateLimitError, TimeoutError, httpx.HTTPError)
+            status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 500
+            if not isinstance(error, away) or (status < 500 and status not in LATER):
                 self._faults += 1
                 if self._faults >= FAULTS:
                     raise ConfigError(f"tinker: {problem} ({self._faults} times)") from error
             raise TrainingUnavailable(f"{problem}; the step is taken again from the last saved state") from error
 
-    def _is_users(self, error: Exception) -> bool:
-        """Whether the service refused a setting of the user's."""
-        t = self._tinker
-        refusals = ("AuthenticationError", "PermissionDeniedError", "BillingError", "BadRequestError")
-        known = tuple(getattr(t, name) for name in (*refusals, "UnprocessableEntityError") if hasattr(t, name))
-        if isinstance(error, known) or type(error) is t.TinkerError:
-            return True
-        return isinstance(error, t.RequestFailedError) and str(getattr(error, "category", "")).lower().endswith("user")
 
-    def _is_outage(self, error: Exception) -> bool:
-        """Whether the service is only away."""
-        import httpx
-
-        t = self._tinker
-        if isinstance(error, httpx.HTTPStatusError):
-            return error.response.status_code >= 500 or error.response.status_code in LATER
-        away = (t.APIConnectionError, t.InternalServerError, t.RateLimitError, TimeoutError, httpx.HTTPError)
-        return isinstance(error, away)
+def _result(future: Any) -> Any:
+    return future.result(timeout=REQUEST_S)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:500]
+def _scores(future: Any, rows: Sequence[Datum]) -> Scores:
+    found = [list(output["logprobs"].data) for output in _result(future).loss_fn_outputs]
+    if [len(values) for values in found] != [len(row.tokens) for row in rows]:
+        raise ValueError("it returned log-probabilities of other lengths than the rows")
+    return found
+
+
+def _download(url: str) -> bytes:
+    import httpx
+
+    answer = httpx.get(url, timeout=REQUEST_S, follow_redirects=True)
+    if answer.is_success:
+        return answer.content
+    # The address lets everybody in who has it, so no message names more than its host.
+    message = f"{answer.url.host} answered {answer.status_code}"
+    raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
 
 
 def files_of_archive(content: bytes) -> dict[str, bytes]:
-    """Return the adapter's files in a tar archive, by their last name. Nothing is extracted to the disk."""
+    """Return the files in a tar archive, by their last name. Nothing is extracted to the disk."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        found = {}
-        for member in archive:
-            name = PurePosixPath(member.name).name
-            if name in (WEIGHTS_FILE, CONFIG_FILE) and (file := archive.extractfile(member)) is not None:
-                found[name] = file.read()
-        return found
+        files = {PurePosixPath(member.name).name: archive.extractfile(member) for member in archive}
+        return {name: file.read() for name, file in files.items() if file is not None}
 
 
-def read_adapter(files: Mapping[str, bytes]) -> tuple[Weights, dict[str, Any]]:
-    """Return the weights under PEFT's names, and the service's configuration. PublishError if they are others."""
-    missing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if name not in files]
-    if missing:
-        raise PublishError(
-            f"the training service returned no {' and no '.join(missing)}: {', '.join(files) or 'nothing'}"
-        )
-    weights = load(files[WEIGHTS_FILE])
-    unknown = sorted(name for name in weights if not _NAME.fullmatch(name))
+def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> Weights:
+    """Write the adapter of `model`, and return its weights. `directory` appears atomically, with a marker file.
+
+    PublishError if the files are no LoRA adapter under PEFT's names.
+    """
+    if missing := [name for name in (WEIGHTS_FILE, CONFIG_FILE) if name not in files]:
+        returned = ", ".join(files) or "nothing"
+        raise PublishError(f"the training service returned no {' and no '.join(missing)}: {returned}")
+    weights, theirs = load(files[WEIGHTS_FILE]), json.loads(files[CONFIG_FILE])
+    names = {name: _NAME.fullmatch(name) for name in weights}
+    unknown = sorted(name for name, match in names.items() if match is None)
     if unknown or not weights:
         raise PublishError(
             f"the training service returned weights that are no LoRA adapter in PEFT's format: {unknown[:3]}"
         )
-    return weights, json.loads(files[CONFIG_FILE])
-
-
-def write_adapter(weights: Weights, theirs: Mapping[str, Any], model: str, directory: Path) -> None:
-    """Write the adapter of `model`. `directory` appears atomically, with a marker file."""
-    targets = {match[1].rsplit(".", 1)[-1] for name in weights if (match := _NAME.fullmatch(name))}
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=int(theirs["r"]),
         lora_alpha=int(theirs["lora_alpha"]),
-        target_modules=sorted(targets),
+        target_modules=sorted({match[1].rsplit(".", 1)[-1] for match in names.values() if match}),
         base_model_name_or_path=model,
         inference_mode=True,
     )
@@ -245,3 +224,4 @@ def write_adapter(weights: Weights, theirs: Mapping[str, Any], model: str, direc
         save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         config.save_pretrained(str(temporary))
         (temporary / MARKER).touch()
+    return weights

@@ -9,9 +9,10 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -26,14 +27,14 @@ from ...trainer.step.scoring import longest_sample
 from ...trainer.step.step_metrics import SAMPLER_TOKENS, nats_apart, some_rollouts, wrong_sampler
 from ...trainer.types import Batch, Sample
 from ...trainer.weights import tolerance
-from .config import TinkerConfig
-from .rows import Datum, is_plain, loss_config, loss_of, numbers_of, rows_of
-from .service import TinkerService, Weights, read_adapter, write_adapter
+from .config import LOSSES, TinkerConfig
+from .service import Datum, TinkerService, Weights, write_adapter
 
 log = logging.getLogger(__name__)
 STATE_FILE = "tinker.json"
 # AdamW's defaults, which the local trainer takes.
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+MAX_LOG_RATIO = 20.0  # exp() of anything larger is useless in a metric and may overflow
 
 
 class TinkerTrainer:
@@ -70,8 +71,6 @@ class TinkerTrainer:
         self._published: Weights = {}
         self._computed: tuple[Batch, dict[str, float]] | None = None
 
-    # Training ------------------------------------------------------------------------------------------------------
-
     def step(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on `batch`. Return its metrics together with the batch's own."""
         self.forward_backward(batch)
@@ -80,56 +79,34 @@ class TinkerTrainer:
     def forward_backward(self, batch: Batch) -> None:
         """Have the service compute a batch's gradients.
 
-        Rollouts that were not sampled at temperature 1 alone are left out.
+        Rollouts that were not sampled at temperature 1 alone are left out: the service scores no other.
         """
         begun = time.perf_counter()
-        samples = self._fitting(batch)
-        metrics: dict[str, float] = {"trained_tokens": 0.0, "computed_tokens": 0.0}
-        self.skipped_because, self.warnings = self._fault(samples), {}
-        if self.skipped_because is None:
-            metrics |= self._gradients(samples, batch)
-        metrics["forward_backward_s"] = time.perf_counter() - begun
-        self._computed = batch, metrics
-
-    def optim_step(self) -> dict[str, float]:
-        """Take the step on the service, and save its state there. Return the metrics together with the batch's own.
-
-        If a number is not finite, the weights stay as they are and `skipped` is 1.
-        """
-        assert self._computed is not None, "forward_backward comes first"
-        (batch, metrics), self._computed = self._computed, None
-        begun, rate = time.perf_counter(), rate_after(self.settings, self.rate.value, self._updates)
-        metrics |= {"lr": rate, "skipped": float(self.skipped_because is not None)}
-        if self.skipped_because is None:
-            metrics |= self._take(rate)
-        metrics["optimizer_s"] = time.perf_counter() - begun
-        self._step = self.trackers.state.global_step = batch.step
-        metrics["step_s"] = metrics["forward_backward_s"] + metrics["optimizer_s"]
-        for name in ("trained_tokens", "computed_tokens"):
-            metrics[f"{name}_per_s"] = metrics[name] / metrics["step_s"]
-        return {name: value for name, value in {**batch.metrics, **metrics}.items() if math.isfinite(value)}
-
-    def _fitting(self, batch: Batch) -> list[Sample]:
-        """The samples that can be trained on; `left_out_because` counts the others."""
         trained = [sample for sample in batch.samples if sample.trained_tokens]
-        plain = [sample for sample in trained if is_plain(sample)]
+        samples = [sample for sample in trained if is_plain(sample)]
         others = [sample.rollout_id for sample in trained if not is_plain(sample)]
         why = "the training service scores answers as they are sampled at temperature 1, with no top_p and the like"
         self.left_out_because = f"{why}: {some_rollouts(others)} left out" if others else None
-        return plain
-
-    def _fault(self, samples: Sequence[Sample]) -> str | None:
-        if not samples:
-            return self.left_out_because or "it has no trainable tokens"
         bad = [s.rollout_id for s in samples if not all(map(math.isfinite, (*s.logprobs, *s.advantages)))]
-        return f"log-probabilities or advantages not finite in {some_rollouts(bad)}" if bad else None
+        self.warnings, self.skipped_because = {}, None
+        metrics: dict[str, float] = {"trained_tokens": 0.0, "computed_tokens": 0.0}
+        if not samples:
+            self.skipped_because = self.left_out_because or "it has no trainable tokens"
+        elif bad:
+            self.skipped_because = f"log-probabilities or advantages not finite in {some_rollouts(bad)}"
+        else:
+            metrics |= self._gradients(samples, batch)
+        metrics["forward_backward_s"] = time.perf_counter() - begun
+        self._computed = batch, metrics
 
     def _gradients(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
         """Return the metrics of the forward pass. If the step is to be skipped, the service forgets the gradients."""
         config = self.settings
         rows = rows_of(samples, token_weights(samples, config, batch.compared), config.section(TinkerConfig).reduction)
-        self._ready()
-        logprobs = self._service.forward_backward(rows, loss_of(config), loss_config(config))
+        self._service.ready(self._state)
+        low, high = clip_limits(config)
+        limits = {"clip_low_threshold": low, "clip_high_threshold": high}
+        logprobs = self._service.forward_backward(rows, LOSSES[config.loss_type], limits)
         metrics = numbers_of(rows, logprobs, config)
         fresh = [i for i, sample in enumerate(samples) if sample.versions == (batch.version,)]
         of_fresh = numbers_of([rows[i] for i in fresh], [logprobs[i] for i in fresh], config) if fresh else {"kl": 0.0}
@@ -141,29 +118,33 @@ class TinkerTrainer:
             self.warnings = {"sampler": self.skipped_because} if self.skipped_because else {}
         if self.skipped_because is not None:
             self._service.forget()  # with the gradients that it has
-        return metrics | {"computed_tokens": _tokens(rows)}
+        return metrics | {"computed_tokens": float(sum(len(row.tokens) for row in rows))}
 
-    def _take(self, rate: float) -> dict[str, float]:
-        limit = self.settings.max_grad_norm
-        reported = self._service.optim_step(learning_rate=rate, grad_clip_norm=limit, **ADAM)
-        self._updates += 1
-        self._state = self._save_state()
-        norms = [value for name, value in reported.items() if "grad_norm" in name]
-        return {"grad_norm": norms[0]} if norms else {}
+    def optim_step(self) -> dict[str, float]:
+        """Take the step on the service, and save its state there. Return the metrics together with the batch's own.
 
-    def _ready(self) -> None:
-        """Make the model on the service, if there is none that is in the saved state."""
-        if not self._service.has_model:
-            log.info("asking %s for a model", self._service.where)
-            self._service.begin(self._state)
-
-    def _save_state(self) -> str:
-        return self._service.save_state(self._name())
+        If a number is not finite, the weights stay as they are and `skipped` is 1.
+        """
+        assert self._computed is not None, "forward_backward comes first"
+        (batch, metrics), self._computed = self._computed, None
+        begun, rate = time.perf_counter(), rate_after(self.settings, self.rate.value, self._updates)
+        metrics |= {"lr": rate, "skipped": float(self.skipped_because is not None)}
+        if self.skipped_because is None:
+            limit = self.settings.max_grad_norm
+            reported = self._service.optim_step(learning_rate=rate, grad_clip_norm=limit, **ADAM)
+            self._updates += 1
+            self._state = self._service.save_state(self._name())
+            norms = [value for name, value in reported.items() if "grad_norm" in name]
+            metrics |= {"grad_norm": norms[0]} if norms else {}
+        metrics["optimizer_s"] = time.perf_counter() - begun
+        self._step = self.trackers.state.global_step = batch.step
+        metrics["step_s"] = metrics["forward_backward_s"] + metrics["optimizer_s"]
+        for name in ("trained_tokens", "computed_tokens"):
+            metrics[f"{name}_per_s"] = metrics[name] / metrics["step_s"]
+        return {name: value for name, value in {**batch.metrics, **metrics}.items() if math.isfinite(value)}
 
     def _name(self) -> str:
         return f"lightning-{self._updates:06}-{secrets.token_hex(4)}"
-
-    # Scoring -------------------------------------------------------------------------------------------------------
 
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
@@ -173,7 +154,7 @@ class TinkerTrainer:
         The service has the present weights only, also for `served`.
         """
         rows = {i: Datum(tuple(ids[:-1]), tuple(ids[1:])) for i, ids in enumerate(token_ids) if len(ids) > 1}
-        self._ready()
+        self._service.ready(self._state)
         found = dict(zip(rows, self._service.logprobs([*rows.values()]) if rows else [], strict=True))
         return [[0.0] * min(len(ids), 1) + found.get(i, []) for i, ids in enumerate(token_ids)]
 
@@ -185,8 +166,6 @@ class TinkerTrainer:
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
         """Do nothing: the service would need a second model to score with earlier weights."""
 
-    # Weights and checkpoints ---------------------------------------------------------------------------------------
-
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Mapping[str, Tensor]:
         """Return the weights that the service returned last."""
         return self._published
@@ -195,16 +174,14 @@ class TinkerTrainer:
         """Write the adapter that vLLM loads."""
         if merged:
             raise ConfigError("policy.publish: merged needs tinker.enabled: false; a Tinker service trains adapters")
-        self._ready()
-        weights, about = read_adapter(self._service.adapter_files(self._name()))
-        write_adapter(weights, about, self._model, directory)
-        self._published = weights
+        self._service.ready(self._state)
+        self._published = write_adapter(self._service.adapter_files(self._name()), self._model, directory)
 
     def save(self, directory: Path) -> None:
         """Write where the service has its state; `directory` appears atomically."""
         if self._state is None:
-            self._ready()
-            self._state = self._save_state()
+            self._service.ready(None)
+            self._state = self._service.save_state(self._name())
         state = {"step": self._step, "updates": self._updates, "state": self._state}
         with atomic_directory(directory) as temporary:
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=1))
@@ -216,17 +193,24 @@ class TinkerTrainer:
         Raises ConfigError, and changes nothing, if the checkpoint is damaged or belongs to another model.
         """
         changed = config_changes(directory, self._saved_config)
-        state = _read(directory / STATE_FILE)
+        try:
+            kept = json.loads((directory / STATE_FILE).read_text())
+            state, step, updates = str(kept["state"]), int(kept["step"]), int(kept["updates"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the checkpoint {directory} is damaged ({error}): restore it from a backup, or start anew with "
+                "another store.url and policy.directory"
+            ) from None
         self._service.forget()
-        self._state, self._step, self._updates = state["state"], state["step"], state["updates"]
-        self.trackers.state.global_step = self._step
-        if self._step:  # untrained weights have no rate to keep
+        self._state, self._step, self._updates = state, step, updates
+        self.trackers.state.global_step = step
+        if step:  # untrained weights have no rate to keep
             self.rate = self._rate_of(saved_rate(directory))
             self.trackers.args.learning_rate = self.rate.value
-        self._ready()
+        self._service.ready(state)
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
-        return self._step
+        return step
 
     def end(self) -> None:
         """Do nothing: no other process waits for this one."""
@@ -237,16 +221,61 @@ class TinkerTrainer:
         self.trackers.close()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(path.read_text())
-        return {"state": str(state["state"]), "step": int(state["step"]), "updates": int(state["updates"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"the checkpoint {path} is damaged ({error}): restore it from a backup, or start anew with another "
-            "store.url and policy.directory"
-        ) from None
+def is_plain(sample: Sample) -> bool:
+    """Return whether all of its answers were sampled at temperature 1 and nothing else."""
+    return not sample.shaped and all(value == 1.0 for value in compress(sample.temperatures, sample.mask))
 
 
-def _tokens(rows: Sequence[Datum]) -> float:
-    return float(sum(len(row.tokens) for row in rows))
+def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: str) -> list[Datum]:
+    """Return the rows of a step. `weights` are those of a token, by rollout.
+
+    Every loss of the service is linear in the advantage, so the weights go into it. Where the service takes the `mean`
+    over a row's tokens and then over the rows, instead of the `sum`, the advantages undo that.
+    """
+    rows = []
+    for sample in samples:
+        ids, weight = sample.token_ids, weights[sample.rollout_id]
+        weight *= _divisor(len(ids) - 1, len(samples), reduction)
+        advantages = tuple(weight * value for value in sample.advantages[1:])
+        rows.append(Datum(ids[:-1], ids[1:], sample.logprobs[1:], advantages, sample.mask[1:]))
+    return rows
+
+
+def _divisor(tokens: int, rows: int, reduction: str) -> float:
+    """The number by which the service divides the loss of a row of so many tokens."""
+    return float(tokens * rows) if reduction == "mean" else 1.0
+
+
+def clip_limits(config: TrainerConfig) -> tuple[float, float]:
+    """Return the least and greatest importance ratio that are not clipped."""
+    if LOSSES[config.loss_type] == "cispo":
+        return 0.0, min(config.cap, 1e6)  # JSON has no infinity
+    return 1 - config.clip_low, 1 + config.clip_high
+
+
+def numbers_of(rows: Sequence[Datum], logprobs: Sequence[Sequence[float]], config: TrainerConfig) -> dict[str, float]:
+    """Return a step's loss, ratios and KL by the names of `metric_schema`. `logprobs` are the policy's, by target.
+
+    The loss of each token is as the API documents it.
+    """
+    mask = np.concatenate([np.asarray(row.mask, bool) for row in rows])
+    ours = np.concatenate([np.asarray(values, np.float64) for values in logprobs])[mask]
+    theirs = np.concatenate([np.asarray(row.logprobs, np.float64) for row in rows])[mask]
+    reduction = config.section(TinkerConfig).reduction
+    weighted = [np.asarray(r.advantages, np.float64) / _divisor(len(r.tokens), len(rows), reduction) for r in rows]
+    advantages, log_ratios = np.concatenate(weighted)[mask], ours - theirs
+    ratios, (low, high) = np.exp(np.minimum(log_ratios, MAX_LOG_RATIO)), clip_limits(config)
+    bounded = np.clip(ratios, low, high)
+    if LOSSES[config.loss_type] == "cispo":
+        terms = -bounded * ours * advantages
+    else:
+        terms = -np.minimum(ratios * advantages, bounded * advantages)
+    clipped, n = (ratios < low) & (advantages < 0) | (ratios > high) & (advantages > 0), max(len(ratios), 1)
+    return {
+        "loss": float(terms.sum()),
+        "kl": float((ratios - 1 - log_ratios).sum()) / n,
+        "ratio_mean": float(ratios.sum()) / n,
+        "ratio_max": float(ratios.max(initial=0.0)),
+        "clip_share": float(clipped.sum()) / n,
+        "trained_tokens": float(len(ratios)),
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...core.config.root import Config
@@ -15,69 +14,37 @@ from .config import LOSSES
 if TYPE_CHECKING:
     from ...trainer.step.engine import TrainingEngine
 
+# What the service has of its own, or does not have.
+AS_IT_IS = (
+    "loss", "context_loss", "importance_level", "kl_coef", "kl_metric", "weights", "lora_alpha", "lora_targets",
+    "devices", "max_tokens_per_batch", "gradient_checkpointing",
+)  # fmt: skip
+
 
 def check_backend(config: Config, method: str = "rl", *, launched: bool = False) -> None:
     """Raise ConfigError if the service cannot do what is configured. `launched`: one of several processes."""
-    if config.trainer.trains_here:
+    trainer, usual = config.trainer, TrainerConfig()
+    if trainer.trains_here:
         return
-    refused = [*_methods(method, launched), *_losses(config.trainer), *_weights(config), *_memory(config.trainer)]
+    others = {
+        f"--method {method}": method != "rl",
+        "several trainer processes (torchrun, accelerate launch)": launched,
+        f"trainer.loss_type {trainer.loss_type} (it can do {', '.join(LOSSES)})": trainer.loss_type not in LOSSES,
+        "trainer.weighting sequence": trainer.weighting == "sequence",
+        "trainer.entropy": trainer.entropy.counts,
+        "teacher": trainer.has_guide,
+        "policy.adapters": bool(config.policy.adapters),
+        "policy.publish merged": config.policy.publish == "merged",
+    }
+    refused = [what for what, is_wanted in others.items() if is_wanted]
+    changed = [key for key in AS_IT_IS if getattr(trainer, key) != getattr(usual, key)]
+    refused += [f"trainer.{key} {getattr(trainer, key)}" for key in changed]
     if refused:
         raise ConfigError(
             f"tinker.enabled: the service cannot do {'; '.join(refused)}. Take it out, or set tinker.enabled: false"
         )
     if importlib.util.find_spec("tinker") is None:
         raise ConfigError("tinker.enabled: the service needs its client: pip install 'lightning-proxy[tinker]'")
-
-
-def _methods(method: str, launched: bool) -> Iterator[str]:
-    if method != "rl":
-        yield f"--method {method}"
-    if launched:
-        yield "several trainer processes (torchrun, accelerate launch)"
-
-
-def _losses(trainer: TrainerConfig) -> Iterator[str]:
-    if trainer.loss is not None:
-        yield f"trainer.loss {trainer.loss}"
-    if trainer.context_loss is not None:
-        yield f"trainer.context_loss {trainer.context_loss}"
-    if trainer.loss_type not in LOSSES:
-        yield f"trainer.loss_type {trainer.loss_type} (it can do {', '.join(LOSSES)})"
-    if trainer.weighting == "sequence":
-        yield "trainer.weighting sequence"
-    if trainer.importance_level != "token":
-        yield f"trainer.importance_level {trainer.importance_level}"
-    if trainer.kl_coef:
-        yield f"trainer.kl_coef {trainer.kl_coef:g}"
-    if trainer.kl_metric:
-        yield "trainer.kl_metric"
-    if trainer.entropy.counts:
-        yield "trainer.entropy"
-    if trainer.has_guide:
-        yield "teacher"
-
-
-def _weights(config: Config) -> Iterator[str]:
-    trainer, default = config.trainer, TrainerConfig()
-    if trainer.weights != "lora":
-        yield f"trainer.weights {trainer.weights}"
-    if trainer.lora_alpha != default.lora_alpha:
-        yield f"trainer.lora_alpha {trainer.lora_alpha} (the service has its own)"
-    if trainer.lora_targets != default.lora_targets:
-        yield "trainer.lora_targets (the service trains attention and MLP)"
-    if config.policy.adapters:
-        yield "policy.adapters"
-    if config.policy.publish == "merged":
-        yield "policy.publish merged"
-
-
-def _memory(trainer: TrainerConfig) -> Iterator[str]:
-    if trainer.devices:
-        yield "trainer.devices"
-    if trainer.max_tokens_per_batch is not None:
-        yield "trainer.max_tokens_per_batch"
-    if trainer.gradient_checkpointing != "auto":
-        yield "trainer.gradient_checkpointing"
 
 
 class BackendsPlugin(TrainerPlugin):

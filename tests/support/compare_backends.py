@@ -28,7 +28,7 @@ PROMPT, LENGTHS, ADVANTAGES = 10, (24, 28, 20, 31), (-0.7, 1.0, -0.7, 1.0)
 
 def compare(model: Path, directory: Path, url: str) -> dict[str, Any]:
     policy = PolicyConfig.model_validate({"model": str(model), "directory": str(directory)})
-    there = {"backend": True, "tinker": {"base_url": url, "loss": "ppo", "reduction": "mean"}}
+    there = {"backend": True, "tinker": {"base_url": url, "reduction": "mean"}}
     service = TinkerTrainer(TrainerConfig.model_validate(COMMON | there), policy)
     local = LightningTrainer(TrainerConfig.model_validate(COMMON), policy)
     service.save_weights(directory / "v0", merged=False)
