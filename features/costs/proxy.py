@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -22,7 +21,7 @@ from ...store.database import Database, Row
 from ...store.store import Store
 
 By = Literal["day", "model", "key", "task", "rollout", "mode"]
-WAYS: tuple[By, ...] = get_args(By)
+COLUMNS = {"model": "model", "mode": "mode"}  # of the others: KEY_id
 CHUNK, MOST = 5_000, 200_000  # calls that one statement reads, and all of them
 # What a call used, and, where no usage came, how many tokens were recorded.
 _USED = """
@@ -54,136 +53,7 @@ SELECT MIN(n) AS place, NULL AS newest, CAST(SUM(calls) AS BIGINT) AS calls FROM
 ALL = 2**62
 
 
-@dataclass(slots=True)
-class Cost:
-    """Calls, their tokens and USD. `unknown`: those that did not tell all they used; `unpriced`: without a price."""
-
-    calls: int = 0
-    unknown: int = 0
-    unpriced: int = 0
-    usd: float = 0.0
-    used: Used = field(default_factory=Used)
-
-    def add(self, tokens: Used, usd: float | None, is_known: bool) -> None:
-        """Count a call."""
-        self.calls += 1
-        self.unknown += not is_known
-        self.used = self.used.plus(tokens)
-        self.unpriced += usd is None
-        self.usd += usd or 0.0
-
-    def plus(self, other: Cost) -> None:
-        """Count the calls of another sum."""
-        self.calls, self.unknown = self.calls + other.calls, self.unknown + other.unknown
-        self.unpriced, self.usd = self.unpriced + other.unpriced, self.usd + other.usd
-        self.used = self.used.plus(other.used)
-
-    def view(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        view = asdict(self)
-        del view["used"]
-        return view | {f"{name}_tokens": count for name, count in self.used._asdict().items() if name != "kept"}
-
-
-@dataclass(slots=True)
-class Costs:
-    """The costs of the newest calls. `since`: the oldest of them began then; `complete`: there are no others."""
-
-    parts: dict[str | None, Cost]
-    total: Cost
-    since: float | None = None
-    complete: bool = True
-
-
-def of_call(row: Row, prices: Prices, alias: str) -> tuple[Used, float | None, bool]:
-    """Return what a call used and cost, and whether it told all. The policy's are free unless `prices` has its alias.
-
-    The first event of Anthropic's streams has a usage, too: that of one which was cut ends there.
-    """
-    tokens = used(loads_or_none(row["usage"]))
-    was_cut = tokens is not None and row["finish_reason"] is None and row["status"] in ("cancelled", "error")
-    if tokens is None and (row["read"] or row["sampled"]):
-        tokens = Used(input=row["read"], output=row["sampled"])
-    is_policys = row["policy_version"] is not None
-    price = prices.configured(alias) if is_policys else prices.of(row["model"])
-    if is_policys and price is None:
-        return tokens or Used(), 0.0, True
-    if tokens is None:
-        is_billed = row["status"] in ("ok", "cancelled") or (row["status"] == "error" and row["http_status"] == 200)
-        return Used(), 0.0, not is_billed
-    return tokens, None if price is None else price.of(tokens), not was_cut
-
-
-class CostTable:
-    """Reads costs, off the way of a call."""
-
-    def __init__(self, database: Database, config: Config) -> None:
-        self._db = database
-        self._prices = Prices(config.prices)
-        self._alias = config.policy.alias
-
-    async def of_rollout(self, rollout_id: str) -> tuple[Cost, dict[str, Cost]]:
-        """Return the cost of a rollout, and of each of its calls by its id."""
-        rows = await self._db.all(COSTS_OF_ROLLOUT, {"rollout_id": rollout_id})
-        return await asyncio.to_thread(self._by_call, rows)
-
-    def _by_call(self, rows: Sequence[Row]) -> tuple[Cost, dict[str, Cost]]:
-        total, calls = Cost(), dict[str, Cost]()
-        for row in rows:
-            found = of_call(row, self._prices, self._alias)
-            calls[row["call_id"]] = one = Cost()
-            one.add(*found)
-            total.add(*found)
-        return total, calls
-
-    async def newest(self, by: By, since: float, key_id: str | None) -> Costs:
-        """Return the costs of the newest calls that began after `since`; with `key_id`, of its rollouts alone."""
-        costs, before, looked_at = Costs({}, Cost()), ALL, 0
-        places, calls = (PLACE_BEFORE, COSTS_OF_CALLS) if key_id is None else (PLACE_OF_KEY, COSTS_OF_KEY)
-        while looked_at < MOST:
-            wanted = {"before": before, "chunk": CHUNK, "since": since, "key_id": key_id}
-            edge = await self._db.one(places, wanted)
-            if edge is None or edge["place"] is None:
-                break
-            rows = await self._db.all(calls, wanted | {"place": edge["place"]})
-            await asyncio.to_thread(self._add, costs, rows, by)
-            # calls that were imported may have begun long before those around them
-            if edge["newest"] is not None and edge["newest"] < since:
-                break
-            before, looked_at = edge["place"], looked_at + edge["calls"]
-        else:
-            costs.complete = False
-        for cost in costs.parts.values():
-            costs.total.plus(cost)
-        return costs if by != "key" else await self._named(costs)
-
-    async def _named(self, costs: Costs) -> Costs:
-        """The same with names instead of ids: revoked keys may have had one name."""
-        names = {row["key_id"]: row["name"] for row in await self._db.all("SELECT key_id, name FROM keys")}
-        found = dict[str | None, Cost]()
-        for key_id, cost in costs.parts.items():
-            found.setdefault(names.get(key_id, key_id), Cost()).plus(cost)
-        return replace(costs, parts=found)
-
-    def _add(self, costs: Costs, rows: Iterable[Row], by: By) -> None:
-        for row in rows:
-            found = of_call(row, self._prices, self._alias)
-            if (part := self._part(row, by)) not in costs.parts:
-                costs.parts[part] = Cost()
-            costs.parts[part].add(*found)
-            costs.since = min(row["started_at"], costs.since or row["started_at"])
-
-    def _part(self, row: Row, by: By) -> str | None:
-        if by == "day":
-            return time.strftime("%Y-%m-%d", time.gmtime(row["started_at"]))
-        if by == "model" and row["policy_version"] is not None:
-            return self._alias  # a version is served by a name of its own
-        column = {"model": "model", "key": "key_id", "task": "task_id", "rollout": "rollout_id", "mode": "mode"}[by]
-        found: str | None = row[column]
-        return found
-
-
-router = APIRouter(tags=["costs"], route_class=UserRoute)
+Cost = dict[str, Any]  # the numbers of CostSeen
 
 
 class CostSeen(BaseModel):
@@ -200,6 +70,96 @@ class CostSeen(BaseModel):
     cached_tokens: int
     output_tokens: int
     reasoning_tokens: int
+
+
+def summed(costs: Iterable[Cost]) -> Cost:
+    """Return the sum of calls, or of sums."""
+    total: Cost = dict.fromkeys(CostSeen.model_fields, 0)
+    for cost in costs:
+        for name, value in cost.items():
+            total[name] += value
+    return total
+
+
+def of_call(row: Row, prices: Prices, alias: str) -> Cost:
+    """Return what a call used and cost. The policy's are free unless `prices` has its alias.
+
+    The first event of Anthropic's streams has a usage, too: that of one which was cut ends there.
+    """
+    tokens, status = used(loads_or_none(row["usage"])), row["status"]
+    if tokens is None:
+        is_known = status not in ("ok", "cancelled") and (status != "error" or row["http_status"] != 200)  # not billed
+    else:
+        is_known = row["finish_reason"] is not None or status not in ("cancelled", "error")
+    if tokens is None and (row["read"] or row["sampled"]):
+        tokens, is_known = Used(input=row["read"], output=row["sampled"]), True
+    is_policys = row["policy_version"] is not None
+    price = prices.configured(alias) if is_policys else prices.of(row["model"])
+    is_free = is_policys and price is None
+    usd = price.of(tokens) if price is not None and tokens is not None else 0.0
+    is_unpriced = price is None and tokens is not None and not is_free
+    tokens = tokens or Used()
+    return {
+        "calls": 1, "unknown": int(not is_known and not is_free), "unpriced": int(is_unpriced), "usd": usd,
+        "input_tokens": tokens.input, "cached_tokens": tokens.cached, "output_tokens": tokens.output,
+        "reasoning_tokens": tokens.reasoning,
+    }  # fmt: skip
+
+
+class CostTable:
+    """Reads costs, off the way of a call."""
+
+    def __init__(self, database: Database, config: Config) -> None:
+        self._db = database
+        self._prices, self._alias = Prices(config.prices), config.policy.alias
+
+    async def of_rollout(self, rollout_id: str) -> Cost:
+        """Return the cost of a rollout, and `of_calls`: that of each of its calls by its id."""
+        rows = await self._db.all(COSTS_OF_ROLLOUT, {"rollout_id": rollout_id})
+        calls = await asyncio.to_thread(
+            lambda: {row["call_id"]: of_call(row, self._prices, self._alias) for row in rows}
+        )
+        return summed(calls.values()) | {"of_calls": calls}
+
+    async def newest(self, by: By, since: float, key_id: str | None) -> dict[str, Any]:
+        """Return the costs of the newest calls that began after `since`; with `key_id`, of its rollouts alone.
+
+        `parts` has them by name, `since` when the oldest of them began; `complete`: there are no others.
+        """
+        parts, oldest, before, looked_at = dict[str | None, Cost](), list[float](), ALL, 0
+        places, calls = (PLACE_BEFORE, COSTS_OF_CALLS) if key_id is None else (PLACE_OF_KEY, COSTS_OF_KEY)
+        names: dict[str, str] = {}
+        if by == "key":  # revoked keys may have had one name
+            names = {row["key_id"]: row["name"] for row in await self._db.all("SELECT key_id, name FROM keys")}
+        while looked_at < MOST:
+            wanted = {"before": before, "chunk": CHUNK, "since": since, "key_id": key_id}
+            edge = await self._db.one(places, wanted)
+            if edge is None or edge["place"] is None:
+                break
+            rows = await self._db.all(calls, wanted | {"place": edge["place"]})
+            await asyncio.to_thread(self._add, parts, rows, by, names)
+            oldest += [min(row["started_at"] for row in rows)] if rows else []
+            # calls that were imported may have begun long before those around them
+            if edge["newest"] is not None and edge["newest"] < since:
+                break
+            before, looked_at = edge["place"], looked_at + edge["calls"]
+        total = summed(parts.values())
+        return {"parts": parts, "total": total, "since": min(oldest, default=None), "complete": looked_at < MOST}
+
+    def _add(self, parts: dict[str | None, Cost], rows: Sequence[Row], by: By, names: Mapping[str, str]) -> None:
+        for row in rows:
+            if by == "day":
+                name = time.strftime("%Y-%m-%d", time.gmtime(row["started_at"]))
+            elif by == "model" and row["policy_version"] is not None:
+                name = self._alias  # a version is served by a name of its own
+            else:
+                name = row[COLUMNS.get(by, f"{by}_id")]
+            name = names.get(name, name)
+            known = [parts[name]] if name in parts else []
+            parts[name] = summed([*known, of_call(row, self._prices, self._alias)])
+
+
+router = APIRouter(tags=["costs"], route_class=UserRoute)
 
 
 class NamedCost(CostSeen):
@@ -224,11 +184,11 @@ async def get_costs(request: ControlRequest, by: By = "day", since: Finite = 0.0
     """
     p = request.parts
     costs = await CostTable(p.store.database, p.config).newest(by, since, request.caller.sees)
-    parts = sorted(costs.parts.items(), key=lambda part: (part[1].usd, part[1].used.input), reverse=True)
-    if by == "day":
-        parts.sort(key=lambda part: part[0] or "", reverse=True)
-    data = [{"name": name} | cost.view() for name, cost in parts[:limit]]
-    return {"by": by, "data": data, "total": costs.total.view(), "since": costs.since, "complete": costs.complete}
+    data = [{"name": name} | cost for name, cost in costs.pop("parts").items()]
+    data.sort(
+        key=lambda part: (part["name"] or "") if by == "day" else (part["usd"], part["input_tokens"]), reverse=True
+    )
+    return {"by": by, "data": data[:limit], **costs}
 
 
 class RolloutCost(CostSeen):
@@ -248,8 +208,7 @@ class CostsPlugin(ProxyPlugin):
     fields = ((RolloutDetail, RolloutCosts),)
 
     async def rollout_fields(self, store: Store, rollout_id: str) -> Fields:
-        total, calls = await CostTable(store.database, self.config).of_rollout(rollout_id)
-        return {"costs": total.view() | {"of_calls": {name: cost.view() for name, cost in calls.items()}}}
+        return {"costs": await CostTable(store.database, self.config).of_rollout(rollout_id)}
 
 
 plugin = CostsPlugin
