@@ -278,7 +278,7 @@ class Lesson(Trial):
     async def run(self) -> Json:
         self.begin()
         about = {"variant": self.lesson.variant, "seed": self.lesson.seed, "made_with": self.lesson.made_with}
-        found = about | {"commit": commit()} | await super().run()
+        found: Json = about | {"commit": commit()} | await super().run()
         await self.tidy({found["version"], found["best_version"]})
         bytes_ = sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
         return found | {"gib": round(bytes_ / 2**30, 3)}
