@@ -2,8 +2,7 @@
 
 Fills a store with 100,000 calls, 10,000 versions and steps, and one rollout of 500 turns. Asks each route of a proxy on
 it, and takes each look that a trainer and a proxy take at every poll, second and step, beside a nearly empty store, in
-turns. None may take over 3 times as long but by the size of its answer: its bytes, or the calls that it is of. Writes
-docs/results.md.
+turns. None may take over 3 times as long but by the size of its answer: its bytes, or the calls that it is of.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from filled import SIBLINGS, Size, fill
-from report import made
+from report import Page, option
 from servers import Server
 from targets import start_proxy, start_upstream
 
@@ -33,8 +32,6 @@ from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.groups import WaitingGroups
 
-HERE = Path(__file__).parent
-PAGE = HERE / "results" / "store.md"
 FULL, SMALL = Size(100_000, 10_000, 500), Size(400, 50, 20)
 EMPTY = Size(4 * SIBLINGS * 8, 4, 4)
 REPEATS = 15
@@ -199,28 +196,22 @@ def measure(size: Size, repeats: int) -> list[Figure]:
         return [*asked(directory, upstream, sizes, repeats), *asyncio.run(looked(directory, sizes, repeats))]
 
 
-def page(figures: list[Figure], size: Size, repeats: int) -> str:
-    """The result as Markdown: what was measured, where, when and how."""
-    how = made()
-    lines = [
-        "# What grows with the store",
-        "",
-        f"`{how['command']}`",
-        f"on {how['machine']}, commit {how['commit']}, {how['date']}.",
-        "",
+def table(figures: list[Figure], size: Size, repeats: int, page: Path | None) -> None:
+    told = Page("What grows with the store")
+    told.text([
         f"{size.calls:,} calls, {size.versions:,} versions and as many steps, and a rollout of {size.turns} turns,",
         f"beside {EMPTY.calls} calls, {EMPTY.versions} versions and {EMPTY.turns} turns.",
         f"The fastest of {repeats} tries, which take turns.",
         f"**Bold**: over {TIMES:g} times as long as its answer is larger: in bytes or, of the long rollout, in calls.",
-        "",
-        "| at | what | ms | ms, empty | times | kB | kB, empty | larger | ms by size |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    ])  # fmt: skip
+    head = ("at", "what", "ms", "ms, empty", "times", "kB", "kB, empty", "larger", "ms by size")
+    rows = []
     for f in figures:
         times = f"**{f.times:.1f}**" if f.grows else f"{f.times:.1f}"
-        sizes = f"{f.size[0] / 1000:,.1f} | {f.size[1] / 1000:,.1f} | {f.larger:.1f} | {f.times / f.larger:.1f}"
-        lines.append(f"| {f.when} | {f.name} | {f.ms[0]:.2f} | {f.ms[1]:.2f} | {times} | {sizes} |")
-    return "\n".join(lines) + "\n"
+        sizes = f"{f.size[0] / 1000:,.1f}", f"{f.size[1] / 1000:,.1f}", f"{f.larger:.1f}", f"{f.times / f.larger:.1f}"
+        rows.append((f.when, f.name, f"{f.ms[0]:.2f}", f"{f.ms[1]:.2f}", times, *sizes))
+    told.table("", head, rows)
+    told.save(page)
 
 
 def main() -> None:
@@ -229,17 +220,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--tries", type=int, default=REPEATS, help="of each route and look")
     parser.add_argument("--small", action="store_true", help="a small store, asked twice: does all of it run?")
-    parser.add_argument("--out", type=Path, help=f"the page to write; default: {PAGE.relative_to(HERE.parent)}")
+    option(parser)
     options = parser.parse_args()
     size = SMALL if options.small else Size(options.calls, options.versions, options.turns)
     repeats = 2 if options.small else options.tries
     figures = measure(size, repeats)
-    text = page(figures, size, repeats)
-    print(text)
-    if options.out or not options.small:
-        target = options.out or PAGE
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(text)
+    table(figures, size, repeats, options.page)
     if not options.small and (grown := [f.name for f in figures if f.grows]):
         raise SystemExit(f"grows with the store: {', '.join(grown)}")
 
