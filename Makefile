@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,providers,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients tinker test test-all check lint demo learn gpu-hour bench-proxy bench-peers bench-store bench-instructions bench-several bench-credit bench-train bench-sampling bench-loop soak kill-rounds
+.PHONY: help setup clients tinker test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-several bench-credit bench-train bench-sampling bench-loop soak kill-rounds
 .PHONY: test-frameworks clean
 
 help:  ## show this list
@@ -101,9 +101,6 @@ demo: setup  ## the whole loop on a small real model: record, reward, train, swa
 EXAMPLE ?= calculator
 learn: setup  ## an example's agent learns, and is measured: EXAMPLE=calculator (or text_to_sql, rag, agentflow, werewolf); ARGS="--seeds 0,1,2"
 	$(BIN)/python examples/learn.py $(EXAMPLE) $(ARGS)
-
-gpu-hour: setup  ## the first hour on a GPU: two models learn, beside the memory plan; without a GPU small, ten minutes
-	$(BIN)/python benchmarks/gpu_hour.py $(ARGS)
 
 bench-proxy: setup  ## the proxy's speed beside a bare forwarder's and its peers': 10 minutes; ARGS=--quick: two
 	$(BIN)/python benchmarks/proxy.py $(ARGS)

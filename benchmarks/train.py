@@ -196,7 +196,6 @@ class Way:
     name: str
     step: Callable[[], object]
     tokens: int
-    flops: float
     seconds: list[float] = field(default_factory=list)
     peak: float = 0.0
     gradient: Tensor | None = None
@@ -219,7 +218,7 @@ class Bench:
         rollouts = recorded_calls(work, config.vocab_size, seed=0)
         self.calls, self.merged = rows_of(rollouts, merged=False), rows_of(rollouts, merged=True)
         self.tree = build_tree([s.token_ids[:-1] for s in self.merged])
-        self._config, self._saved = config, [p.detach().clone() for p in self._parameters()]
+        self._saved = [p.detach().clone() for p in self._parameters()]
         self.trainer.optimizer.register_step_pre_hook(lambda *_: self._keep_gradient())
         self._gradient: Tensor | None = None
         assert self.trainer.trl is not None  # made here, and not in the first step
@@ -227,33 +226,16 @@ class Bench:
     def ways(self) -> list[Way]:
         budget = self.trainer.settings.max_tokens_per_batch
         batch = Batch(1, tuple(self.merged), tuple({s.rollout_id for s in self.merged}))
-        unique = self.work_of([len(self.tree)], float((self.tree.depths + 1).sum()), self.trained)
         padded = []
         for rows in (self.calls, self.merged):
             passes = [(len(p), padded_length(p)) for p in in_passes(rows, budget)]
             padded.append(sum(n * length for n, length in passes))
         return [
-            Way("TRL, a row per call", lambda: self.trainer.padded_step(self.calls), padded[0], unique),
-            Way("TRL, a row per rollout", lambda: self.trainer.padded_step(self.merged), padded[1], unique),
-            Way("lightning-proxy", lambda: self.trainer.step(batch), 0, unique),
-            Way("floor", self.floor, len(self.tree), self.work_of([len(self.tree)], 0.0, self.trained)),
+            Way("TRL, a row per call", lambda: self.trainer.padded_step(self.calls), padded[0]),
+            Way("TRL, a row per rollout", lambda: self.trainer.padded_step(self.merged), padded[1]),
+            Way("lightning-proxy", lambda: self.trainer.step(batch), 0),
+            Way("floor", self.floor, len(self.tree)),
         ]
-
-    @property
-    def trained(self) -> int:
-        return sum(sample.trained_tokens for sample in self.merged)
-
-    def work_of(self, nodes: list[int], pairs: float, trained: int) -> float:
-        """Floating-point operations that one step needs at least: each unique token and each visible pair once.
-
-        Frozen layers: forward and the gradient of their input. Attention: two products forward, five backward.
-        """
-        model, config = self.trainer.policy_model, self._config
-        linear = model.num_parameters(exclude_embeddings=True)
-        attention = 2 * config.num_hidden_layers * config.hidden_size
-        return (
-            4.0 * sum(nodes) * linear + 7 * pairs * attention + 4.0 * trained * config.vocab_size * config.hidden_size
-        )
 
     def floor(self) -> None:
         """Every unique token by itself, and the scores of the trained ones."""
@@ -315,36 +297,22 @@ def save_random_model(config: LlamaConfig | Qwen2Config, directory: Path) -> Non
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w1").save_pretrained(directory)
 
 
-def matrix_rate(dtype: torch.dtype, device: str) -> float:
-    """Floating-point operations a second of a large product, the best of some."""
-    n = 8192 if device == "cuda" else 2048
-    a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
-    best = math.inf
-    for _ in range(6):
-        synchronize()
-        started = time.perf_counter()
-        a @ b
-        synchronize()
-        best = min(best, time.perf_counter() - started)
-    return 2 * n**3 / best
-
-
 def relative_difference(found: Tensor | None, expected: Tensor | None) -> float:
     assert found is not None and expected is not None
     return float((found - expected).norm() / expected.norm())
 
 
-def table(ways: list[Way], rate: float) -> Iterator[str]:
+def table(ways: list[Way]) -> Iterator[str]:
     ours = next(way for way in ways if way.name == "lightning-proxy")
-    yield "| way | tokens | s a step | beside ours | useful share of the matrix rate | peak memory | gradient differs |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| way | tokens | s a step | beside ours | peak memory | gradient differs |"
+    yield "|---|---|---|---|---|---|"
     for way in ways:
-        share, differs = way.flops / median(way.seconds) / rate, ""
+        differs = ""
         if way.name not in ("floor", ours.name):
             differs = f"{relative_difference(ours.gradient, way.gradient):.1e}"
         yield (
             f"| {way.name} | {way.tokens:,} | {median(way.seconds):.2f} ({min(way.seconds):.2f}–{max(way.seconds):.2f})"
-            f" | **{median(way.seconds) / median(ours.seconds):.2f} ×** | {share:.0%} | {way.peak / 2**30:.1f} GiB"
+            f" | **{median(way.seconds) / median(ours.seconds):.2f} ×** | {way.peak / 2**30:.1f} GiB"
             f" | {differs} |"
         )
 
@@ -378,24 +346,22 @@ def main() -> int:
             for way in ways:
                 bench.measure(way)
                 way.seconds.clear()
-        rates = []
         for _ in range(options.rounds):
-            rates.append(matrix_rate(getattr(torch, dtype), options.device))
             for way in ways:
                 bench.measure(way)
-    rate, where = max(rates), torch.cuda.get_device_name() if cuda else machine()
+    where = torch.cuda.get_device_name() if cuda else machine()
     page = Page("A training step")
     about = (
         f"On {where}: {name}'s shape, {layers} of {whole} layers, {dtype}, "
         f"{work.siblings} siblings × {work.turns} turns over {work.prompt:,} tokens, {options.budget:,} a pass; "
-        f"{options.rounds} rounds, median (least–most); a matrix product reaches {rate / 1e9:,.0f} GFLOP/s."
+        f"{options.rounds} rounds, median (least–most)."
     )
-    page.text([about, "", *table(ways, rate)])
+    page.text([about, "", *table(ways)])
     page.save(options.page)
     differing = [relative_difference(ways[2].gradient, way.gradient) for way in ways[:2]]
     if options.json:
         figures = {w.name: {"seconds": w.seconds, "tokens": w.tokens, "peak": w.peak} for w in ways}
-        options.json.write_text(json.dumps({"ways": figures, "differing": differing, "rate": rate}))
+        options.json.write_text(json.dumps({"ways": figures, "differing": differing}))
     allowed = 0.1 if cuda else 1e-4
     if max(differing) > allowed:
         print(f"FAILED: gradients differ by {max(differing):.1e}")
