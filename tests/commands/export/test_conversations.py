@@ -109,9 +109,8 @@ async def test_every_api_gives_the_same_whole_row(running: Running, tmp_path: Pa
     assert (rows["plain"]["tools"], rows["plain"]["task_id"]) == (None, "t1")
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 async def test_rows_are_loaded_and_shown_by_a_chat_template(
-    running: Running, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
     from support.small_model import save_small_model
@@ -119,10 +118,9 @@ async def test_rows_are_loaded_and_shown_by_a_chat_template(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     async with running(tmp_path) as system:
         await converse(system)
-        assert (await system.lightning("export", tmp_path / f"rows.{suffix}", "--kind", "sft"))[0] == 0
-    kind = "json" if suffix == "jsonl" else suffix
-    file = str(tmp_path / f"rows.{suffix}")
-    rows = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
+        assert (await system.lightning("export", tmp_path / "rows.parquet", "--kind", "sft"))[0] == 0
+    file = str(tmp_path / "rows.parquet")
+    rows = datasets.load_dataset("parquet", data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_small_model(tmp_path / "model"))
     found = exported(list(rows))
     shown = {
@@ -237,15 +235,15 @@ def test_thoughts_are_where_chat_templates_look_for_them() -> None:
         assert messages[-1] == {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}
 
 
-@pytest.mark.parametrize("rollout", ["chat", "messages", "items", "previous"])
-async def test_show_has_the_whole_conversation_once(running: Running, tmp_path: Path, rollout: str) -> None:
+async def test_show_has_the_whole_conversation_once(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await converse(system)
-        _, out, _ = await system.lightning("rollouts", "show", rollout)
-    lines = [line.split(maxsplit=1) for line in out.splitlines() if line.strip() and "──" not in line]
-    told = [line for line in lines if line[0] in ("system", "user", "assistant", "calls", "called", "tool")]
-    assert told == [
-        ["system", SYSTEM], ["user", ASKED], ["calls", next(line[1] for line in lines if line[0] == "calls")],
-        ["tool", SUM], ["assistant", SAID],
-    ]  # fmt: skip
-    assert "add(" in out
+        shown = {
+            name: (await system.lightning("rollouts", "show", name))[1] for name in ("chat", "messages", "previous")
+        }
+    for name, out in shown.items():
+        lines = [line.split(maxsplit=1) for line in out.splitlines() if line.strip() and "──" not in line]
+        told = [line for line in lines if line[0] in ("system", "user", "assistant", "calls", "called", "tool")]
+        assert [line[0] for line in told] == ["system", "user", "calls", "tool", "assistant"], name
+        assert [line[1] for line in told[:2]] == [SYSTEM, ASKED] and "add(" in told[2][1], name
+        assert [line[1] for line in told[3:]] == [SUM, SAID], name
