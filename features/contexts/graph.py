@@ -19,7 +19,8 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from ...core.records import ModelCall
@@ -67,14 +68,14 @@ class Edge(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A tool call of the call at `place`, with the texts in its arguments. `name`: its id, if no other has that."""
+    """A tool call, with the texts in its arguments. `name`: its id, if no other has that."""
 
-    place: int
+    by: _Call
     name: str
     texts: tuple[str, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
     """A call as later ones are compared with it. Its request ends at `node`.
 
@@ -84,16 +85,20 @@ class _Call:
     """
 
     call: ModelCall
+    place: int
     node: Node
-    root: int
-    attempts: list[int]
+    attempts: list[_Call]
+    root: _Call = field(init=False)
     order: _Order | None = None
     edges: list[Edge] = field(default_factory=list)
     said: list[Atom] = field(default_factory=list)
     told: frozenset[str] = frozenset()
     used: bool = False
     kept: bool = False
-    has: set[int] | None = None
+    has: set[_Call] | None = None
+
+    def __post_init__(self) -> None:
+        self.root = self
 
     @property
     def ended(self) -> float:
@@ -110,6 +115,14 @@ class _Call:
     def is_final(self) -> bool:
         return bool(self.said) and all(atom.kind == "text" for atom in self.said)
 
+    @property
+    def may_sum_up(self) -> bool:
+        """Whether its answer may be a summary: in words, to a question of its own."""
+        return self.is_final and not self.kept and any(map(_is_prompt, self.node.up_to(self.node.tip)))
+
+
+_PLACE = attrgetter("place")
+
 
 class Graph:
     """The calls of a rollout and their edges. Add calls in order."""
@@ -117,36 +130,37 @@ class Graph:
     def __init__(self) -> None:
         self.calls: list[_Call] = []
         self._tree = Tree()
-        self._places: dict[str, int] = {}  # by call id
-        self._again: dict[str, int] = {}  # the call that a client sent again, by the call that it sent
-        self._forms: defaultdict[tuple[Node, str | None], list[tuple[object, list[int]]]] = defaultdict(list)
-        self._ids: dict[str, int] = {}  # the call that made each tool call
-        self._answers: defaultdict[Key, list[int]] = defaultdict(list)
-        self._told: defaultdict[str, list[int]] = defaultdict(list)
-        self._known: dict[str, int] = {}  # texts of requests, and the first call that had them
+        self._by_id: dict[str, _Call] = {}
+        self._again: dict[str, _Call] = {}  # the call that a client sent again, by the call that it sent
+        self._forms: defaultdict[tuple[Node, str | None], list[tuple[object, list[_Call]]]] = defaultdict(list)
+        self._made: dict[str, _Call] = {}  # the call that made each tool call
+        self._answers: dict[Key, _Call] = {}  # the newest
+        self._told: defaultdict[str, list[_Call]] = defaultdict(list)
+        self._known: dict[str, _Call] = {}  # texts of requests, and the first call that had them
         self._orders: defaultdict[str, list[_Order]] = defaultdict(list)  # by their texts
-        self._given: defaultdict[int, list[_Order]] = defaultdict(list)  # by the calls that gave them
-        self._begun: dict[str, int] = {}  # the call that each of these tool calls began
-        self._last: dict[int, int] = {}  # the last call of each context, by its root
+        self._given: list[list[_Order]] = []  # of each call that gave some
+        self._begun: dict[str, _Call] = {}  # the call that each of these tool calls began
+        self._last: dict[_Call, _Call] = {}  # the last call of each context, by its root
 
     def add(self, call: ModelCall) -> None:
         """Add a call, with its request and its answer."""
-        place = len(self.calls)
         node = self._tree.asked(call)
-        mine = _Call(call, node, place, self._attempts(call, node))
-        mine.attempts.append(place)
+        mine = _Call(call, len(self.calls), node, self._attempts(call, node))
+        mine.attempts.append(mine)
         self.calls.append(mine)
-        self._places[call.call_id] = place
+        self._by_id[call.call_id] = mine
         if call.superseded_by is not None:
-            self._again[call.superseded_by] = place
-        mine.edges = self._edges(mine, place)
-        for kind, there in mine.edges:
-            self.calls[there].used |= kind not in ("delegates", "retries")
-            self.calls[there].kept |= kind in ("continues", "edits")
-        mine.root = next((self.calls[there].root for kind, there in mine.edges if kind in SAME), place)
-        self._last[mine.root] = place
-        mine.said = self._tree.answered(call, place, node)
-        self._remember(mine, place)
+            self._again[call.superseded_by] = mine
+        mine.edges = self._edges(mine)
+        for kind, place in mine.edges:
+            there = self.calls[place]
+            there.used |= kind not in ("delegates", "retries")
+            there.kept |= kind in ("continues", "edits")
+            if kind in SAME and mine.root is mine:
+                mine.root = there.root
+        self._last[mine.root] = mine
+        mine.said = self._tree.answered(call, mine, node)
+        self._remember(mine)
 
     def rejected(self) -> dict[int, int]:
         """Return the calls whose answer stands in no later context, each with another attempt whose answer does.
@@ -154,16 +168,19 @@ class Graph:
         That is one at the same request, which began later or was not over. Of an earlier one this is a fresh start.
         Calls that tool calls of their own began are no attempts at the same.
         """
-        found, alike = dict[int, int](), defaultdict[tuple[int, _Order | None], list[int]](list)
-        for i, one in enumerate(self.calls):
+        found, alike = dict[int, int](), defaultdict[tuple[_Call, _Order | None], list[_Call]](list)
+        for one in self.calls:
             if one.said and len(one.attempts) > 1:
-                alike[one.attempts[0], one.order].append(i)
+                alike[one.attempts[0], one.order].append(one)
         for answered in alike.values():
-            said = {i: [atom.key for atom in self.calls[i].said] for i in answered}
-            if used := [i for i in answered if self.calls[i].used]:
-                stands, last, until = [said[i] for i in used], max(used), max(self.calls[i].ended for i in used)
-                tried = [i for i in answered if i < last or self.calls[i].call.started_at < until]
-                found |= {i: last for i in tried if said[i] not in stands}
+            if not (used := [one for one in answered if one.used]):
+                continue
+            stands = [_keys(one.said) for one in used]
+            last, until = used[-1].place, max(one.ended for one in used)
+            for one in answered:
+                is_tried = one.place < last or one.call.started_at < until
+                if is_tried and _keys(one.said) not in stands:
+                    found[one.place] = last
         return found
 
     def summaries(self) -> set[int]:
@@ -175,128 +192,119 @@ class Graph:
         kinds = Counter[str](edge.kind for one in self.calls for edge in one.edges)
         return kinds + Counter(new=sum(not one.edges for one in self.calls), rejected=len(self.rejected()))
 
-    def _attempts(self, call: ModelCall, node: Node) -> list[int]:
+    def _attempts(self, call: ModelCall, node: Node) -> list[_Call]:
         """The calls so far with the same request: of the same agent, and for an answer of the same form."""
         if (earlier := self._again.get(call.call_id)) is not None:
-            return self.calls[earlier].attempts
+            return earlier.attempts
         if (form := self._tree.form(call, node)) is None:
             return []
         known = self._forms[node, call.agent]
         if all(form != other for other, _ in known):
             known.append((form, []))
-        return next(places for other, places in known if form == other)
+        return next(attempts for other, attempts in known if form == other)
 
-    def _edges(self, mine: _Call, place: int) -> list[Edge]:
+    def _edges(self, mine: _Call) -> list[Edge]:
         """The edges of a call: to its own history, to answers that it was given, and else to who ordered it."""
         continued, held = self._history(mine)
-        came = Edge("continues", continued) if continued is not None and not held else None
+        came = Edge("continues", continued.place) if continued is not None and not held else None
         new = [*mine.node.up_to(None if came is None else mine.node.tip)][::-1]
-        asked = "\n".join(one.atom.what for one in new if one.atom.kind == "text" and one.atom.who == "user")
+        asked = "\n".join(one.atom.what for one in new if _is_asked(one))
         order, is_sure = self._order_of(mine, asked) if continued is None and not held else (None, False)
         ordered = "\n".join(order.texts) if order is not None else ""
         quoted = self._quoted(_texts(filter(_is_prompt, new)) - telling(Atom("text", "user", ordered)))
-        summaries = set[int]()
+        summaries = set[_Call]()
         if came is None:
             summaries = self._summaries(mine, new, quoted)
-            history = max(held - summaries, default=continued)
-            if history is None:
-                history = self._rewritten(new, quoted - summaries)
+            history = max(held - summaries, key=_PLACE, default=continued) or self._rewritten(new, quoted - summaries)
             if history is not None:
-                came, root = Edge("edits", history), self.calls[history].root
-                later = {i for i in quoted if i > history and self._may_sum_up(i)}
-                summaries |= {i for i in later if self.calls[i].root != root}
+                came = Edge("edits", history.place)
+                later = {one for one in quoted if one.place > history.place and one.may_sum_up}
+                summaries |= {one for one in later if one.root is not history.root}
         edges = [] if came is None else [came, *self._returned(mine, new, came)]
-        edges += [Edge("compacts", there) for there in sorted(summaries)]
-        if any(edge.place in quoted for edge in edges):  # all that it was given stands in its context
-            for there in quoted:
-                self.calls[there].used = True
+        edges += [Edge("compacts", one.place) for one in sorted(summaries, key=_PLACE)]
+        if any(self.calls[edge.place] in quoted for edge in edges):  # all that it was given stands in its context
+            for one in quoted:
+                one.used = True
         order = None if edges else order
         earlier = self._tried(mine, order)
         if order is not None:
-            self._begun.setdefault(order.name, place)
+            self._begun.setdefault(order.name, mine)
             mine.order = order
             if is_sure:
-                edges.append(Edge("delegates", order.place))
+                edges.append(Edge("delegates", order.by.place))
         if earlier is not None:
-            edges.append(Edge("retries", earlier))
-        for one in new:
-            for text in one.texts:
-                self._known.setdefault(text, place)
+            edges.append(Edge("retries", earlier.place))
+        for node in new:
+            for text in node.texts:
+                self._known.setdefault(text, mine)
         return edges
 
-    def _history(self, mine: _Call) -> tuple[int | None, set[int]]:
+    def _history(self, mine: _Call) -> tuple[_Call | None, set[_Call]]:
         """The call that the request continues, and those whose answers it has after that one's, or as another path."""
         tip = mine.node.tip
         # Of several with equal answers, one that nothing continues yet.
         there = tip.answered if tip is not None else []
-        calls = self.calls
-        continued = min(there, key=lambda i: (calls[i].call.superseded_by is not None, calls[i].used), default=None)
-        held = {there for one in mine.node.up_to(tip) for there in self._held(one)}
+        continued = min(there, key=lambda one: (one.call.superseded_by is not None, one.used), default=None)
+        held = {one for node in mine.node.up_to(tip) if (one := self._held(node)) is not None}
         if continued is None and not held and mine.call.extends is not None:  # by its tokens
-            continued = self._places.get(mine.call.extends)
-        return continued, {there for there in held if continued is None or there > continued}
+            continued = self._by_id.get(mine.call.extends)
+        return continued, {one for one in held if continued is None or one.place > continued.place}
 
-    def _held(self, node: Node) -> Sequence[int]:
+    def _held(self, node: Node) -> _Call | None:
         """The call whose answer an atom of the history is a part of, or is the result for."""
         atom = node.atom
-        if atom.kind != "text" and atom.who in self._ids:
-            return [self._ids[atom.who]]
+        if atom.kind != "text" and atom.who in self._made:
+            return self._made[atom.who]
         is_answer = atom.kind == "call" or (atom.kind == "text" and atom.who == "assistant")
-        return self._answers.get(node.key, [])[-1:] if is_answer and len(atom.what) >= TELLING_ORDER else []
+        return self._answers.get(node.key) if is_answer and len(atom.what) >= TELLING_ORDER else None
 
-    def _quoted(self, texts: Iterable[str]) -> set[int]:
+    def _quoted(self, texts: Iterable[str]) -> set[_Call]:
         """The calls whose answers these texts quote."""
-        found = Counter(there for text in texts for there in self._told.get(text, ()))
-        return {i for i, n in found.items() if n >= min(QUOTED * len(self.calls[i].told), ENOUGH)}
+        found = Counter(one for text in texts for one in self._told.get(text, ()))
+        return {one for one, n in found.items() if n >= min(QUOTED * len(one.told), ENOUGH)}
 
-    def _summaries(self, mine: _Call, new: Sequence[Node], quoted: set[int]) -> set[int]:
+    def _summaries(self, mine: _Call, new: Sequence[Node], quoted: set[_Call]) -> set[_Call]:
         """The answers in words that stand in the prompt while it lacks what they sum up.
 
         They stand in a text of a user or system, or as the first answer of a history that begins with another text.
         """
         has, found = self._answers_in(mine), set(quoted)
-        first = next((one for one in new if self._held(one)), None)
+        first = next((node for node in new if self._held(node)), None)
         if first is not None and (before := first.parent) is not None and before.atom.who == "user":
-            there = max(self._held(first))
-            if before.key not in {one.key for one in self.calls[there].node.up_to(None)}:
-                found |= {there}
-        lacks = set(range(len(self.calls) if found else 0)) - has
-        return {i for i in found if self._may_sum_up(i) and not lacks.isdisjoint(self._answers_in(self.calls[i]))}
+            one = self._held(first)
+            if one is not None and before.key not in {node.key for node in one.node.up_to(None)}:
+                found.add(one)
+        return {one for one in found if one.may_sum_up and self._answers_in(one) - has - {mine}}
 
-    def _may_sum_up(self, there: int) -> bool:
-        """Whether an answer may be a summary: in words, to a question of its own or under another system prompt."""
-        one = self.calls[there]
-        return one.is_final and not one.kept and any(map(_is_prompt, one.node.up_to(one.node.tip)))
-
-    def _answers_in(self, one: _Call) -> set[int]:
+    def _answers_in(self, one: _Call) -> set[_Call]:
         if one.has is None:
             above = [*one.node.up_to(None)]
-            one.has = {there for node in above for there in (*self._held(node), *node.answered)}
-            one.has |= self._quoted(_texts(filter(_is_prompt, above)))
+            one.has = self._quoted(_texts(filter(_is_prompt, above)))
+            for node in above:
+                held = self._held(node)
+                one.has |= {*node.answered, *([held] if held is not None else [])}
         return one.has
 
-    def _rewritten(self, new: Sequence[Node], quoted: set[int]) -> int | None:
+    def _rewritten(self, new: Sequence[Node], quoted: set[_Call]) -> _Call | None:
         """The newest call that is quoted together with something that calls of its context were asked or got.
 
         One whose answer was the last of its context may be a critic's, or a summary: with a message that it had, too.
         """
         texts = _texts(one for one in new if one.atom.who not in ("system", "assistant"))
-        known = {self._known[text] for text in texts if text in self._known and text not in self._told}
-        around = {self.calls[there].root for there in known}
+        around = {self._known[text].root for text in texts if text in self._known and text not in self._told}
         shown = {one.atom.what for one in new if one.atom.who == "user"}
         asked = "\n".join(shown)
 
-        def may_be(there: int) -> bool:
-            one = self.calls[there]
+        def may_be(one: _Call) -> bool:
             own = [above.atom.what for above in one.node.up_to(None) if above.atom.who == "user"]
             if one.kept or not one.is_final:
                 return one.root in around or any(len(text) >= TELLING_ORDER and text in asked for text in own)
             return not shown.isdisjoint(own)
 
-        by_context = defaultdict[int, list[int]](list)
-        for there in sorted(quoted, reverse=True):
-            by_context[self.calls[there].root].append(there)
-        return next((quoted[0] for quoted in [*by_context.values()][:NEWEST] if any(map(may_be, quoted))), None)
+        by_context = defaultdict[_Call, list[_Call]](list)
+        for one in sorted(quoted, key=_PLACE, reverse=True):
+            by_context[one.root].append(one)
+        return next((found[0] for found in [*by_context.values()][:NEWEST] if any(map(may_be, found))), None)
 
     def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
         """The answers of other contexts that are results here, or that a user's message quotes.
@@ -304,35 +312,33 @@ class Graph:
         A result is the answer of the context that its tool call began, where that is known, or else of a later one. A
         message has those of sub-agents of this context, which worked beside it.
         """
-        root, found = self.calls[came.place].root, set[int]()
-        for one in new:
-            is_result = one.atom.kind == "result" and self._ids.get(one.atom.who, came.place) == came.place
-            if not is_result and (one.atom.kind, one.atom.who) != ("text", "user"):
+        caller, found = self.calls[came.place], set[_Call]()
+        for node in new:
+            is_result = node.atom.kind == "result" and self._made.get(node.atom.who, caller) is caller
+            if not is_result and not _is_asked(node):
                 continue
-            answers = list[int]()
-            for there in sorted(self._quoted(one.texts)):
-                answer = self.calls[there]
-                order = self.calls[answer.root].order
-                is_ours = order is not None and self.calls[order.place].root == root
-                is_others = there not in found and answer.root != root and answer.is_final and answer.is_over_for(mine)
-                if is_others and (there > came.place if is_result else is_ours):
-                    answers.append(there)
+            answers = list[_Call]()
+            for one in sorted(self._quoted(node.texts), key=_PLACE):
+                is_ours = one.root.order is not None and one.root.order.by.root is caller.root
+                is_others = one not in found and one.root is not caller.root and one.is_final and one.is_over_for(mine)
+                if is_others and (one.place > caller.place if is_result else is_ours):
+                    answers.append(one)
             if is_result:
-                answers = self._ordered(one.atom) or sorted(answers, key=lambda i: self.calls[i].used)[:1]
-            for there in answers:
-                if came.kind == "edits" and self.calls[there].used:
+                answers = self._ordered(node.atom) or sorted(answers, key=attrgetter("used"))[:1]
+            for one in answers:
+                if came.kind == "edits" and one.used:
                     continue
-                found.add(there)
-                began = self.calls[self.calls[there].root]
-                if not began.edges:  # its order was not found in its prompt, or only as a part of that
-                    began.edges = [Edge("delegates", came.place if began.order is None else began.order.place)]
-                yield Edge("returns", there)
+                found.add(one)
+                if not one.root.edges:  # its order was not found in its prompt, or only as a part of that
+                    by = caller if one.root.order is None else one.root.order.by
+                    one.root.edges = [Edge("delegates", by.place)]
+                yield Edge("returns", one.place)
 
-    def _ordered(self, result: Atom) -> list[int]:
-        """The last answer of the context that a result's tool call began, if the result is that, or its end."""
+    def _ordered(self, result: Atom) -> list[_Call]:
+        """The last call of the context that a result's tool call began, if the result is its answer, or that's end."""
         if (root := self._begun.get(result.who)) is None:
             return []
-        what, text = result.what.strip(), self.calls[self._last[root]].text
+        what, text = result.what.strip(), self._last[root].text
         is_same = text and (text in what or (len(what) >= BY_NAME and text.endswith(what)))
         return [self._last[root]] if is_same else []
 
@@ -342,46 +348,54 @@ class Graph:
         It is, if the order is all that is asked. Where it is a part, an answer that returns has to show it.
         """
         whole = self._orders[asked] if len(asked) >= TELLING_ORDER else []
-        newest = chain.from_iterable(islice(reversed(self._given.values()), NEWEST))
+        newest = chain.from_iterable(self._given[: -NEWEST - 1 : -1])
         part = (one for one in newest if any(len(text) >= BY_NAME and text in asked for text in one.texts))
         for orders in (whole, part):
-            given = [one for one in orders if self.calls[one.place].is_over_for(mine)]
+            given = [one for one in orders if one.by.is_over_for(mine)]
             if given:
-                return min(given, key=lambda one: (one.name in self._begun, -one.place)), orders is whole
+                return min(given, key=lambda one: (one.name in self._begun, -one.by.place)), orders is whole
         return None, False
 
-    def _tried(self, mine: _Call, order: _Order | None) -> int | None:
+    def _tried(self, mine: _Call, order: _Order | None) -> _Call | None:
         """The call that this one repeats: it failed, or its answer is not used, and no other order began it."""
-        for there in reversed(mine.attempts[:-1]):
-            one = self.calls[there]
+        is_same = order is None or order.name in self._begun
+        for one in reversed(mine.attempts[:-1]):
             is_over = one.call.status != "incomplete" and one.is_over_for(mine)
-            is_same = order is None or order.name in self._begun
             if one.call.superseded_by is not None or (is_over and (not one.said or (is_same and not one.used))):
-                return there
+                return one
         return None
 
-    def _remember(self, mine: _Call, place: int) -> None:
+    def _remember(self, mine: _Call) -> None:
         """Keep what a later context may have of the answer."""
-        told = set[str]()
+        told, given = set[str](), list[_Order]()
         for position, atom in enumerate(mine.said):
             told |= {text for text in telling(atom) if text not in self._known}
             if len(atom.what) >= TELLING_ORDER:
-                self._answers[atom.key].append(place)
+                self._answers[atom.key] = mine
             if atom.kind == "call":
-                if is_unique(atom.who):
-                    self._ids[atom.who] = place
-                name = atom.who if is_unique(atom.who) else f"{place}/{position}"
-                order = _Order(place, name, tuple(strings(parsed(atom.what))))
-                self._given[place].append(order)
-                for text in order.texts:
-                    self._orders[text].append(order)
+                name = atom.who if is_unique(atom.who) else f"{mine.place}/{position}"
+                self._made[name] = mine
+                given.append(_Order(mine, name, tuple(strings(parsed(atom.what)))))
+        if given:
+            self._given.append(given)
+        for order in given:
+            for text in order.texts:
+                self._orders[text].append(order)
         mine.told = frozenset(told)
         for text in told:
-            self._told[text].append(place)
+            self._told[text].append(mine)
 
 
 def _is_prompt(node: Node) -> bool:
     return node.atom.kind == "text" and node.atom.who != "assistant"
+
+
+def _is_asked(node: Node) -> bool:
+    return node.atom.kind == "text" and node.atom.who == "user"
+
+
+def _keys(atoms: Iterable[Atom]) -> list[Key]:
+    return [atom.key for atom in atoms]
 
 
 def _texts(nodes: Iterable[Node]) -> set[str]:
@@ -391,7 +405,7 @@ def _texts(nodes: Iterable[Node]) -> set[str]:
 class Node:
     """An atom in a context, after those before it.
 
-    `answered`: the calls whose request and answer end here, by their places in the rollout.
+    `answered`: the calls whose request and answer end here.
     `tip`: the nearest node from here up to the root that ends in an answer. `texts`: as `telling` finds them.
     """
 
@@ -402,7 +416,7 @@ class Node:
         self.texts = telling(atom)
         self.tip: Node | None = None if parent is None else parent.tip
         self.kids: dict[Key, Node] = {}
-        self.answered: list[int] = []
+        self.answered: list[_Call] = []
 
     def then(self, atoms: Iterable[KeyedAtom]) -> Node:
         """Return the node that these atoms lead to."""
@@ -480,7 +494,7 @@ class Tree:
             read = self._read[id(message)] = message, keyed(item_atoms(message))
         return read[1]
 
-    def answered(self, call: ModelCall, place: int, node: Node) -> list[Atom]:
+    def answered(self, call: ModelCall, mine: _Call, node: Node) -> list[Atom]:
         """Add a call's answer, which may come back without its thoughts. Return what its first choice says."""
         response = call.response if call.status == "ok" and isinstance(call.response, dict) else {}
         said = [answer for answer in answer_atoms(response) if answer]
@@ -489,8 +503,8 @@ class Tree:
             for way in (answer, [one for one in plain if one.what or one.kind == "call"]):
                 end = node.then(keyed(way))
                 end.tip = end
-                if place not in end.answered:
-                    end.answered.append(place)
+                if mine not in end.answered:
+                    end.answered.append(mine)
         if said and isinstance(name := response.get("id"), str):
             self._responses[name] = node.then(keyed(said[0]))
         return said[0] if said else []
