@@ -33,9 +33,7 @@ def optimize(
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="apo: rounds")] = 3,
     seed: Annotated[int, typer.Option(metavar="N", help="another seed is another search")] = 0,
     concurrency: Concurrency = 8,
-    promote: Annotated[
-        bool, typer.Option("--promote", help="make the best prompt live, or test it if prompts have a gate")
-    ] = False,
+    promote: Annotated[bool, typer.Option("--promote", help="make the best prompt live")] = False,
     preload: Preload = "",
     logs: Outputs = None,
     as_json: Json = False,
@@ -51,7 +49,7 @@ def optimize(
 
     modules = preload.split(",") if preload else []
     request = OptimizeRequest(
-        method, prompt, tasks, held_out, command, modules, reflect, reflect_url, budget, validation, batch,
+        method, prompt, tasks, held_out, command, modules, reflect, reflect_url, budget, validation,
         Sizes(beam, branch, batch, rounds), seed, concurrency, promote, logs, as_json,
     )  # fmt: skip
     run(configuration(context), request)

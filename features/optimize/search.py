@@ -6,6 +6,9 @@ looks again at the best versions as long as they cannot be told apart and budget
 `gepa`: reflective mutation, and a Pareto front over tasks (arXiv 2507.19457), by its authors' package.
 `apo`: textual gradients and beam search (ProTeGi, arXiv 2305.03495). A critic reads a few rollouts and says what is
 wrong with the prompt, the textual gradient. An editor rewrites the prompt. The best prompts enter the next round.
+
+A search always runs from its beginning. What it did before, its store and its file of reflections know, so it repeats
+that at no cost.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import hashlib
 import json
 import os
 import random
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ...commands.api_client import ApiClient
 from ...commands.run.run import RolloutResult, RunOptions, run_tasks
@@ -28,13 +33,13 @@ from ...commands.run.runner import Runner
 from ...commands.run.tasks import Task
 from ...core.errors import ConfigError, LightningError
 from ...core.prices import Used, import_litellm, used
-from ...proxy.dialects.transcript import chat_turns
+from ...core.tools import calls_in
+from ...proxy.dialects.transcript import chat_turns, text
 from ...store.sqlite.file import make_private
 
 NEAR = 2.0  # standard errors, within which one mean is not better than another
 AT_MOST = 4  # versions that are looked at again
 TIMEOUT_S = 300.0
-Answered = tuple[str, Any]  # an answer, and its usage
 MOST = 6_000  # characters of one text
 CRITIC = """You improve the prompt of an agent. This is the prompt:
 
@@ -62,134 +67,61 @@ A critic, who has read runs of the agent, says:
 
 Rewrite the prompt so that it answers the critique. Keep what works, and every placeholder. Answer with the new prompt
 alone, between <prompt> and </prompt>."""
+Json = Mapping[str, Any]
 T = TypeVar("T")
-MOST_IDLE = 20  # iterations in a row that try nothing new
-
-
-@dataclass(slots=True)
-class Search:
-    """A search under way. `lessons`: tasks to learn from; `validation`: those that candidates are compared on.
-
-    `tell` is called with each candidate that is better than all before.
-    """
-
-    prompt: str
-    text: str
-    scores: PromptScores
-    reflection: Reflection
-    lessons: Sequence[Task]
-    validation: Sequence[Task]
-    seed: int
-    tell: Callable[[Candidate], None]
-    tried: dict[int, Candidate] = field(default_factory=dict)
-
-    @property
-    def best(self) -> Candidate:
-        """Return the best candidate so far; of equals, the first."""
-        return max(self.tried.values(), key=lambda one: (one.mean, -one.version))
-
-    async def validate(self, version: int, text: str) -> Candidate:
-        """Return the version with its mean reward over the validation tasks. Raise BudgetSpent."""
-        if version not in self.tried:
-            tried = Candidate(version, text, mean(await self.scores.of(version, self.validation)))
-            is_best = not self.tried or tried.mean > self.best.mean
-            self.tried[version] = tried
-            if is_best:
-                self.tell(tried)
-        return self.tried[version]
-
-    async def settle(self) -> None:
-        """Look again at versions that cannot be told from the best one, the least seen first, until budget is spent."""
-        looks = dict.fromkeys(self.tried, 1)
-        for one in looks:
-            self._weigh(one, 1)
-        try:
-            while (version := self._unsure(looks)) is not None:
-                await self.scores.look(version, self.validation, looks[version])
-                looks[version] += 1
-                self._weigh(version, looks[version])
-        except BudgetSpent:
-            return
-
-    def _seen(self, version: int, looks: int) -> list[list[float]]:
-        """The rewards of a version, for each validation task."""
-        return [self.scores.seen(version, task, looks) for task in self.validation]
-
-    def _weigh(self, version: int, looks: int) -> None:
-        best = self.best
-        self.tried[version] = replace(self.tried[version], mean=fmean(map(fmean, self._seen(version, looks))))
-        if self.best.version != best.version:
-            self.tell(self.best)
-
-    def _unsure(self, looks: dict[int, int]) -> int | None:
-        """The version to look at next; None if the best one is clear, or if looking again shows the same."""
-        seen = {version: self._seen(version, n) for version, n in looks.items()}
-        rewards = {version: [one for task in of for one in task] for version, of in seen.items()}
-        again = [task for of in seen.values() for task in of if len(task) > 1]
-        spread = fmean(map(pvariance, again)) if again else pvariance([one for of in rewards.values() for one in of])
-
-        def near(one: Candidate) -> bool:
-            error = (spread / len(rewards[one.version]) + spread / len(rewards[self.best.version])) ** 0.5
-            return self.best.mean - one.mean <= NEAR * error
-
-        ranked = sorted(self.tried.values(), key=lambda one: (-one.mean, one.version))
-        close = [one for one in ranked if near(one)][:AT_MOST]
-        chosen = min(close, key=lambda one: len(rewards[one.version]))
-        settled = len(close) == 1 or (spread == 0 and len(rewards[chosen.version]) > len(self.validation))
-        return None if settled else chosen.version
 
 
 class BudgetSpent(Exception):
-    """The rollouts that the search may take are used up."""
+    """The rollouts, or the reflections, that the search may take are used up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """The reward of one rollout of a task."""
+class Score(NamedTuple):
+    """The reward of one rollout."""
 
-    task_id: str
     rollout_id: str
     reward: float
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A version of the prompt that was tried. `mean`: over the tasks that candidates are compared on."""
+class Candidate(NamedTuple):
+    """A version of the prompt that was tried. `mean`: over the validation tasks."""
 
     version: int
     text: str
     mean: float
 
 
-class PromptScores:
-    """Tries versions of a prompt. Rollouts are kept in the store under the run's name, so that a run can be resumed.
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Tasks to learn from, tasks to compare candidates on, and tasks that the search never sees."""
 
-    A version that was tried on a task in this run is not tried on it again, but by another look. What the store has
-    of other runs counts where versions are compared.
+    lessons: list[Task]
+    validation: list[Task]
+    held_out: list[Task]
+
+
+class Search:
+    """Tries versions of a prompt. Rollouts are kept in the store under the name of the `run`.
+
+    A version that was tried on a task is not tried on it again, but by another look. `budget`: rollouts that the search
+    may take, those of an earlier start included. `tell` is called with each candidate that is better than all before.
     """
 
     def __init__(
         self, api: ApiClient, runner: Runner, options: RunOptions, *, prompt: str, run: str, budget: int,
-        failed_reward: float, on_result: Callable[[RolloutResult], None] = lambda _: None,
+        failed_reward: float, split: Split, seed: int, tell: Callable[[Candidate], None],
+        on_result: Callable[[RolloutResult], None],
     ) -> None:  # fmt: skip
-        """`budget`: rollouts that `of` may take, those of an earlier start included."""
+        self.split, self.seed, self.prompt, self.budget = split, seed, prompt, budget
         self._api, self._runner, self._options = api, runner, options
-        self._prompt, self._run, self._budget = prompt, run, budget
-        self._failed_reward, self._on_result = failed_reward, on_result
-        self._known: dict[tuple[int, str], list[Score]] = {}  # one for each look
-        self._elsewhere: dict[tuple[int, str], list[float]] = {}  # what other runs saw
-        self._requested: set[tuple[int, str]] = set()
+        self._run, self._failed_reward, self._tell, self._on_result = run, failed_reward, tell, on_result
+        self._known = defaultdict[tuple[int, str], list[Score]](list)  # one for each look
+        self.tried: dict[int, Candidate] = {}
         self.taken = 0  # rollouts of the search
 
     async def open(self) -> None:
         """Read what earlier starts of the run have tried; end the rollouts that they left running."""
-        route = f"/prompts/{self._prompt}/rollouts"
-        tried = await self._api.request("GET", route, params={"run": self._run})
-        own = {one["rollout_id"] for one in tried["data"]}
-        for one in (await self._api.request("GET", route))["data"]:
-            if one["rollout_id"] not in own and one["reward"] is not None:
-                self._elsewhere.setdefault((one["version"], one["task_id"]), []).append(one["reward"])
-        for one in tried["data"]:
+        route = f"/prompts/{self.prompt}/rollouts"
+        for one in (await self._api.request("GET", route, params={"run": self._run}))["data"]:
             if one["status"] == "running":
                 await self._api.end_rollout(one["rollout_id"], "discarded", "the optimisation was stopped")
             elif one["status"] != "discarded":
@@ -199,92 +131,123 @@ class PromptScores:
                     self._add(one["version"], one["task_id"], one["rollout_id"], one["reward"], failed)
 
     @property
-    def left(self) -> int:
-        """Return how many rollouts the search may still take."""
-        return max(self._budget - self.taken, 0)
-
-    @property
-    def requested(self) -> int:
-        """Return how many scores were requested since the start, each counted once."""
-        return len(self._requested)
+    def best(self) -> Candidate:
+        """Return the best candidate so far; of equals, the first."""
+        return max(self.tried.values(), key=lambda one: (one.mean, -one.version))
 
     async def version_of(self, text: str, parent: int | None = None, comment: str | None = None) -> int:
         """Return the version with this text; it is added if there is none."""
-        body = {"name": self._prompt, "text": text, "parent": parent, "comment": comment}
-        answer = await self._api.request("POST", "/prompts", body)
-        return int(answer["version"])
+        body = {"name": self.prompt, "text": text, "parent": parent, "comment": comment}
+        return int((await self._api.request("POST", "/prompts", body))["version"])
 
-    async def of(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
-        """Return the version's rewards on the tasks, in their order. Raise BudgetSpent before it runs any.
+    async def scores(
+        self, version: int, tasks: Sequence[Task], look: int = 0, *, held_out: bool = False
+    ) -> list[Score]:
+        """Return the version's rewards on the tasks, in their order, at its `look`th look.
 
-        `held_out`: it is no part of the search, and not of its budget.
+        Raise BudgetSpent before it runs any. `held_out`: it is no part of the search, and not of its budget.
         """
-        self._requested |= {(version, task.task_id) for task in tasks}
-        return await self.look(version, tasks, 0, held_out=held_out)
-
-    async def look(self, version: int, tasks: Sequence[Task], look: int, *, held_out: bool = False) -> list[Score]:
-        """Return the version's rewards on the tasks at its `look`th look, the first being 0."""
-        missing = [task for task in tasks if len(self._known.get((version, task.task_id), ())) <= look]
-        if missing and not held_out and len(missing) > self.left:
+        missing = [task for task in tasks if len(self._known[version, task.task_id]) <= look]
+        if not held_out and len(missing) > max(self.budget - self.taken, 0):
             raise BudgetSpent
-        choice = {"prompts": {self._prompt: version}, "metadata": {"optimize": self._run, "held_out": held_out}}
-        results = await run_tasks(
-            self._api, missing, self._runner, replace(self._options, choice=choice), self._on_result
-        )
-        self.taken += 0 if held_out else len(results)
-        for result in results:
-            self._add(version, result.task_id, result.rollout_id, result.reward, result.failed)
+        choice = {"prompts": {self.prompt: version}, "metadata": {"optimize": self._run, "held_out": held_out}}
+        options = replace(self._options, choice=choice)
+        for one in await run_tasks(self._api, missing, self._runner, options, self._on_result):
+            self.taken += not held_out
+            self._add(version, one.task_id, one.rollout_id, one.reward, one.failed)
         return [self._known[version, task.task_id][look] for task in tasks]
-
-    def seen(self, version: int, task: Task, looks: int) -> list[float]:
-        """Return the rewards of the first looks, and those of other runs."""
-        known = self._known.get((version, task.task_id), [])[:looks]
-        return [score.reward for score in known] + self._elsewhere.get((version, task.task_id), [])
-
-    async def lesson(self, score: Score) -> Mapping[str, Any]:
-        """Return the full record of a rollout."""
-        return await self._api.rollout(score.rollout_id)
 
     def _add(self, version: int, task_id: str, rollout_id: str, reward: float | None, failed: bool) -> None:
         if reward is None and not failed:
             raise LightningError(f"rollout {rollout_id} has no reward: the agent posts one to /reward before it ends")
-        value = self._failed_reward if reward is None else reward
-        self._known.setdefault((version, task_id), []).append(Score(task_id, rollout_id, value))
+        self._known[version, task_id].append(Score(rollout_id, self._failed_reward if reward is None else reward))
 
+    async def validate(self, version: int, text: str) -> Candidate:
+        """Return the version with its mean reward over the validation tasks. Raise BudgetSpent."""
+        if version not in self.tried:
+            scores = await self.scores(version, self.split.validation)
+            self._weigh(Candidate(version, text, fmean(one.reward for one in scores)))
+        return self.tried[version]
 
-def mean(scores: Sequence[Score]) -> float:
-    return fmean(score.reward for score in scores)
+    def _weigh(self, candidate: Candidate) -> None:
+        before = self.best.version if self.tried else None
+        self.tried[candidate.version] = candidate
+        if self.best.version != before:
+            self._tell(self.best)
+
+    async def lesson(self, score: Score) -> dict[str, str]:
+        """Return what a reflecting model is shown of a rollout."""
+        return lesson_of(await self._api.rollout(score.rollout_id))
+
+    async def settle(self) -> None:
+        """Look again at versions that cannot be told from the best one, the least seen first, until budget is spent."""
+        looks = dict.fromkeys(self.tried, 1)
+        with suppress(BudgetSpent):
+            while (version := self._unsure(looks)) is not None:
+                await self.scores(version, self.split.validation, looks[version])
+                looks[version] += 1
+                mean = fmean(map(fmean, self._seen(version, looks[version])))
+                self._weigh(self.tried[version]._replace(mean=mean))
+
+    def _seen(self, version: int, looks: int) -> list[list[float]]:
+        """The rewards of a version, for each validation task."""
+        return [[one.reward for one in self._known[version, task.task_id][:looks]] for task in self.split.validation]
+
+    def _unsure(self, looks: dict[int, int]) -> int | None:
+        """The version to look at next; None if the best one is clear, or if looking again shows the same."""
+        tasks = [task for version, n in looks.items() for task in self._seen(version, n)]
+        again = [task for task in tasks if len(task) > 1]
+        spread = fmean(map(pvariance, again)) if again else pvariance([one for task in tasks for one in task])
+        size, best = len(self.split.validation), self.best
+
+        def near(one: Candidate) -> bool:
+            error = (spread / size * (1 / looks[one.version] + 1 / looks[best.version])) ** 0.5
+            return best.mean - one.mean <= NEAR * error
+
+        ranked = sorted(self.tried.values(), key=lambda one: (-one.mean, one.version))
+        close = [one.version for one in ranked if near(one)][:AT_MOST]
+        chosen = min(close, key=lambda version: looks[version])
+        return None if len(close) == 1 or (spread == 0 and looks[chosen] > 1) else chosen
 
 
 class Reflection:
     """`model` is litellm's name of it: `openai/gpt-5`, `anthropic/…`. Its key is where litellm looks for it.
 
-    The n-th time that it gets the same text, it returns the n-th answer of the file, if there is one. After `most`
-    answers, those of the file included, `ask` raises BudgetSpent. `used`: the tokens of all its answers so far, if they
-    told.
+    The n-th time that it gets the same text, it returns the n-th answer of the file, if there is one. With `most`
+    answers in the file, `ask` raises BudgetSpent for another.
     """
 
-    def __init__(self, model: str, base_url: str | None, file: Path, most: int | None = None) -> None:
+    def __init__(self, model: str, base_url: str | None, file: Path, most: int) -> None:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
         self._uses: Counter[str] = Counter()
-        self._answers = _read(file)
-        self.used = Used()
+        self._answers: dict[str, Any] = {}
+        for line in file.read_text().splitlines() if file.exists() else ():
+            with suppress(ValueError):  # the last one may have been cut off
+                kept = json.loads(line)
+                self._answers[kept["key"]] = kept
+
+    @property
+    def used(self) -> Used:
+        """Return the tokens of all answers, if they told."""
+        total = Used()
+        for kept in self._answers.values():
+            total = total.plus(used(kept["usage"]) or Used())
+        return total
 
     async def ask(self, text: str) -> str:
         """Return the model's answer; LightningError if it gives none, BudgetSpent if it may not be asked again."""
-        if self._most is not None and self._uses.total() >= self._most:
-            raise BudgetSpent
         digest = hashlib.sha256(f"{self._model}\n{text}".encode(errors="surrogatepass")).hexdigest()
-        key = f"{digest} {self._uses[digest] + 1}"
-        if key not in self._answers:
-            self._answers[key] = await self._complete(text)
-            await asyncio.to_thread(self._keep, key)
         self._uses[digest] += 1
-        answer, usage = self._answers[key]
-        self.used = self.used.plus(used(usage) or Used())
-        return answer
+        key = f"{digest} {self._uses[digest]}"
+        if key not in self._answers:
+            if len(self._answers) >= self._most:
+                raise BudgetSpent
+            answer, usage = await self._complete(text)
+            self._answers[key] = {"key": key, "answer": answer, "usage": usage}
+            await asyncio.to_thread(self._keep, self._answers[key])
+        return str(self._answers[key]["answer"])
 
-    async def _complete(self, text: str) -> Answered:
+    async def _complete(self, text: str) -> tuple[str, Any]:
         litellm = import_litellm()
         from openai import OpenAIError
 
@@ -301,53 +264,39 @@ class Reflection:
         usage = getattr(answer, "usage", None)
         return content, usage and usage.model_dump()
 
-    def _keep(self, key: str) -> None:
-        answer, usage = self._answers[key]
+    def _keep(self, answer: Any) -> None:
         make_private(self._file)
         with self._file.open("a") as file:
-            file.write(json.dumps({"key": key, "answer": answer, "usage": usage}, default=str) + "\n")
+            file.write(json.dumps(answer, default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
 
-def _read(file: Path) -> dict[str, Answered]:
-    """The answers in a file. Its last line may have been cut off."""
-    answers: dict[str, Answered] = {}
-    if file.exists():
-        for line in file.read_text().split("\n"):
-            try:
-                kept = json.loads(line)
-            except ValueError:
-                continue
-            answers[kept["key"]] = kept["answer"], kept.get("usage")
-    return answers
-
-
-def inputs(rollout: Mapping[str, Any]) -> str:
-    """Return the agent's task: the first message that is no system prompt."""
-    for turn in [*chat_turns(rollout["calls"])][:1]:
-        for message in turn.shown:
-            if message["role"] == "user":
-                return _cut(_text(message["content"]))
-    return "(no call was made)"
-
-
-def outputs(rollout: Mapping[str, Any]) -> str:
-    """Return the answers of the agent's models, and the results of its tools, in order."""
+def lesson_of(rollout: Json) -> dict[str, str]:
+    """Return what the agent was asked, what it and its tools did, and what came of it."""
     turns = [*chat_turns(rollout["calls"])]
-    if not turns:
-        return "(no call was made)"
-    longest = max(turns, key=lambda turn: len(turn.messages))
-    lines = [line for message in longest.messages for line in _lines(message)]
-    return _cut("\n".join(lines) or "(nothing was said)")
+    messages = max(turns, key=lambda turn: len(turn.messages)).messages if turns else []
+    asked = [text(one) for turn in turns[:1] for one in turn.shown if one["role"] == "user"]
+    parts = {
+        "Inputs": asked[0] if asked else "(no call was made)",
+        "Generated Outputs": "\n".join(line for one in messages for line in _done(one)) or "(nothing was said)",
+        "Feedback": "\n".join(_feedback(rollout)),
+    }
+    return {
+        name: part if len(part) <= MOST else f"{part[: MOST // 2]}\n…\n{part[-MOST // 2 :]}"
+        for name, part in parts.items()
+    }
 
 
-def feedback(rollout: Mapping[str, Any]) -> str:
-    """Return the outcome: the reward, its comments, failed tools, failed calls, how the rollout ended."""
-    return _cut("\n".join(_feedback(rollout)))
+def _done(message: Json) -> Iterator[str]:
+    if message["role"] not in ("system", "developer", "user"):
+        if said := text(dict(message)):
+            yield f"{message['role']}: {said}"
+        yield from (f"calls {one.name}({one.arguments})" for one in calls_in(message))
 
 
-def _feedback(rollout: Mapping[str, Any]) -> Iterator[str]:
+def _feedback(rollout: Json) -> Iterator[str]:
+    """The reward, its comments, failed tools, failed calls, how the rollout ended."""
     yield f"reward: {rollout['reward']}"
     newest = {(reward.get("call_id"), reward["name"]): reward for reward in rollout["rewards"]}  # oldest first
     for reward in newest.values():
@@ -358,109 +307,76 @@ def _feedback(rollout: Mapping[str, Any]) -> Iterator[str]:
             yield f"a call failed: {call['error']}"
         for tool in call["tool_calls"]:
             if tool["is_error"]:
-                yield f"the tool {tool['name']} failed: {_text(tool['result'])}"
+                yield f"the tool {tool['name']} failed: {text({'content': tool['result']})}"
     if rollout["status"] == "failed":
         yield f"the agent failed: {rollout['reason']}"
-
-
-def _lines(message: Mapping[str, Any]) -> Iterator[str]:
-    if message["role"] in ("system", "developer", "user"):
-        return
-    if text := _text(message.get("content")):
-        yield f"{message['role']}: {text}"
-    for tool in message.get("tool_calls") or ():
-        yield f"calls {tool['function']['name']}({_text(tool['function']['arguments'])})"
-
-
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        return "\n".join(str(part.get("text", f"({part.get('type')})")) for part in content)
-    return json.dumps(content, ensure_ascii=False)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MOST else f"{text[: MOST // 2]}\n…\n{text[-MOST // 2 :]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How wide and long the search is: prompts kept each round, new ones of each, runs that a critic reads, rounds."""
 
-    beam: int = 4
-    branch: int = 4
-    gradient_batch: int = 4
-    rounds: int = 3
+    beam: int
+    branch: int
+    batch: int
+    rounds: int
 
 
-async def apo_search(job: Search, sizes: Sizes) -> None:
+async def apo_search(job: Search, reflection: Reflection, own: str, sizes: Sizes) -> None:
     """Try prompts until the rounds are over or the budget is spent; all versions tried are in `job.tried`."""
     rng = random.Random(job.seed)
-    try:
-        version = await job.scores.version_of(job.text)
-        beam = [await job.validate(version, job.text)]
+
+    async def edited(parent: Candidate) -> str:
+        tasks = rng.sample(job.split.lessons, min(sizes.batch, len(job.split.lessons)))
+        lessons = [await job.lesson(score) for score in await job.scores(parent.version, tasks)]
+        runs = ("<run>\nasked: {Inputs}\n{Generated Outputs}\n{Feedback}\n</run>".format_map(one) for one in lessons)
+        critique = await reflection.ask(CRITIC.format(prompt=parent.text, runs="\n\n".join(runs)))
+        return between(await reflection.ask(EDITOR.format(prompt=parent.text, critique=critique))) or parent.text
+
+    with suppress(BudgetSpent):
+        beam = [await job.validate(await job.version_of(own), own)]
         for round_ in range(1, sizes.rounds + 1):
             for parent in list(beam):
                 for _ in range(sizes.branch):
-                    batch = rng.sample(job.lessons, min(sizes.gradient_batch, len(job.lessons)))
-                    text = await _edited(job, parent, batch)
-                    version = await job.scores.version_of(text, parent.version, f"apo, round {round_}")
-                    beam.append(await job.validate(version, text))
-            distinct = {one.version: one for one in beam}.values()
-            beam = sorted(distinct, key=lambda one: (-one.mean, one.version))[: sizes.beam]
-    except BudgetSpent:
-        return
-
-
-async def _edited(job: Search, parent: Candidate, tasks: Sequence[Task]) -> str:
-    scores = await job.scores.of(parent.version, tasks)
-    runs = "\n\n".join([await _run(job, score) for score in scores])
-    critique = await job.reflection.ask(CRITIC.format(prompt=parent.text, runs=runs))
-    answer = await job.reflection.ask(EDITOR.format(prompt=parent.text, critique=critique))
-    return between(answer) or parent.text
-
-
-async def _run(job: Search, score: Score) -> str:
-    rollout = await job.scores.lesson(score)
-    return f"<run>\nasked: {inputs(rollout)}\n{outputs(rollout)}\n{feedback(rollout)}\n</run>"
+                    new = await edited(parent)
+                    version = await job.version_of(new, parent.version, f"apo, round {round_}")
+                    beam.append(await job.validate(version, new))
+            beam = sorted(set(beam), key=lambda one: (-one.mean, one.version))[: sizes.beam]
 
 
 def between(answer: str) -> str | None:
     """Return the text between the tags that the editor was to write; None without them."""
-    _, opened, rest = answer.partition("<prompt>")
-    text, closed, _ = rest.rpartition("</prompt>")
-    return text.strip() or None if opened and closed else None
+    found = re.search(r"<prompt>\s*(\S.*?)\s*</prompt>(?!.*</prompt>)", answer, re.DOTALL)
+    return found[1] if found else None
 
 
-async def gepa_search(job: Search, minibatch: int) -> None:
+async def gepa_search(job: Search, reflection: Reflection, own: str, sizes: Sizes) -> None:
     """Try prompts until the budget is spent; all versions tried are in `job.tried`. ConfigError without the package.
 
-    The package runs in a thread, always from its beginning. With the run's seed, its store and its file of reflections,
-    it repeats the steps of an earlier start at no cost, and continues from there.
+    The package runs in a thread.
     """
     try:
         import gepa
     except ImportError:
         raise ConfigError("--method gepa needs the package gepa: pip install 'lightning-proxy[optimize]'") from None
-    adapter = _Adapter(job, asyncio.get_running_loop())
+    adapter = _Adapter(job, reflection, asyncio.get_running_loop())
     try:
         await asyncio.to_thread(
             gepa.optimize,
-            seed_candidate={job.prompt: job.text},
-            trainset=list(job.lessons),
-            valset=list(job.validation),
+            seed_candidate={job.prompt: own},
+            trainset=list(job.split.lessons),
+            valset=list(job.split.validation),
             adapter=adapter,
             reflection_lm=adapter.reflect,
-            reflection_minibatch_size=minibatch,
+            reflection_minibatch_size=sizes.batch,
             skip_perfect_score=False,
-            stop_callbacks=adapter.is_done,
+            max_metric_calls=job.budget,
             logger=_Quiet(),
             seed=job.seed,
         )
-    except _Ended:
-        if adapter.fault is not None and not isinstance(adapter.fault, BudgetSpent):
-            raise adapter.fault from None
+    except _Ended as ended:
+        if not isinstance(ended.__cause__, BudgetSpent):
+            raise ended.__cause__ or ended from None
     finally:
         adapter.is_over = True
 
@@ -474,37 +390,28 @@ class _Adapter:
 
     propose_new_texts = None
 
-    def __init__(self, job: Search, loop: asyncio.AbstractEventLoop) -> None:
-        self._job, self._loop = job, loop
-        self._idle, self._requested = 0, -1
-        self.is_over = False
-        self.fault: Exception | None = None
+    def __init__(self, job: Search, reflection: Reflection, loop: asyncio.AbstractEventLoop) -> None:
+        self._job, self._reflection, self._loop, self.is_over = job, reflection, loop, False
 
     def evaluate(self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False) -> Any:
         from gepa.core.adapter import EvaluationBatch
 
-        scores = self._wait(_scores(self._job, batch, candidate[self._job.prompt]))
-        traces = [self._wait(self._job.scores.lesson(score)) for score in scores] if capture_traces else None
-        rewards = [score.reward for score in scores]
-        return EvaluationBatch(outputs=scores, scores=rewards, trajectories=traces)
+        scores = self._wait(self._scores(batch, candidate[self._job.prompt]))
+        traces = [self._wait(self._job.lesson(score)) for score in scores] if capture_traces else None
+        return EvaluationBatch(outputs=scores, scores=[score.reward for score in scores], trajectories=traces)
 
-    def make_reflective_dataset(
-        self, candidate: dict[str, str], evaluated: Any, components: list[str]
-    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        lessons = [
-            {"Inputs": inputs(one), "Generated Outputs": outputs(one), "Feedback": feedback(one)}
-            for one in evaluated.trajectories
-        ]
-        return dict.fromkeys(components, lessons)
+    async def _scores(self, batch: Sequence[Task], text: str) -> list[Score]:
+        version = await self._job.version_of(text, comment="gepa")
+        if [*batch] == self._job.split.validation:
+            await self._job.validate(version, text)
+        return await self._job.scores(version, batch)
+
+    def make_reflective_dataset(self, candidate: Json, evaluated: Any, components: list[str]) -> Json:
+        return dict.fromkeys(components, evaluated.trajectories)
 
     def reflect(self, prompt: Any) -> str:
         text = prompt if isinstance(prompt, str) else "\n\n".join(str(one["content"]) for one in prompt)
-        return self._wait(self._job.reflection.ask(text))
-
-    def is_done(self, _: Any) -> bool:
-        self._idle = self._idle + 1 if self._job.scores.requested == self._requested else 0
-        self._requested = self._job.scores.requested
-        return self._idle > MOST_IDLE
+        return self._wait(self._reflection.ask(text))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self.is_over:
@@ -513,15 +420,8 @@ class _Adapter:
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except Exception as error:
-            self.is_over, self.fault = True, error
+            self.is_over = True
             raise _Ended from error
-
-
-async def _scores(job: Search, batch: Sequence[Task], text: str) -> list[Score]:
-    version = await job.scores.version_of(text, comment="gepa")
-    if list(batch) == list(job.validation):
-        await job.validate(version, text)
-    return await job.scores.of(version, batch)
 
 
 class _Quiet:

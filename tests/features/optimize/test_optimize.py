@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from lightning_proxy.features.optimize.search import between, feedback, inputs, outputs
+from lightning_proxy.features.optimize.search import between, lesson_of
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 WORDS = "amber birch cedar delta ember frost grove hazel".split()  # noqa: SIM905
@@ -124,9 +124,7 @@ async def test_a_better_prompt_is_found(running: Running, tmp_path: Path, method
         asked = len(model.asked)
         again = json.loads((await system.lightning(*arguments, "--json", "--", *agent)).stdout)
         assert again == found and len(model.asked) == asked  # all is known: nothing runs twice
-        assert len((await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}"))[1]["data"]) == len(
-            tried["data"]
-        )
+        assert await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}") == (200, tried)
 
 
 @pytest.mark.long
@@ -197,15 +195,17 @@ def test_a_lesson_says_what_was_asked_done_and_wrong() -> None:
     older = {"comment": "very good", "source": None, "name": "reward", "call_id": None}
     reward = {"comment": "wrong column", "source": "judge", "name": "reward", "call_id": None}
     rollout = {"calls": [call], "reward": 0.0, "rewards": [older, reward], "status": "failed", "reason": "exit code 1"}
-    assert inputs(rollout) == "how many?"
-    assert outputs(rollout) == 'calls search({"q": 1})'
-    assert feedback(rollout).splitlines() == [
+    found = lesson_of(rollout)
+    assert (found["Inputs"], found["Generated Outputs"]) == ("how many?", 'calls search({"q":1})')
+    assert found["Feedback"].splitlines() == [
         "reward: 0.0", "judge says: wrong column", "the tool search failed: no such column",
         "the agent failed: exit code 1",
     ]  # fmt: skip
     silent = {**reward, "comment": None}
-    assert "says" not in feedback(rollout | {"rewards": [older, reward, silent]})  # a correction without words
-    assert (inputs({"calls": []}), outputs({"calls": []})) == ("(no call was made)",) * 2
+    assert "says" not in lesson_of(rollout | {"rewards": [older, reward, silent]})["Feedback"], (
+        "corrected without words"
+    )
+    assert lesson_of(rollout | {"calls": []})["Inputs"] == "(no call was made)"
 
 
 @pytest.mark.parametrize(
