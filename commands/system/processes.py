@@ -36,16 +36,13 @@ STILL_S = 15.0
 PORT_POLL_S = 1.0
 LEFT_OVER_S = 10.0
 LEFT_OVER_POLL_S = 0.1
-NOBODY_S = 1.0  # a port that nobody holds can still be taken: its process is just ending
 
 LONGEST = 400
 NEWEST_BYTES = 4096
 # An exception's last line, behind the prefix of vLLM's processes too; what our own commands end with; a killed worker.
 _TELLING = re.compile(r"(?:^|\] )((?:[\w.]*(?:Error|Exception)\b|Worker \S+ \S+ died .*: -|lightning-proxy: ).*)", re.M)
 _PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[\S+\])?")  # vLLM's: process, level, time, place in its code
-_TRAINER = re.compile(r"\S+ [\d:,]+ (INFO|WARNING|ERROR) \S+: (.*)")  # date, time, level, module, message
 _ELSEWHERE = ("root cause", "Executor failed")  # vLLM's exceptions that only follow from an earlier one
-
 WORKER = "--multiprocessing-fork"  # in the command of a worker that Python's multiprocessing has started
 
 
@@ -76,7 +73,7 @@ class ChildSpec:
     restarts: int = 0
     vital: bool = True
     shortage: str | None = None
-    progress: Callable[[], object] | None = None
+    progress: Callable[[], object] = bool  # nothing new
 
 
 class Child:
@@ -132,19 +129,19 @@ class Child:
             os.close(self._lifeline)
             self._lifeline = -1
 
-    async def ended(self) -> int | None:
+    async def ended(self) -> int:
         """Wait for the program's end and return its exit code. One that is deaf is killed."""
-        ended = asyncio.ensure_future(self.process.wait())
-        deaf = asyncio.ensure_future(_until_deaf(self.spec))
+        ended, was_open, open_at = asyncio.ensure_future(self.process.wait()), False, 0.0
         try:
-            await asyncio.wait((ended, deaf), return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                self._is_deaf = True
-                self.release()
-            return await ended
+            while not (await asyncio.wait([ended], timeout=PORT_POLL_S))[0]:
+                if await _is_open(self.spec.health_url):
+                    was_open, open_at = True, time.monotonic()
+                elif was_open and time.monotonic() - open_at > self.spec.grace_s:
+                    self._is_deaf = True
+                    self.release()
+            return ended.result()
         finally:
             ended.cancel()
-            deaf.cancel()
 
     def how_it_ended(self) -> str:
         if self._is_deaf:
@@ -192,52 +189,47 @@ class Supervisor:
 
     async def wait_healthy(self, child: Child) -> None:
         """Wait until the child's health URL answers 200. ChildDied if it ends before, LightningError if it is late."""
-        spec, progress = child.spec, child.spec.progress or (lambda: None)
+        spec, began = child.spec, time.monotonic()
         self._say(f"{WAITING}{spec.name}")
-        began = since = time.monotonic()
-        seen, tell_at = progress(), began + STILL_S
-        ended = asyncio.ensure_future(child.process.wait())
-        try:
-            while not await _is_healthy(spec.health_url):
-                await asyncio.wait([ended], timeout=HEALTH_POLL_S)
-                if ended.done():
-                    raise child.death()
-                now = time.monotonic()
-                if now >= tell_at:
-                    tell_at += STILL_S
-                    line = last_line(child.log)
-                    self._say(f"{STILL}{spec.name} after {duration(now - began)}{f': {line}' if line else ''}")
-                if now - since >= spec.start_timeout_s:
-                    since, before, seen = now, seen, await asyncio.to_thread(progress)
-                    if seen == before:
-                        late = f"{spec.name} was not ready after {spec.start_timeout_s:.0f} s"
-                        raise LightningError(f"{late}: {reason(child.log)}; see {child.log}")
-        finally:
-            ended.cancel()
+        tell_at, late_at, seen = began + STILL_S, began + spec.start_timeout_s, spec.progress()
+        while not await _is_healthy(spec.health_url):
+            await asyncio.sleep(HEALTH_POLL_S)
+            now = time.monotonic()
+            if not child.running:
+                raise child.death()
+            if now >= tell_at:
+                tell_at += STILL_S
+                line = last_line(child.log)
+                self._say(f"{STILL}{spec.name} after {duration(now - began)}{f': {line}' if line else ''}")
+            if now >= late_at:
+                late_at, before, seen = now + spec.start_timeout_s, seen, await asyncio.to_thread(spec.progress)
+                if seen == before:
+                    late = f"{spec.name} was not ready after {spec.start_timeout_s:.0f} s"
+                    raise LightningError(f"{late}: {reason(child.log)}; see {child.log}")
         self._say(f"{spec.name} is ready after {duration(time.monotonic() - began)}")
 
     async def keep_up(self, child: Child) -> None:
         """Start the child again when it dies, as its spec allows; return once it has ended well. Raise ChildDied."""
         spec, restarts, short_since = child.spec, list[float](), 0.0
         while (code := await child.ended()) != 0 or not spec.may_end:
-            now, problem = time.monotonic(), child.how_it_ended()
+            now = time.monotonic()
             restarts = [at for at in restarts if now - at < RESTARTS_S]
             if not child.lacks_memory():
                 short_since = 0.0
             elif not short_since or now - child.launched_at > RESTARTS_S:  # it had found room since
                 short_since = now
             if short_since and now - short_since < SHORTAGE_S:
-                what, delay_s = f"for want of memory: trying again for {SHORTAGE_S / 60:.0f} min", SHORTAGE_DELAY_S
-                self._say(f"{problem} {what}; see {child.log}")
+                what = f" for want of memory: trying again for {SHORTAGE_S / 60:.0f} min"
+                delay_s = SHORTAGE_DELAY_S
             elif code != 2 and len(restarts) < spec.restarts:
                 restarts.append(now)
-                delay_s = RESTART_DELAY_S
-                self._say(f"{problem}: starting it again; see {child.log}")
+                what, delay_s = ": starting it again", RESTART_DELAY_S
             elif spec.vital or code == 2:
                 raise child.death()
             else:
-                again, delay_s = f"starting it again in {RESTARTS_S / 60:.0f} min", RESTARTS_S
-                self._say(f"{problem} once more: the others keep running; {again}")
+                again = f"starting it again in {RESTARTS_S / 60:.0f} min"
+                what, delay_s = f" once more: the others keep running; {again}", RESTARTS_S
+            self._say(f"{child.how_it_ended()}{what}; see {child.log}")
             await asyncio.sleep(delay_s)
             await child.launch()
         if spec.done:
@@ -266,45 +258,6 @@ def make_directory(path: Path, option: str) -> Path:
     return path.absolute()
 
 
-def require_free_port(host: str, port: int, key: str) -> None:
-    """Raise LightningError if something listens there, naming the configuration's key and the process.
-
-    Workers whose supervisor was killed are ending: they are waited for.
-    """
-    began = seen = time.monotonic()
-    while (error := _why_not_bound(host, port)) is not None:
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            key = key.replace("port", "host")  # unknown, or not this machine: no other port would help
-        holder, until = None, 0.0
-        if error.errno == errno.EADDRINUSE:
-            if (holder := holder_of(port)) is None:
-                until = seen + NOBODY_S
-            elif is_left(holder):
-                until, seen = began + LEFT_OVER_S, time.monotonic()
-        if time.monotonic() >= until:
-            held = f": process {holder[0]} ({holder[1][:100]}) listens there" if holder else ""
-            instead = f"{'stop it, or ' * bool(holder)}choose another {key}"
-            raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}){held}: {instead}")
-        time.sleep(LEFT_OVER_POLL_S)
-
-
-def _why_not_bound(host: str, port: int) -> OSError | None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def _is_healthy(url: str | None) -> bool:
     if url is None:
         return True
@@ -314,22 +267,18 @@ async def _is_healthy(url: str | None) -> bool:
     return False
 
 
-async def _until_deaf(spec: ChildSpec) -> None:
-    """Return once the program's port was open and has then been closed for its grace; without a port, never."""
-    while spec.health_url is None:
-        await asyncio.Event().wait()
-    address, was_open, since = urlsplit(spec.health_url), False, 0.0
-    while True:
-        with suppress(OSError):
-            try:
-                _, writer = await asyncio.open_connection(address.hostname, address.port)
-                writer.close()
-                was_open, since = True, 0.0
-            except ConnectionRefusedError:
-                since = since or time.monotonic()
-                if was_open and time.monotonic() - since > spec.grace_s:
-                    return
-        await asyncio.sleep(PORT_POLL_S)
+async def _is_open(url: str | None) -> bool:
+    """Return whether the URL's port is open, as far as can be said."""
+    try:
+        if url is not None:
+            address = urlsplit(url)
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _read_from(log: Path, begin: int) -> str:
@@ -357,33 +306,55 @@ def last_line(log: Path) -> str:
     return next((line for line in lines if line and not line.startswith("warning: ")), "")[:LONGEST]
 
 
-def newest_of_trainer(log: Path) -> tuple[str, bool]:
-    """Return the newest message in a trainer's log without its time, and whether it is a warning or an error."""
-    line = last_line(log)
-    found = _TRAINER.fullmatch(line)
-    return (found[2], found[1] != "INFO") if found else (line, False)
+def free_port() -> int:
+    """Return a port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-Holder = tuple[int, str]  # a process, and its command
+def require_free_port(host: str, port: int, key: str) -> None:
+    """Raise LightningError if something listens there, naming the configuration's key and the process.
+
+    Workers whose supervisor was killed are ending: they are waited for, and so is a process that nobody can name.
+    """
+    until = time.monotonic() + LEFT_OVER_S
+    while (error := _why_not_bound(host, port)) is not None:
+        is_held = error.errno == errno.EADDRINUSE
+        holder = holder_of(port) if is_held else None
+        if is_held and (holder is None or WORKER in holder[1]) and time.monotonic() < until:
+            time.sleep(LEFT_OVER_POLL_S)
+            continue
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            key = key.replace("port", "host")  # unknown, or not this machine: no other port would help
+        held = f": process {holder[0]} ({holder[1][:100]}) listens there" if holder else ""
+        instead = f"{'stop it, or ' * bool(holder)}choose another {key}"
+        raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}){held}: {instead}")
 
 
-def holder_of(port: int) -> Holder | None:
-    """Return the process that listens on this port, a supervisor before its workers; None if nobody can tell."""
-    with suppress(psutil.Error, StopIteration):  # it has just ended, or is another user's
-        process = psutil.Process(
-            next(one.pid for one in psutil.net_connections("tcp") if one.pid and _listens(one, port))
-        )
-        holder, parent = (process.pid, " ".join(process.cmdline())), process.parent()
-        if is_left(holder) and parent and any(_listens(one, port) for one in parent.net_connections("tcp")):
-            return parent.pid, " ".join(parent.cmdline())
-        return holder
+def _why_not_bound(host: str, port: int) -> OSError | None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
     return None
 
 
-def _listens(connection: Any, port: int) -> bool:
-    return bool(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port)
+def holder_of(port: int) -> tuple[int, str] | None:
+    """Return the process that listens on this port, and its command; None if nobody can tell.
 
+    A supervisor comes before its workers: one that holds the port alone has none any more, and is about to end.
+    """
 
-def is_left(holder: Holder) -> bool:
-    """Return whether it is a worker; if it holds a port alone, its supervisor is gone, and it is about to end."""
-    return WORKER in holder[1]
+    def listens(connection: Any) -> bool:
+        return bool(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port)
+
+    with suppress(psutil.Error, StopIteration):  # it has just ended, or is another user's
+        process = psutil.Process(next(one.pid for one in psutil.net_connections("tcp") if one.pid and listens(one)))
+        command, parent = " ".join(process.cmdline()), process.parent()
+        if WORKER in command and parent and any(listens(one) for one in parent.net_connections("tcp")):
+            return parent.pid, " ".join(parent.cmdline())
+        return process.pid, command
+    return None

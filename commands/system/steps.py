@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,8 +19,9 @@ from ...store.opening import opened
 from ...store.store import Store
 from ..formats import duration
 from ..show.steps import step_line
-from .processes import newest_of_trainer
+from .processes import last_line
 
+_TRAINER = re.compile(r"\S+ [\d:,]+ (INFO|WARNING|ERROR) \S+: (.*)")  # date, time, level, module, message
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
@@ -74,3 +76,10 @@ async def report_standstill(trainer: Path, say: Callable[[str], None], silent_s:
             say(f"the trainer says nothing new for {duration(limit)}: {what or 'its log is empty'}; see {trainer}")
             is_told = True
         await asyncio.sleep(POLL_S)
+
+
+def newest_of_trainer(log: Path) -> tuple[str, bool]:
+    """Return the newest message in a trainer's log without its time, and whether it is a warning or an error."""
+    line = last_line(log)
+    found = _TRAINER.fullmatch(line)
+    return (found[2], found[1] != "INFO") if found else (line, False)

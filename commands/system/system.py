@@ -18,13 +18,14 @@ from ...core.errors import ConfigError
 from ...proxy.plugins import check_plugins
 from ...store.keys import require_keys
 from ..formats import address
-from ..vllm import other_port, vllm_program
+from ..vllm import VLLM_HOST, other_port, vllm_program
 from .processes import ChildSpec, Supervisor, require_free_port
 
 T = TypeVar("T")
 # How often each part is started again when it dies; it resumes where it was.
 RESTARTS = 3
 PROXY_START_S = 60.0
+VLLM_START_S = 1200.0  # downloads not counted
 AFTERWARDS_S = 10.0  # that the proxy may take to end after the last answer
 # What vLLM says when the trainer has the memory just now: at its peak, or on the way down.
 NO_MEMORY = (
@@ -82,8 +83,8 @@ class System:
             "vllm",
             launch.argv("vllm"),
             env,
-            f"http://{address(config.vllm.host, config.vllm.port)}/health",
-            config.vllm.start_timeout_s,
+            f"http://{VLLM_HOST}:{config.vllm.port}/health",
+            VLLM_START_S,
             restarts=RESTARTS,
             shortage=NO_MEMORY,
             progress=partial(downloaded, str(config.policy.model), config.vllm.extra_args),
@@ -124,7 +125,7 @@ def check_addresses(config: Config) -> None:
         wrong = f"upstreams: the first of kind vllm must be at port {config.vllm.port}, as vllm.port says"
         raise ConfigError(other_port(config) or wrong)
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
-    require_free_port(config.vllm.host, config.vllm.port, "vllm.port")
+    require_free_port(VLLM_HOST, config.vllm.port, "vllm.port")
 
 
 def downloaded(model: str, vllm_args: Sequence[str] = ()) -> int:

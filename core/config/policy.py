@@ -51,13 +51,10 @@ class PolicyConfig(Section):
 
 
 class VllmConfig(Section):
-    host: str = "127.0.0.1"
     port: Port = 8100
     dtype: str = "auto"
     max_model_len: int | None = None
     kv_cache_gib: Above0 = 2.0
     devices: list[Natural] = []
     gpu_memory_utilization: Share | None = None
-    max_loras: Count = 4
-    start_timeout_s: Seconds = 600.0
     extra_args: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands import train as train_module
-from lightning_proxy.commands.doctor.doctor import check_memory
+from lightning_proxy.commands.doctor.doctor import probe_memory
 from lightning_proxy.commands.system.system import Launch, System
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.root import Config
@@ -126,8 +126,7 @@ def test_a_trainer_without_a_vllm_beside_it_has_the_card_to_itself(on: Any) -> N
     assert alone.trainer_devices == (0,)
 
 
-def test_doctor_says_what_the_plan_says(on: Any) -> None:
-    (fits,) = check_memory(on("Qwen3-4B", [24.0]))
-    assert fits.outcome == "ok" and "on one card" in fits.found
-    (short,) = check_memory(on("Qwen2.5-7B", [24.0]))
-    assert short.outcome == "failed" and "does not fit" in short.found
+async def test_doctor_says_what_the_plan_says(on: Any) -> None:
+    assert "on one card" in await probe_memory(on("Qwen3-4B", [24.0]))
+    with pytest.raises(ConfigError, match="does not fit"):
+        await probe_memory(on("Qwen2.5-7B", [24.0]))

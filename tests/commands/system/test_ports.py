@@ -16,7 +16,7 @@ import pytest
 
 from lightning_proxy.commands import serve
 from lightning_proxy.commands.system import processes
-from lightning_proxy.commands.system.processes import LEFT_OVER_S, free_port, holder_of, is_left, require_free_port
+from lightning_proxy.commands.system.processes import LEFT_OVER_S, WORKER, free_port, holder_of, require_free_port
 from lightning_proxy.commands.system.system import check_addresses
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError, LightningError
@@ -54,7 +54,7 @@ def test_workers_of_a_killed_supervisor_are_waited_for() -> None:
     port = free_port()
     with listening(port, "--multiprocessing-fork") as worker:
         holder = holder_of(port)
-        assert holder is not None and (holder[0], is_left(holder)) == (worker.pid, True)
+        assert holder is not None and (holder[0], WORKER in holder[1]) == (worker.pid, True)
         assert worker.stdin is not None
         worker.stdin.close()  # it needs a moment to end
         require_free_port("127.0.0.1", port, "proxy.port")
@@ -86,7 +86,7 @@ def test_a_supervisor_that_lives_is_not_waited_for() -> None:
         with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[shared]) as worker:
             holder = holder_of(port)
             worker.kill()
-    assert holder is not None and (holder[0], is_left(holder)) == (os.getpid(), False)
+    assert holder is not None and (holder[0], WORKER in holder[1]) == (os.getpid(), False)
 
 
 def test_a_vllm_that_was_moved_by_one_of_its_two_keys_is_told_with_both() -> None:

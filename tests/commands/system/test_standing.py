@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from lightning_proxy.commands.system import steps, up
-from lightning_proxy.commands.system.processes import newest_of_trainer
+from lightning_proxy.commands.system.steps import newest_of_trainer
 from lightning_proxy.commands.system.up import UpView
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
