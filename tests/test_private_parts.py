@@ -126,6 +126,6 @@ def test_no_private_method_of_another_package_is_overridden_unseen() -> None:
 def trainers_of_preferences() -> Iterator[type]:
     """Where the feature is there."""
     if "tune" in FEATURES:
-        from lightning_proxy.features.tune.preferences import PairTrainer, ThumbTrainer
+        from lightning_proxy.features.tune.methods import PairTrainer, ThumbTrainer
 
         yield from (PairTrainer, ThumbTrainer)

@@ -6,37 +6,37 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...core.config.section import FeatureSection, Number, Positive, Section
+from ...core.config.section import Count, FeatureSection, Number, Positive, Section
 
 
-class SftConfig(Section):
-    min_reward: Number | None = None
-    top: Annotated[int, Field(ge=1)] = 4
-    epochs: Annotated[int, Field(ge=1)] = 3
-    learning_rate: Positive = 2e-4
-    batch_tokens: Annotated[int, Field(ge=1)] = 2048
-    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+class MethodConfig(Section):
+    """What every method of fine-tuning has."""
 
-
-class DpoConfig(Section):
-    margin: Positive = 0.1
-    pairs_per_task: Annotated[int, Field(ge=1)] = 4
-    beta: Positive = 0.1
-    epochs: Annotated[int, Field(ge=1)] = 3
+    epochs: Count = 3
     learning_rate: Positive = 5e-5
-    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    batch_tokens: Count = 2048
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
 
-class KtoConfig(Section):
+class SftConfig(MethodConfig):
+    min_reward: Number | None = None
+    top: Count = 4
+    learning_rate: Positive = 2e-4
+
+
+class DpoConfig(MethodConfig):
+    margin: Positive = 0.1
+    pairs_per_task: Count = 4
+    beta: Positive = 0.1
+    batch_tokens: Count = 8192
+
+
+class KtoConfig(MethodConfig):
     threshold: Number = 0.0
     up_weight: Positive = 1.0
     down_weight: Positive = 1.0
     beta: Positive = 0.1
-    epochs: Annotated[int, Field(ge=1)] = 3
-    learning_rate: Positive = 5e-5
-    batch_tokens: Annotated[int, Field(ge=1)] = 1024
-    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    batch_tokens: Count = 1024
 
 
 class TuneConfig(FeatureSection):

@@ -1,220 +1,279 @@
-"""The lessons of a run of fine-tuning, read off rewarded rollouts: rows, or pairs of them, or rows with thumbs.
+"""What a run of fine-tuning learns from, read off rewarded rollouts.
 
-Reading claims nothing, so RL can still train on these rollouts.
+Reading claims nothing: RL can still train on these rollouts. `sft` takes the best answers to each task, as RAFT does
+(https://arxiv.org/abs/2304.06767), and no copies: different answers teach more (https://arxiv.org/abs/2308.01825).
+`dpo` takes pairs of siblings whose rewards differ, `kto` every row with whether its rollout is a good one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import combinations
+from typing import Any, NamedTuple
 
-from ...core.config.trainer import TrainerConfig
+from transformers import PreTrainedTokenizerBase
+
 from ...core.errors import LightningError, NotFound
 from ...core.records import Choice, ModelCall, Rollout
 from ...core.returns import Rules
-from ...core.tokens import can_be_imitated
+from ...core.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, can_be_imitated
 from ...store.store import Store
 from ...trainer.credit.agents import RollCall, TrainedAgents
 from ...trainer.report.batch_metrics import Seen
+from ...trainer.rows.rendered import CANNOT_BE_SHOWN, as_shown, shown, tokens_of
 from ...trainer.rows.samples import rollout_samples
+from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Sample, Sampling, Sift, Sifted
+from .config import DpoConfig, KtoConfig, SftConfig, TuneConfig
 
-# A lesson: a row, or a tuple with rows in it. The first is of an answer that is to become likelier, if any is.
-T = TypeVar("T", bound=Sample | tuple[Any, ...])
 PAGE = 500
-# The counts of calls that are left out, and their words in an error.
+# The counts of what is left out, and their words in an error.
 LEFT_OUT = {
-    "calls_untrainable": "without tokens to learn from",
-    "calls_other_tokens": "of tokens that the model does not have",
-    "calls_untokenised": "of other models that the policy's chat template does not show",
-    "calls_ambiguous": "with several answers",
-    "calls_of_others": "of agents that trainer.agents does not name",
-    "rows_too_long": "longer than trainer.max_sample_tokens or the model's context",
+    "calls_untrainable": "calls without tokens to learn from",
+    "calls_other_tokens": "calls of tokens that the model does not have",
+    "calls_untokenised": "calls of other models that the policy's chat template does not show",
+    "calls_ambiguous": "calls with several answers",
+    "calls_of_others": "calls of agents that trainer.agents does not name",
+    "rows_too_long": "calls longer than trainer.max_sample_tokens or the model's context",
+    "pairs_other_prompt": "pairs of different prompts",
 }
-# Gives a call the tokens to learn from; None if it needs some and cannot have them.
-AsLesson = Callable[[ModelCall], ModelCall | None]
-
-
-@dataclass(frozen=True)
-class Lessons(Generic[T]):
-    """Lessons to learn from, and lessons of other tasks to measure on; `metrics` counts how they came about."""
-
-    train: tuple[T, ...]
-    held_out: tuple[T, ...]
-    metrics: dict[str, float]
-
-    @property
-    def rows(self) -> list[Sample]:
-        """Return all rows to learn from."""
-        return [row for one in self.train for row in rows_of(one)]
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """Return rows whose prompts vLLM answers when the new weights are verified: the first of each lesson."""
-        return tuple(rows_of(one)[0] for one in self.train)
-
-    @property
-    def rollout_ids(self) -> list[str]:
-        return list(dict.fromkeys(row.rollout_id for one in (*self.train, *self.held_out) for row in rows_of(one)))
-
-    @property
-    def digest(self) -> str:
-        """Return a digest that is equal for two exactly if they have the same lessons."""
-        shown = [[_shown(one) for one in part] for part in (self.train, self.held_out)]
-        return hashlib.sha256(repr(shown).encode()).hexdigest()
-
-
-def rows_of(lesson: Sample | tuple[Any, ...]) -> list[Sample]:
-    """Return the rows in a lesson."""
-    return [part for part in _parts(lesson) if isinstance(part, Sample)]
-
-
-def lessons_of(tasks: Sequence[Sequence[T]], held_out: float, seen: Seen, **counts: float) -> Lessons[T]:
-    """Return the lessons of tasks, of which the first are only measured on: a share of `held_out`.
-
-    A rollout without a task is learned from or measured on by itself, and is no group.
-    """
-    held = int(held_out * len(tasks))
-    measured, learned = tasks[:held], tasks[held:]
-    train, rest = (tuple(one for task in part for one in task) for part in (learned, measured))
-    rows = [row for one in train for row in rows_of(one)]
-    metrics = seen.metrics() | counts | {
-        "groups": float(seen.groups),
-        "groups_trained": _groups(learned),
-        "groups_held_out": _groups(measured),
-        "rollouts_trained": float(len({row.rollout_id for row in rows})),
-        "samples": float(len(rows)),
-    }  # fmt: skip
-    return Lessons(train, rest, metrics)
-
-
-def _groups(tasks: Sequence[Sequence[Sample | tuple[Any, ...]]]) -> float:
-    firsts = [rows_of(task[0])[0] for task in tasks]
-    return float(sum(row.task_id != row.rollout_id for row in firsts))
-
-
-def _parts(lesson: Sample | tuple[Any, ...]) -> tuple[Any, ...]:
-    return (lesson,) if isinstance(lesson, Sample) else lesson
-
-
-def _shown(lesson: Sample | tuple[Any, ...]) -> list[Any]:
-    parts = _parts(lesson)
-    return [(one.rollout_id, one.token_ids, one.mask) if isinstance(one, Sample) else one for one in parts]
 
 
 class NothingToLearn(LightningError):
     """No rollout in the store can be learned from."""
 
 
-class RewardedRollout(NamedTuple):
-    """A completed rollout and its reward. `owner`: the key that sees only its own rollouts, if it is such a key's."""
+class Example(NamedTuple):
+    """One row, or a chosen and a rejected one with the same prompt. `up`: the first is to become likelier."""
 
-    rollout: Rollout
-    reward: float
-    owner: str | None = None
+    rows: tuple[Sample, ...]
+    up: bool = True
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Lessons to learn from, and lessons of other tasks to measure on; `metrics` counts how they came about."""
+
+    train: tuple[Example, ...]
+    held_out: tuple[Example, ...]
+    metrics: dict[str, float]
 
     @property
-    def task(self) -> str:
-        """Return the task's id; the rollout's own if it has no task."""
-        return self.rollout.task_id or self.rollout.rollout_id
+    def rollout_ids(self) -> list[str]:
+        return list(dict.fromkeys(row.rollout_id for one in (*self.train, *self.held_out) for row in one.rows))
 
     @property
-    def siblings(self) -> str:
-        """Return a name for the rollouts that it may be compared with: of its task, and not of another tenant."""
-        return self.task if self.owner is None else f"{self.task} {self.owner}"
+    def digest(self) -> str:
+        """Return a digest that is equal for two exactly if they have the same lessons."""
+        parts = [
+            [(one.up, [(row.rollout_id, row.token_ids, row.mask) for row in one.rows]) for one in part]
+            for part in (self.train, self.held_out)
+        ]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-class RolloutReader:
-    """Reads completed rollouts of mode train, the rewards that count, and the rows of trained agents' calls."""
+class LessonReader:
+    """Reads the lessons of a method from completed rollouts of mode train, as far as calls are of trained agents."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        store: Store,
-        as_lesson: AsLesson,
-        max_tokens: int,
-        vocabulary: int | None = None,
-        sift: Sift | None = None,
-    ) -> None:
-        """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
-        self._config = config
-        self._store = store
-        self._as_lesson = as_lesson
-        self._max_tokens = max_tokens
-        self._vocabulary = vocabulary
+    def __init__(self, method: str, store: Store, trainer: LightningTrainer, sift: Sift | None = None) -> None:
+        self._method, self._store, self._trainer = method, store, trainer
+        self._config = trainer.settings
+        self._section: Any = getattr(self._config.section(TuneConfig), method)
         self._sift = sift or Sifted
-        self._agents = TrainedAgents(config.agents)
+        self._agents = TrainedAgents(self._config.agents)
         self._roll_call = RollCall(self._agents)
+        self._seen = Seen()
 
-    async def rewarded(self, among: Collection[str] | None, seen: Seen) -> list[RewardedRollout]:
-        """Return rollouts with a reward that counts (`reward_weights`), newest first; all, or those `among` these.
+    async def read(self, among: Collection[str] | None = None) -> Lessons:
+        """Return the lessons of all rollouts, or those `among` these. Raises NothingToLearn without any.
+
+        Tasks are held out whole, and always the same. A rollout without a task is one by itself, and no group.
+        """
+        self._seen = Seen()
+        tasks = await self._rewarded(among)
+        choose = {"sft": self._best, "dpo": self._pairs, "kto": self._thumbs}[self._method]
+        order = sorted(tasks, key=lambda task: _mixed(self._config.seed, *task))
+        chosen = [found for task in order if (found := await choose(tasks[task]))]
+        held = int(self._section.held_out * len(chosen))
+        held_out, train = ([one for of_task in part for one in of_task] for part in (chosen[:held], chosen[held:]))
+        if len(train) < (2 if self._method == "kto" else 1):
+            raise NothingToLearn(self._why([one.reward or 0.0 for of_task in tasks.values() for one in of_task]))
+        # KTO lends neighbours each other's answers: they should be of different tasks.
+        train.sort(key=lambda one: _mixed(*((row.rollout_id, row.call_ids) for row in one.rows)))
+        rows = [row for one in train for row in one.rows]
+        groups = [of_task[0].rows[0].task_id != of_task[0].rows[0].rollout_id for of_task in chosen]
+        metrics = self._seen.metrics() | {
+            "groups": self._seen.groups,
+            "groups_trained": sum(groups[held:]),
+            "groups_held_out": sum(groups[:held]),
+            "rollouts_trained": len({row.rollout_id for row in rows}),
+            "samples": len(rows),
+        }
+        match self._method:
+            case "sft":
+                metrics["calls_untokenised"] = self._seen.counts["calls_untokenised"]
+            case "dpo":
+                metrics |= {"pairs": len(train), "pairs_held_out": len(held_out)}
+                metrics["pairs_other_prompt"] = self._seen.counts["pairs_other_prompt"]
+            case "kto":
+                liked = sum(one.up for one in train)
+                metrics |= {"thumbs_up": liked, "thumbs_down": len(train) - liked}
+        return Lessons(tuple(train), tuple(held_out), {name: float(value) for name, value in metrics.items()})
+
+    async def _rewarded(self, among: Collection[str] | None) -> dict[tuple[Any, ...], list[Rollout]]:
+        """Rollouts with a reward that counts (`reward_weights`), newest first, by task: of one tenant each.
 
         Rollouts that still await a reward function lack some of theirs.
         """
         await self._store.rewards.use(Rules.of(self._config))
-        found: list[RewardedRollout] = []
         awaiting = await self._store.rollouts.awaiting()
+        tasks: dict[tuple[Any, ...], list[Rollout]] = defaultdict(list)
         cursor: int | None = None
         while True:
             page, cursor = await self._store.rollouts.page({"mode": "train", "status": "completed"}, PAGE, cursor)
             owners = await self._store.waiting.owners(rollout.rollout_id for rollout in page)
-            for rollout in (r for r in page if r.rollout_id not in awaiting):
-                reward = rollout.reward
-                if reward is not None and (among is None or rollout.rollout_id in among):
-                    seen.reward(rollout.task_id, reward)
-                    found.append(RewardedRollout(rollout, reward, owners.get(rollout.rollout_id)))
+            for rollout in page:
+                name, task = rollout.rollout_id, rollout.task_id
+                if rollout.reward is None or name in awaiting or (among is not None and name not in among):
+                    continue
+                self._seen.reward(task, rollout.reward)
+                tasks[task, None if task else name, owners.get(name)].append(rollout)
             if cursor is None:
-                return found
+                return tasks
 
-    async def rows(self, rollout: Rollout, seen: Seen) -> tuple[Sample, ...]:
-        """Return the rows of a rollout that can be learned from; none if it was deleted meanwhile."""
+    async def _rows(self, rollout: Rollout) -> tuple[Sample, ...]:
+        """The rows of a rollout that can be learned from; none if it was deleted meanwhile."""
         try:
             calls = await self._store.calls.of(rollout.rollout_id)
         except NotFound:
             return ()
         self._roll_call.look([calls])
-        sifted = self._sift(calls)
-        seen.counts.update(sifted.counts)
+        sifted, counts = self._sift(calls), self._seen.counts
+        counts.update(sifted.counts)
         trained = {i for i, call in enumerate(calls) if self._agents.role(call.agent) is not None}
-        seen.counts["calls_of_others"] += len(calls) - len(trained)
-        found = [self._as_lesson(calls[i]) for i in sorted(trained - sifted.left_out - sifted.negative)]
-        lessons = [lesson for lesson in found if lesson is not None]
-        seen.counts["calls_untokenised"] += len(found) - len(lessons)
-        made = rollout_samples(
-            lessons,
-            [0.0] * len(lessons),
+        counts["calls_of_others"] += len(calls) - len(trained)
+        tokenizer = self._trainer.tokenizer if self._method == "sft" else None
+        made = [as_lesson(calls[i], tokenizer) for i in sorted(trained - sifted.left_out - sifted.negative)]
+        found = [call for call in made if call is not None]
+        counts["calls_untokenised"] += len(made) - len(found)
+        rows = rollout_samples(
+            found,
+            [0.0] * len(found),
             task_id=rollout.task_id or rollout.rollout_id,
-            max_tokens=self._max_tokens,
-            vocabulary=self._vocabulary,
+            max_tokens=self._trainer.max_tokens,
+            vocabulary=self._trainer.vocabulary,
             sampled=lambda _: Sampling(),  # however it was sampled: the text is learned
         )
-        seen.counts.update(made.counts)
-        return made.samples
+        counts.update(rows.counts)
+        return rows.samples
 
-    def in_order(self, tasks: Collection[str]) -> list[str]:
-        """Return tasks in an order that looks random, and is the same in every process."""
-        return sorted(tasks, key=lambda task: hashlib.sha256(f"{self._config.seed} {task}".encode()).digest())
+    async def _best(self, siblings: Sequence[Rollout]) -> list[Example]:
+        """The rows of a task's best rollouts, the newest first among equals, no two with the same tokens."""
+        config: SftConfig = self._section
+        least, found = config.min_reward, dict[Any, tuple[Sample, ...]]()
+        for rollout in sorted(siblings, key=lambda one: -(one.reward or 0.0)):
+            reward = rollout.reward or 0.0
+            if len(found) == config.top or (reward <= 0 if least is None else reward < least):
+                break
+            if rows := await self._rows(rollout):
+                found.setdefault(tuple((row.token_ids, row.mask) for row in rows), rows)
+        return [Example((row,)) for rows in found.values() for row in rows]
+
+    async def _pairs(self, siblings: Sequence[Rollout]) -> list[Example]:
+        """The pairs of a task, those that differ most first; of a rollout with several rows the first counts."""
+        config: DpoConfig = self._section
+        rewards = [one.reward or 0.0 for one in siblings]
+        if max(rewards) - min(rewards) < config.margin:
+            return []
+        ranked = sorted(zip(rewards, siblings, strict=True), key=lambda one: -one[0])
+        first = [(reward, rows[0]) for reward, one in ranked if (rows := await self._rows(one))]
+        apart = [(a - b, better, worse) for (a, better), (b, worse) in combinations(first, 2) if a - b >= config.margin]
+        distinct: dict[Any, Example] = {}
+        for _, better, worse in sorted(apart, key=lambda pair: -pair[0]):
+            if better.token_ids != worse.token_ids:
+                distinct.setdefault((better.token_ids, worse.token_ids), Example((better, worse)))
+        candidates = [pair for pair in distinct.values() if len({prompt_of(row) for row in pair.rows}) == 1]
+        self._seen.counts["pairs_other_prompt"] += len(distinct) - len(candidates)
+        used, found = Counter[str](), list[Example]()
+        while candidates and len(found) < config.pairs_per_task:
+            pair = min(candidates, key=lambda one: sum(used[row.rollout_id] for row in one.rows))
+            candidates.remove(pair)
+            used.update(row.rollout_id for row in pair.rows)
+            found.append(pair)
+        return found
+
+    async def _thumbs(self, siblings: Sequence[Rollout]) -> list[Example]:
+        config: KtoConfig = self._section
+        return [
+            Example((row,), (one.reward or 0.0) > config.threshold) for one in siblings for row in await self._rows(one)
+        ]
+
+    def _why(self, rewards: Sequence[float]) -> str:
+        """What was found, what the method takes of it, and what had to be left out."""
+        config = self._section
+        if self._method == "sft":
+            least = "above 0" if config.min_reward is None else f"of at least {config.min_reward:g}"
+            rule = f"imitates those with a reward {least} (tune.sft.min_reward, --min-reward)"
+        elif self._method == "dpo":
+            rule = f"compares siblings whose rewards differ by {config.margin:g} or more (tune.dpo.margin)"
+        else:
+            rule = "needs two rows to learn from"
+        seen = f", from {min(rewards):g} to {max(rewards):g}" if rewards else ""
+        reasons = [f"{self._seen.counts[name]} {what}" for name, what in LEFT_OUT.items() if self._seen.counts[name]]
+        left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
+        return (
+            f"nothing to learn from: {len(rewards)} rollouts of mode train are completed and have a reward{seen}, and "
+            f"--method {self._method} {rule}{left_out}"
+        )
 
 
-def has_own_tokens(call: ModelCall) -> bool:
-    """Return whether the policy's own tokens are known, however they were sampled."""
-    return call.trainable or can_be_imitated(call.untrainable_reason)
+def prompt_of(row: Sample) -> tuple[int, ...]:
+    """Return the tokens before the first answer."""
+    return row.token_ids[: row.mask.index(1)]
 
 
-def with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) -> ModelCall:
-    """Return the call with these tokens to learn from, at log-probability 0."""
-    choice = Choice(0, tuple(answer), (0.0,) * len(answer), call.finish_reason)
-    return replace(call, prompt_token_ids=tuple(prompt), choices=(choice,), trainable=True, untrainable_reason=None)
+def _mixed(*what: object) -> bytes:
+    """A sort key that looks random, and is the same in every process."""
+    return hashlib.sha256(repr(what).encode()).digest()
 
 
-def as_sampled(call: ModelCall) -> ModelCall:
-    """Return the call with the policy's own tokens, however they were sampled; unchanged if it has none."""
-    return with_tokens(call, call.prompt_token_ids, call.response_token_ids) if has_own_tokens(call) else call
+def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> ModelCall | None:
+    """Return the call with tokens to learn from, at log-probability 0; unchanged if it is of no use.
+
+    What the policy sampled keeps its exact tokens, however it was sampled. An answer of another model has none of the
+    policy's: with a `tokenizer` the policy's chat template shows its messages, once, and the answer's tokens are what
+    it adds to the prompt. None if the template does not show the answer after the prompt.
+    """
+    prompt, answer = call.prompt_token_ids, call.response_token_ids
+    if not (call.trainable or can_be_imitated(call.untrainable_reason)):
+        is_foreign = call.untrainable_reason in (NOT_THE_POLICY, NO_TOKEN_IDS)
+        if tokenizer is None or not is_foreign or not call.is_decision or len(call.choices) > 1:
+            return call
+        try:
+            prompt, answer = _tokenised(call, tokenizer)
+        except CANNOT_BE_SHOWN:
+            return None
+    choice = Choice(0, answer, (0.0,) * len(answer), call.finish_reason)
+    return replace(call, prompt_token_ids=prompt, choices=(choice,), trainable=True, untrainable_reason=None)
 
 
-def what_was_left_out(seen: Seen) -> str:
-    """Return in words which calls cannot be learned from, and why; "" if all can."""
-    reasons = [f"{seen.counts[name]} calls {what}" for name, what in LEFT_OUT.items() if seen.counts[name]]
-    return ", ".join(reasons)
+def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens of prompt and answer, tokenised apart, as the policy would see the one and sample the other.
+
+    The answer goes up to the token that ends it, and is without that where it was cut off.
+    """
+    if call.endpoint != "chat/completions":
+        raise ValueError("no chat")
+    (choice,), messages = call.response["choices"], [as_shown(m) for m in call.request["messages"]]
+    prompt = shown(tokenizer, call.request, messages, add_generation_prompt=True)
+    text = shown(tokenizer, call.request, [*messages, as_shown(choice["message"])])
+    if not text.startswith(prompt):
+        raise ValueError("the answer does not follow the prompt")
+    answer, end = tokens_of(tokenizer, text[len(prompt) :]), tokenizer.eos_token_id
+    if end is not None:
+        last = len(answer) - 1 - answer[::-1].index(end) if end in answer else len(answer)
+        answer = answer[:last] + ([] if choice.get("finish_reason") == "length" else [end])
+    return tuple(tokens_of(tokenizer, prompt)), tuple(answer)

@@ -6,11 +6,9 @@ import asyncio
 import hashlib
 import logging
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.config.root import Config
-from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError
 from ...core.groups import Group
 from ...serving.mode import publish_mode
@@ -49,7 +47,10 @@ class OfflineRun:
         await self._loop.resume(stop)
         steps = await self._store.steps.all()
         self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in steps), default=0)
-        await self._offer_more(steps)
+        # An earlier run ended with its last epoch, and `epochs` is higher now. Fine-tuning since began no other.
+        own = [step for step in steps if EPOCHS_DONE in step.metrics or "method" not in step.metrics]
+        if own and own[-1].metrics.get(EPOCHS_DONE) == self._done < self._epochs:
+            await self._store.steps.end_epoch(own[-1].step, own[-1].metrics, True)
         while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():
             try:
                 trained = await self._loop.train_once(fewer=True)
@@ -60,26 +61,20 @@ class OfflineRun:
             except Stopped:
                 log.warning("stopped while something was missing: the next start goes on from there")
                 break
-            if trained:
-                await self._show()
-            elif stop.is_set() or not await self._end_epoch():
+            last = await self._store.steps.last()
+            if trained and last is not None:
+                left, m = (await self._loop.collector.waiting())[0], last.metrics
+                log.info(
+                    "epoch %d of %d, step %d: reward %.3f ± %.3f over %d rollouts, loss %.4g, %d tokens, %.1f s; "
+                    "%d left", self._done + 1, self._epochs, last.step, m["reward_mean"], m["reward_std"],
+                    m["rollouts"], m.get("loss", float("nan")), m["trained_tokens"], m["step_s"], left,
+                )  # fmt: skip
+            elif stop.is_set() or not await self._end_epoch(last):
                 break
         return await self._store.steps.last()
 
-    async def _show(self) -> None:
-        last = await self._store.steps.last()
-        assert last is not None
-        left, _ = await self._loop.collector.waiting()
-        m = last.metrics
-        log.info(
-            "epoch %d of %d, step %d: reward %.3f ± %.3f over %d rollouts, loss %.4g, %d tokens, %.1f s; %d left",
-            self._done + 1, self._epochs, last.step, m["reward_mean"], m["reward_std"], m["rollouts"],
-            m.get("loss", float("nan")), m["trained_tokens"], m["step_s"], left,
-        )  # fmt: skip
-
-    async def _end_epoch(self) -> bool:
+    async def _end_epoch(self, last: Step | None) -> bool:
         """Note that an epoch is done. False if nothing in it could be learned from. Its last step may be one of SFT."""
-        last = await self._store.steps.last()
         if last is None or not await self._store.steps.took_any():
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
             lone = await self._store.waiting.lone(self._config.failed_reward is not None)
@@ -91,15 +86,6 @@ class OfflineRun:
         await self._store.steps.end_epoch(last.step, metrics, self._done < self._epochs)
         log.info("epoch %d of %d is done after step %d", self._done, self._epochs, last.step)
         return True
-
-    async def _offer_more(self, steps: Sequence[Step]) -> None:
-        """Offer the rollouts again if an earlier run ended with its last epoch and `epochs` is higher now.
-
-        Fine-tuning since then has not begun another epoch.
-        """
-        own = [step for step in steps if EPOCHS_DONE in step.metrics or "method" not in step.metrics]
-        if own and own[-1].metrics.get(EPOCHS_DONE) == self._done < self._epochs:
-            await self._store.steps.end_epoch(own[-1].step, own[-1].metrics, True)
 
     def _order(self, group: Group) -> bytes:
         """A sort key that looks random. It is the same in every process, and for a store and its export."""
@@ -115,11 +101,14 @@ async def train_offline(config: Config, run: Run, offline: Offline, stop: asynci
         )
     directory = (offline.directory or config.policy.directory / "offline").expanduser().absolute()
     with only_trainer(directory, directory / data.STORE_FILE):
-        store_config = await data.prepare(offline.data or config.store.path, directory)
-        config = offline_config(config, directory, store_config)
+        store = await data.prepare(offline.data or config.store.path, directory)
+        # Rollouts of any age, and no wait for siblings.
+        trainer = config.trainer.model_copy(update={"max_staleness": NEVER_STALE, "group_timeout_s": 0.0})
+        policy = config.policy.model_copy(update={"directory": directory})
+        config = config.model_copy(update={"trainer": trainer, "policy": policy, "store": store})
         plugins = plugins_of(config)
         async with open_engine(config, plugins) as engine:
-            async with opened(store_config) as database:
+            async with opened(store) as database:
                 core = TrainerCore(config, Store(database), engine, run)
                 async with open_plugins(plugins, core) as hooks:
                     if hooks.tune is not None:
@@ -132,40 +121,25 @@ async def train_offline(config: Config, run: Run, offline: Offline, stop: asynci
                 await asyncio.to_thread(save_weights, config, engine, last.step)
 
 
-def offline_config(config: Config, directory: Path, store: StoreConfig) -> Config:
-    """Return the configuration of an offline run in `directory`: rollouts of any age, no wait for siblings."""
-    trainer = config.trainer.model_copy(update={"max_staleness": NEVER_STALE, "group_timeout_s": 0.0})
-    policy = config.policy.model_copy(update={"directory": directory})
-    return config.model_copy(update={"trainer": trainer, "policy": policy, "store": store})
-
-
 def save_weights(config: Config, trainer: TrainingEngine, step: int) -> None:
     """Write the weights as files, and log where they are and how to serve them."""
-    directory = config.policy.directory
+    directory, alias, base = config.policy.directory, config.policy.alias, shlex.quote(str(config.policy.model))
+    full, model, adapter = config.trainer.weights == "full", directory / "model", directory / "adapter"
     if not config.policy.adapters and publish_mode(config) == "merged":
-        trainer.save_weights(directory / "model", merged=True)
-        log.info("the weights of step %d, as a full model: %s", step, directory / "model")
-    if config.trainer.weights == "full":
-        model = shlex.quote(str(directory / "model"))
-        log.info("to serve them: vllm serve %s --served-model-name %s", model, config.policy.alias)
+        trainer.save_weights(model, merged=True)
+        log.info("the weights of step %d, as a full model: %s", step, model)
+    if full:
+        log.info("to serve them: vllm serve %s --served-model-name %s", shlex.quote(str(model)), alias)
     else:
-        _save_adapters(config, trainer, step)
+        trainer.save_weights(adapter, merged=False)
+        log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)
+        modules = [f"{alias}={adapter}", *(f"{alias}.{own}={adapter / own}" for own in config.policy.adapters)]
+        log.info(
+            "to serve them: vllm serve %s --enable-lora --max-lora-rank %d --max-loras %d --lora-modules %s",
+            base, config.trainer.lora_rank, len(modules), shlex.join(modules),
+        )  # fmt: skip
     log.info(
         "to publish them, verified, and train on with live traffic: "
         "LIGHTNING_STORE__URL=%s LIGHTNING_POLICY__DIRECTORY=%s %slightning-proxy up --model %s",
-        shlex.quote(config.store.url), shlex.quote(str(directory)),
-        "LIGHTNING_TRAINER__WEIGHTS=full " if config.trainer.weights == "full" else "",
-        shlex.quote(str(config.policy.model)),
-    )  # fmt: skip
-
-
-def _save_adapters(config: Config, trainer: TrainingEngine, step: int) -> None:
-    adapter = config.policy.directory / "adapter"
-    trainer.save_weights(adapter, merged=False)
-    log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)
-    alias, model = config.policy.alias, shlex.quote(str(config.policy.model))
-    modules = [f"{alias}={adapter}", *(f"{alias}.{own}={adapter / own}" for own in config.policy.adapters)]
-    log.info(
-        "to serve them: vllm serve %s --enable-lora --max-lora-rank %d --max-loras %d --lora-modules %s",
-        model, config.trainer.lora_rank, len(modules), shlex.join(modules),
+        shlex.quote(config.store.url), shlex.quote(str(directory)), "LIGHTNING_TRAINER__WEIGHTS=full " * full, base,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...core.errors import ConfigError
 from ...store.training import Step
@@ -15,7 +15,6 @@ from ...trainer.types import Sift
 
 if TYPE_CHECKING:
     from ...trainer.publish import Publisher
-    from .run import Recipe
 
 METRICS = {
     **group(
@@ -75,20 +74,9 @@ class TunePlugin(TrainerPlugin):
         async def tune(publisher: Publisher | None, stop: asyncio.Event, sift: Sift | None) -> Step | None:
             from .run import TuningRun
 
-            return await TuningRun(recipe(core.run.method), core, publisher, sift).run(stop)
+            return await TuningRun(core.run.method, core, publisher, sift).run(stop)
 
         yield TrainerHooks(tune=tune if core.run.method in self.methods else None)
-
-
-def recipe(method: str) -> Recipe[Any]:
-    """Return what a method of fine-tuning does."""
-    if method == "sft":
-        from .sft import SFT
-
-        return SFT
-    from .preferences import DPO, KTO
-
-    return DPO if method == "dpo" else KTO
 
 
 plugin = TunePlugin

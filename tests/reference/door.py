@@ -24,10 +24,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_proxy.core.records import ModelCall, Reward
-from lightning_proxy.features.tune.lessons import Lessons
-from lightning_proxy.features.tune.preferences import DPO, KTO, Pair, Thumb
+from lightning_proxy.features.tune.lessons import Example, Lessons
 from lightning_proxy.features.tune.run import tune
-from lightning_proxy.features.tune.sft import SFT
 from lightning_proxy.trainer.credit.strategies import group_credit, training_rules
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling, Sifted
@@ -88,12 +86,11 @@ class Trainer:
 
     def tune(self, method: str, lessons: Sequence[Json]) -> list[tuple[Weights, Weights]]:
         """Fine-tune on lessons; return the weights before each optimizer step, and the gradients that it takes."""
-        recipe: Any = {"sft": SFT, "dpo": DPO, "kto": KTO}[method]
         taken: list[tuple[Weights, Weights]] = []
         parts: dict[str, Callable[[Json], Any]] = {
-            "sft": _sample,
-            "dpo": lambda one: Pair(_sample(one["chosen"]), _sample(one["rejected"])),
-            "kto": lambda one: Thumb(_sample(one["row"]), one["up"]),
+            "sft": lambda row: Example((_sample(row),)),
+            "dpo": lambda one: Example((_sample(one["chosen"]), _sample(one["rejected"]))),
+            "kto": lambda one: Example((_sample(one["row"]),), one["up"]),
         }
 
         def note(*_: object) -> None:
@@ -105,8 +102,8 @@ class Trainer:
         hook = register_optimizer_step_pre_hook(note)
         try:
             with TemporaryDirectory() as directory:
-                given: Any = Lessons(tuple(map(parts[method], lessons)), (), {})
-                assert tune(recipe, self._trainer, given, Path(directory), lambda: False) is not None
+                given = Lessons(tuple(map(parts[method], lessons)), (), {})
+                assert tune(method, self._trainer, given, Path(directory), lambda: False) is not None
         finally:
             hook.remove()
         return taken

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.features.tune.sft import TraceReader, Traces
+from lightning_proxy.features.tune.lessons import LessonReader, Lessons
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
@@ -50,12 +51,13 @@ def run(tmp_path: Path, *arguments: str | Path, store: str = "store.db") -> Done
     return lightning("--config", config, *arguments)
 
 
-async def traces(tmp_path: Path) -> Traces:
+async def traces(tmp_path: Path) -> Lessons:
     tokenizer = AutoTokenizer.from_pretrained(save_small_model(tmp_path / "model"))
     tokenizer.chat_template = TEMPLATE.strip()
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
-        reader = TraceReader(TrainerConfig.model_validate({"sft": {"held_out": 0}}), Store(database), tokenizer, 512)
-        return await reader.read()
+        settings = TrainerConfig.model_validate({"sft": {"held_out": 0}})
+        trainer: Any = SimpleNamespace(settings=settings, tokenizer=tokenizer, max_tokens=512, vocabulary=None)
+        return await LessonReader("sft", Store(database), trainer).read()
 
 
 async def test_imported_conversations_are_imitated_answer_by_answer(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ async def test_imported_conversations_are_imitated_answer_by_answer(tmp_path: Pa
     found = await traces(tmp_path)
     assert len(found.rollout_ids) == 2, "nobody imitates what failed"
     assert found.metrics["calls_untokenised"] == 0
-    assert all(any(sample.mask) for sample in found.train)
+    assert all(any(row.mask) for one in found.train for row in one.rows)
 
 
 async def test_functions_of_older_files_become_tools_with_their_results(tmp_path: Path) -> None:

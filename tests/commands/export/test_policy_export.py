@@ -14,7 +14,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_proxy.features.tune.run import TuningRun
-from lightning_proxy.features.tune.sft import SFT
 from support.command_line import lightning
 from support.small_model import save_small_model
 from support.training import Bench, bench
@@ -75,7 +74,7 @@ async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path
 async def test_the_card_names_the_data_and_the_method_of_fine_tuning(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, "lora", sft={"epochs": 1, "held_out": 0.0}) as b:
         await b.groups("t1", "t2")
-        await b.loop(partial(TuningRun, SFT)).run(asyncio.Event())
+        await b.loop(partial(TuningRun, "sft")).run(asyncio.Event())
         assert (await asyncio.to_thread(command, b, tmp_path, "policy", "export", "1", tmp_path / "out"))[0] == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "sft" in yaml.safe_load(card.split("---")[1])["tags"]

@@ -16,9 +16,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.features.contexts.config import ContextsConfig
 from lightning_proxy.features.contexts.trainer import sifted
-from lightning_proxy.features.tune.preferences import DPO, KTO
-from lightning_proxy.features.tune.run import Recipe
-from lightning_proxy.features.tune.sft import SFT
+from lightning_proxy.features.tune.lessons import LessonReader
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
@@ -127,10 +125,10 @@ async def recorded(store: Store, rollout: str, reward: float, answer: int) -> No
     await store.rewards.post([Reward(rollout, reward)], None, b"")
 
 
-@pytest.mark.parametrize("recipe", [SFT, DPO, KTO], ids=lambda recipe: recipe.method)
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
 @pytest.mark.parametrize(("rejected", "is_taught"), [("leave_out", False), ("negative", False), ("as_others", True)])
 async def test_no_method_teaches_an_attempt_that_was_rejected(
-    tmp_path: Path, recipe: Recipe[Any], rejected: str, is_taught: bool
+    tmp_path: Path, method: str, rejected: str, is_taught: bool
 ) -> None:
     none = {"held_out": 0.0}
     settings = TrainerConfig.model_validate({"rejected": rejected, "sft": none, "dpo": none, "kto": none})
@@ -139,10 +137,11 @@ async def test_no_method_teaches_an_attempt_that_was_rejected(
         store = Store(database)
         await recorded(store, "good", 1.0, 30)
         await recorded(store, "bad", 0.0, 32)
-        lessons = await recipe.read(store, trainer, partial(sifted, settings.section(ContextsConfig)), None)
-    taught = {token for row in lessons.rows for token in compress(row.token_ids, row.mask)}
-    assert (21 in taught) == is_taught and (30 in taught) != (recipe is DPO and is_taught)
-    assert lessons.metrics["calls_rejected"] == (1 if recipe is SFT else 2)
+        sift = partial(sifted, settings.section(ContextsConfig))
+        lessons = await LessonReader(method, store, trainer, sift).read()
+    taught = {token for one in lessons.train for row in one.rows for token in compress(row.token_ids, row.mask)}
+    assert (21 in taught) == is_taught and (30 in taught) != (method == "dpo" and is_taught)
+    assert lessons.metrics["calls_rejected"] == (1 if method == "sft" else 2)
 
 
 def tokens(place: int, prompt: tuple[int, ...], answer: tuple[int, ...], agent: str | None = None) -> ModelCall:

@@ -301,6 +301,35 @@ def test_more_epochs_go_on_where_the_last_one_ended(recorded: Path, base: Path, 
         assert (code, len(run.steps())) == (0, steps), text
 
 
+SFT = {"epochs": 4, "learning_rate": 0.02, "batch_tokens": 16, "held_out": 0.25}
+
+
+def test_the_command_tunes_and_says_how_it_goes(recorded: Path, base: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", base, sft=SFT)
+    code, text = run.train("--data", recorded, "--method", "sft", "--epochs", "2", "--min-reward", "0.5")
+    said = ("epoch 1 of 2: loss", "(held out", "step 1", "sft loss", "the weights of step 1, as a LoRA adapter")
+    assert (code, [one for one in said if one not in text]) == (0, []), text
+    assert (run.out / "adapter" / "COMPLETE").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+def test_a_run_of_fine_tuning_that_was_killed_ends_as_any_other(
+    recorded: Path, base: Path, tmp_path: Path, method: str
+) -> None:
+    whole, run = (Run(tmp_path / name, base, **{method: SFT}) for name in ("whole", "run"))
+    arguments = ("--data", recorded, "--method", method)
+    assert whole.train(*arguments)[0] == 0
+    for moment in ("save:9", "commit:1"):
+        code, text = run.train(*arguments, script=KILLED, KILL_AT=moment)
+        assert code == -signal.SIGKILL, text
+    code, text = run.train(*arguments)
+    assert code == 0 and "resuming the run" in text, text
+    expected = whole.state()["adapters"]["default"]
+    for name, weight in run.state()["adapters"]["default"].items():
+        assert torch.allclose(weight, expected[name], atol=1e-6), name
+
+
 async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_ends_no_epoch(
     recorded: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,10 +403,10 @@ async def test_a_judge_that_is_away_ends_no_epoch(
 ) -> None:
     asked = itertools.count()
 
-    async def choose(self: JudgeModel, *question: object) -> tuple[float, str]:
+    async def choose(self: JudgeModel, *question: object) -> tuple[str, str]:
         if 20 < next(asked) < 30:  # for the second step
             raise Away("judge.calls: no answer")
-        return 0.8, "it helped"
+        return "8", "it helped"
 
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     monkeypatch.setattr(JudgeModel, "choose", choose)
@@ -389,37 +418,27 @@ async def test_a_judge_that_is_away_ends_no_epoch(
     assert [m["rollouts_trained"] / SIBLINGS for m in run.steps().values()] == [2, 1, 2]
 
 
-async def test_a_store_that_has_grown_since_is_named_with_what_to_do(
-    recorded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("exported", [False, True])
+async def test_data_that_has_changed_since_is_named_and_the_run_goes_on_with_the_old(
+    recorded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, exported: bool
 ) -> None:
-    source, out = tmp_path / "live.db", tmp_path / "out"
-    source.write_bytes(recorded.read_bytes())
-    for grown in (False, False, True):
-        if grown:
-            async with opened(StoreConfig(url=f"sqlite:///{source}")) as database:
-                await Store(database).rollouts.end("running", "completed", None)
-        await prepare(source, out)
-        assert ("1 more rollouts have ended since" in caplog.text) == grown
-    assert "name another directory (--dir)" in caplog.text
-
-
-async def test_an_export_that_was_written_anew_is_named_with_what_to_do_and_the_run_goes_on_with_the_old_one(
-    recorded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source, out = tmp_path / "week.jsonl", tmp_path / "out"
-    rows = [line.replace("t2", "t3") for line in export(recorded, source).read_text().splitlines()]
+    store, out = tmp_path / "live.db", tmp_path / "out"
+    store.write_bytes(recorded.read_bytes())
+    source = export(store, tmp_path / "week.jsonl") if exported else store
     config = await prepare(source, out)
     before = config.path.read_bytes()
-    for rewritten in (False, True):
-        if rewritten:
-            source.write_text("\n".join(rows))
-        else:
-            source.touch()
+    for changed in (False, True):
+        source.touch()
+        if changed and exported:
+            source.write_text(source.read_text().replace("t2", "t3"))
+        elif changed:
+            async with opened(StoreConfig(url=f"sqlite:///{store}")) as database:
+                await Store(database).rollouts.end("running", "completed", None)
         assert await prepare(source, out) == config
-        assert ("the export was written anew" in caplog.text) == rewritten
-    assert "name another directory (--dir)" in caplog.text and config.path.read_bytes() == before
+        assert ("has changed since" in caplog.text) == ("name another directory (--dir)" in caplog.text) == changed
     source.unlink()
     assert await prepare(source, out) == config, "the original is not needed any more"
+    assert config.path.read_bytes() == before
 
 
 @pytest.mark.parametrize("exported", [False, True])

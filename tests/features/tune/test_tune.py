@@ -1,0 +1,316 @@
+"""What each method of fine-tuning computes, that it goes on after a stop or a kill, and what becomes of its weights.
+
+`tests/reference/test_tuning.py` compares the gradients with float64 ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError, LightningError, StoreUnavailable
+from lightning_proxy.features.tune import methods
+from lightning_proxy.features.tune.lessons import Example, Lessons
+from lightning_proxy.features.tune.offline import train_offline
+from lightning_proxy.features.tune.run import TuningRun, tune
+from lightning_proxy.serving.vllm import VllmServer
+from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.plugins import Offline, Run
+from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.types import Sample
+from support.sections import PolicyConfig, TrainerConfig
+from support.training import OWN_ADAPTERS, bench
+
+METHODS = ("sft", "dpo", "kto")
+OF_TIME = {"step_s", "trained_tokens_per_s", "computed_tokens_per_s"}
+RATES: dict[str, Any] = {name: {"learning_rate": 0.005, "epochs": 2, "held_out": 0.0} for name in METHODS}
+
+
+def row(name: str, context: tuple[int, ...], *answer: int) -> Sample:
+    ids, mask = (*context, *answer), (0,) * len(context) + (1,) * len(answer)
+    zeros = (0.0,) * len(ids)
+    return Sample(name, name, ids, mask, zeros, zeros, (1.0,) * len(ids), (name,))
+
+
+ROWS = tuple(row(str(n), (0, 5, 6), 9 + n, 8 + n, 1) for n in range(6))
+LESSONS = {
+    "sft": Lessons(tuple(Example((one,)) for one in ROWS), (Example((ROWS[0],)),), {}),
+    "dpo": Lessons(tuple(map(Example, zip(ROWS[::2], ROWS[1::2], strict=True))), (Example(ROWS[:2]),), {}),
+    "kto": Lessons(tuple(Example((one,), n % 2 == 0) for n, one in enumerate(ROWS)), (), {}),
+}
+
+
+def made(base: Path, directory: Path, method: str, **section: Any) -> LightningTrainer:
+    settings = {"report_to": [], "dtype": "float32", "group_size": 2, "tasks_per_step": 1}
+    config = TrainerConfig.model_validate({**settings, method: {"learning_rate": 0.02, **section}})
+    return LightningTrainer(config, PolicyConfig(model=str(base), directory=directory))
+
+
+def never() -> bool:
+    return False
+
+
+# What it computes ----------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_sft_is_the_cross_entropy_of_the_answers_tokens(base: Path, tmp_path: Path) -> None:
+    rows = (row("a", (0, 5, 6), 10, 11, 1), row("b", (0, 5), 12, 1), row("c", (0, 9, 8, 7), 13, 14, 15, 16, 1))
+    model, total = AutoModelForCausalLM.from_pretrained(base), 0.0
+    for sample in rows:
+        with torch.no_grad():
+            logp = model(torch.tensor([sample.token_ids])).logits[0].log_softmax(-1)
+        total -= sum(float(logp[i - 1, sample.token_ids[i]]) for i, trained in enumerate(sample.mask) if trained)
+    lessons = tuple(Example((one,)) for one in rows)
+    trainer = made(base, tmp_path, "sft", epochs=40)
+    metrics = tune("sft", trainer, Lessons(lessons, lessons, {}), tmp_path / "run", never)
+    assert metrics is not None and metrics["held_out_loss_before"] == pytest.approx(total / 10, abs=1e-5)
+    counts = ("trained_tokens", "computed_tokens", "optimizer_steps", "token_accuracy")
+    assert [metrics[name] for name in counts] == [400, 760, 40, 1.0]
+    assert metrics["held_out_loss"] < 0.1
+    assert metrics["loss"] == pytest.approx(metrics["held_out_loss"], rel=0.2)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_held_out_answers_that_are_better_become_the_likelier_ones(base: Path, tmp_path: Path, method: str) -> None:
+    chance = random.Random(1)
+
+    def one(name: str, prompt: tuple[int, ...], up: bool) -> Sample:
+        """Better answers have tokens of the upper half, others of the lower."""
+        return row(name, prompt, *(chance.randrange(*((13, 24) if up else (2, 13))) for _ in range(4)))
+
+    lessons = list[Example]()
+    for n in range(80):
+        prompt = (0, chance.randrange(2, 24), chance.randrange(2, 24))
+        better, worse = one(f"{n}+", prompt, True), one(f"{n}-", prompt, False)
+        lessons += [Example((better, worse))] if method == "dpo" else [Example((better,)), Example((worse,), False)]
+    held = len(lessons) * 3 // 4
+    given = Lessons(tuple(lessons[:held]), tuple(lessons[held:]), {})
+    trainer = made(base, tmp_path, method, beta=0.5, epochs=6, batch_tokens=64)
+    metrics = tune(method, trainer, given, tmp_path / "run", never)
+    assert metrics is not None
+    assert metrics["held_out_accuracy_before"] < 0.8 < 0.9 <= metrics["held_out_accuracy"]
+    assert metrics["held_out_margin"] > metrics["held_out_margin_before"] + 5 and metrics["loss"] < 0.4
+    if method == "dpo":
+        assert metrics["preference_margin"] > 1 and metrics["preference_accuracy"] > 0.95
+
+
+def test_pairs_that_are_computed_together_train_the_same_weights(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, weights = list[int](), list[dict[str, torch.Tensor]]()
+    dpo = methods.METHODS["dpo"]
+
+    def collate(rows: Any) -> Any:
+        together.append(len(rows))
+        assert dpo.collate is not None
+        return dpo.collate(rows)
+
+    monkeypatch.setitem(methods.METHODS, "dpo", dpo._replace(collate=collate))
+    pairs = Lessons(LESSONS["dpo"].train[:2] * 2, (), {})
+    for most in (1, 2):
+        monkeypatch.setattr(methods, "PASS_TOKENS", most * 12)
+        trainer = made(base, tmp_path / str(most), "dpo", batch_tokens=4 * 12, epochs=2)
+        assert tune("dpo", trainer, pairs, tmp_path / str(most) / "run", never) is not None
+        weights.append(trainer.adapter())
+    assert together == [1] * 8 + [2] * 4
+    assert all(torch.allclose(weight, weights[1][name], atol=1e-4) for name, weight in weights[0].items())
+
+
+def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path, "dpo", learning_rate=1e30, batch_tokens=1)
+    with pytest.raises(LightningError, match=r"diverged .* lower tune.dpo.learning_rate"):
+        tune("dpo", trainer, LESSONS["dpo"], tmp_path / "run", never)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "epochs"),
+    [
+        ("dpo", 2),  # one routine runs all of them
+        *(pytest.param(method, epochs, marks=pytest.mark.long) for method in ("sft", "kto") for epochs in (1, 2)),
+        pytest.param("dpo", 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_goes_on_from_each_of_its_checkpoints_and_where_it_was_stopped(
+    base: Path, tmp_path: Path, method: str, epochs: int
+) -> None:
+    def run(out: Path, stopped: Callable[[], bool] = never) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        trainer = made(base, tmp_path, method, epochs=epochs, batch_tokens=6, learning_rate=0.01)
+        metrics = tune(method, trainer, LESSONS[method], out, stopped)
+        assert set(trainer.model.peft_config) == {"default"}
+        return metrics or {}, trainer.adapter()
+
+    whole, stop_at, asked, left = tmp_path / "whole", tmp_path / "stopped", iter([False, True]), list[Path]()
+
+    def keeps_what_a_kill_would_leave() -> bool:
+        """Is asked after each step, before its checkpoint is written."""
+        if any(whole.glob("checkpoint-*")):
+            left.append(tmp_path / f"killed-{len(left)}")
+            shutil.copytree(whole, left[-1])
+        return False
+
+    metrics, weights = run(whole, keeps_what_a_kill_would_leave)
+    assert run(stop_at, lambda: next(asked, True))[0] == {}
+    assert metrics["step_s"] > 0 and left
+    for directory in (*left, stop_at, whole):  # `whole` was killed after its last checkpoint and before its end
+        again, same = run(directory)
+        assert {name: again[name] for name in again if name not in OF_TIME} == pytest.approx(
+            {name: metrics[name] for name in metrics if name not in OF_TIME}, abs=1e-5
+        ), directory.name
+        assert all(torch.allclose(weight, weights[name], atol=1e-6) for name, weight in same.items()), directory.name
+
+
+# A run among RL's steps ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["dpo", *(pytest.param(one, marks=pytest.mark.long) for one in ("sft", "kto"))])
+async def test_tuned_weights_are_published_and_rl_goes_on_with_every_rollout(
+    method: str, base: Path, tmp_path: Path
+) -> None:
+    async with bench(base, tmp_path, "lora", **RATES) as b:
+        rollouts = await b.groups("t1", "t2")
+        await b.loop(partial(TuningRun, method)).run(asyncio.Event())
+        live = await b.store.versions.live()
+        assert (live.version, live.verified, await b.steps_of(rollouts)) == (1, True, {None}), "nothing is claimed"
+        assert not any((tmp_path / "policy" / method).iterdir()), "a finished run leaves nothing behind"
+        await b.loop().run(asyncio.Event(), once=True)
+        steps = await b.store.steps.all()
+        assert [(s.metrics.get("method"), s.base, s.version) for s in steps] == [(method, 0, 1), (None, 1, 2)]
+        assert await b.steps_of(rollouts) == {2}
+        await b.loop(partial(TuningRun, method)).run(asyncio.Event())
+        assert [s.metrics.get("method") for s in await b.store.steps.all()] == [method, None, method]
+
+
+@pytest.mark.parametrize("method", ["rl", *METHODS])
+async def test_what_a_method_makes_of_all_weights_is_published(
+    method: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher = {"base_url": "http://127.0.0.1:1/v1"}
+    async with bench(base, tmp_path, weights="full", learning_rate=0.005, teacher=teacher, **RATES) as b:
+        await b.groups("t1", "t2")
+        once = {"once": True} if method == "rl" else {}
+        await b.loop(TrainingLoop if method == "rl" else partial(TuningRun, method)).run(asyncio.Event(), **once)
+        if method != "rl":
+            assert "the learning rate 0.005 is high for trainer.weights: full" in caplog.text
+            assert f"teacher is for RL: --method {method} does without it" in caplog.text
+        live = await b.store.versions.live()
+        assert (live.version, live.publish, live.verified) == (1, "merged", True)
+        (step,) = await b.store.steps.all()
+        published, before = weights_in(Path(str(live.path))), weights_in(base)
+        ours = b.trainer.adapter()
+        assert all(torch.equal(weight, ours[name]) for name, weight in published.items())
+        assert not any(torch.equal(weight, before[name]) for name, weight in published.items())
+        b.loop()
+        b.trainer.load(Path(str(step.checkpoint)))
+        assert all(torch.equal(w, ours[name]) for name, w in b.trainer.adapter().items())
+
+
+def weights_in(directory: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+
+
+@pytest.mark.parametrize("moment", ["commit", "publish"])
+async def test_a_run_that_was_killed_while_it_was_concluded_is_one_version(
+    base: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(Exception):
+        pass
+
+    def crash(*_: Any, **__: Any) -> Any:
+        raise Crash
+
+    async with bench(base, tmp_path, **RATES) as b:
+        await b.groups("t1", "t2")
+        run = b.loop(partial(TuningRun, "sft"))
+        with monkeypatch.context() as broken:
+            broken.setattr(*{"commit": (b.store.steps, "trained"), "publish": (VllmServer, "sample")}[moment], crash)
+            with pytest.raises(Crash):
+                await run.run(asyncio.Event())
+        weights = b.trainer.adapter()
+        await b.loop(partial(TuningRun, "sft")).run(asyncio.Event())
+        (step,), live = await b.store.steps.all(), await b.store.versions.live()
+        assert (live.step, live.verified) == (step.step, True)
+        assert all(torch.allclose(w, weights[name], atol=1e-6) for name, w in b.trainer.adapter().items())
+
+
+async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+    async with bench(base, tmp_path, **RATES | {"sft": {"epochs": 2, "held_out": 0.5}}) as b:
+        await b.groups("t1", "t2")
+        claim, failures = b.store.steps.claim, [StoreUnavailable("database is locked")]
+
+        async def locked_once(*args: Any) -> int:
+            if failures:
+                raise failures.pop()
+            return await claim(*args)
+
+        monkeypatch.setattr(b.store.steps, "claim", locked_once)
+        run = b.loop(partial(TuningRun, "sft"))
+        step = await run.run(asyncio.Event())
+        assert step is not None and not failures and (step.step, step.version) == (1, 1)
+        assert step.metrics["held_out_loss_before"] > step.metrics["held_out_loss"], "it began with the first weights"
+
+
+async def test_adapters_of_agents_are_not_fine_tuned(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, "lora", policy=OWN_ADAPTERS) as b:
+        with pytest.raises(ConfigError, match="not for policy.adapters yet"):
+            b.loop(partial(TuningRun, "sft"))
+
+
+async def test_nothing_is_fine_tuned_while_publication_is_stopped(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, collapse={"max_kl": 1e-9, "steps": 1}) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        with pytest.raises(LightningError, match="publication is stopped: .* `lightning-proxy policy promote 0`"):
+            await b.loop(partial(TuningRun, "sft")).run(asyncio.Event())
+        assert len(await b.store.steps.all()) == 1
+
+
+# Offline, and the command --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["rl", "dpo"])
+async def test_offline_leaves_a_model_and_no_adapter_of_all_weights(
+    method: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+    trainer = {"weights": "full", "group_size": 4, "tasks_per_step": 2, "learning_rate": 0.005, "report_to": []}
+    policy = {"model": str(base), "directory": tmp_path / "policy"}
+    config = Config.model_validate({"policy": policy, "trainer": trainer | {"dtype": "float32"}, "tune": RATES})
+    out = tmp_path / "out"
+    await train_offline(config, Run(method), Offline(tmp_path / "store.db", out), asyncio.Event())
+    assert not (out / "adapter").exists()
+    before = weights_in(base)
+    assert not any(torch.equal(weight, before[name]) for name, weight in weights_in(out / "model").items())
+    assert f"to serve them: vllm serve {out / 'model'} --served-model-name policy" in caplog.text
+    assert "adapter" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--method", "ppo"), "--method is rl, sft, dpo, kto; got 'ppo'"),
+        (("--min-reward", "1"), "--min-reward needs --method sft"),
+        (("--epochs", "2"), "--epochs needs --offline or another method than rl"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(tmp_path: Path, arguments: tuple[str, ...], what: str) -> None:
+    command = [sys.executable, "-m", "lightning_proxy.cli", "train", *arguments]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 2 and what in found.stderr, found.stderr
