@@ -171,7 +171,7 @@ def train(
     _write_for_the_owner_only()
     config = configuration(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
     from_data = Offline(data, directory, epochs or 1) if offline else None
-    run(config, Run(method=method, once=once, offline=from_data, file=context.obj))
+    run(config, Run(method=method, once=once, offline=from_data))
 
 
 @app.command(rich_help_panel=SYSTEM)
@@ -258,9 +258,6 @@ def evaluate(
     preload: Preload = "",
     logs: Outputs = None,
     as_json: Json = False,
-    paced: Annotated[
-        bool, typer.Option("--paced", hidden=True, help="begin a rollout for each line of standard input")
-    ] = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks."""
     from .commands.eval.eval import eval_command
@@ -278,7 +275,6 @@ def evaluate(
         out=out,
         logs=logs,
         as_json=as_json,
-        paced=paced,
     )
 
 

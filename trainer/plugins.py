@@ -40,17 +40,13 @@ class Offline:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a user asks the trainer for. `once`: train on what is ready, and end. `launched`: with other processes.
-
-    `file`: the one that the configuration was read from, for programs of ours that are started with it.
-    """
+    """What a user asks the trainer for. `once`: train on what is ready, and end. `launched`: with other processes."""
 
     method: str = "rl"
     once: bool = False
     offline: Offline | None = None
     launched: bool = False
     show: Show | None = None
-    file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

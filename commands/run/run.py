@@ -147,9 +147,13 @@ class _TaskRun:
 
     async def opened(self, task: Task, n: int, sibling_of: str | None) -> list[OpenRollout]:
         join = {} if sibling_of is None else {"sibling_of": sibling_of}
-        group = await self.api.open_rollouts(task.task_id, self.options.mode, n, **join, **self.options.choice)
-        rollout_ids = [rollout.rollout_id for rollout in group]
-        self.open.update(rollout_ids)
+        asked = self.api.open_rollouts(task.task_id, self.options.mode, n, **join, **self.options.choice)
+        opening = asyncio.ensure_future(asked)
+        try:
+            group = await asyncio.shield(opening)
+        finally:  # also where it is cancelled: they are there, and are discarded
+            rollout_ids = [rollout.rollout_id for rollout in await opening]
+            self.open.update(rollout_ids)
         for observer in self.observers:
             observer.opened(rollout_ids, sibling_of)
         return group

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from ...core.json_text import dumps, loads
-from ...store.database import read
 from ...store.rewards import OPENED_BY_TRUSTED
 from ...store.store import Store
 
@@ -37,9 +36,10 @@ SELECT 1 FROM rollouts WHERE status = 'running' AND mode = 'train' AND (created_
     SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at > :since
 )) LIMIT 1
 """
-# Versions with held-out rollouts that were opened lately and have not ended.
+# Versions whose evaluation has begun, and those with held-out rollouts that were opened lately and have not ended.
 UNDER_WAY = f"""
-SELECT DISTINCT policy_version AS version FROM rollouts
+SELECT version FROM evaluations WHERE ended_at IS NULL UNION
+SELECT policy_version AS version FROM rollouts
 WHERE status = 'running' AND mode = 'eval' AND task_id IS NOT NULL AND policy_version IS NOT NULL
     AND created_at > :since AND {OPENED_BY_TRUSTED}
 """
@@ -73,45 +73,48 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best version that can be served, `judged` by held-out rollouts, or without any by those of training."""
+    """The best version that can be served, `judged` by held-out rollouts, or without any by those of training.
+
+    `story` says it to people.
+    """
 
     version: int
     judged: Literal["evaluation", "reward"]
     reward: float
     low: float | None = None
     high: float | None = None
+    story: str = field(init=False)
 
-    @property
-    def story(self) -> str:
-        """Return it for people."""
+    def __post_init__(self) -> None:
         what = "held-out" if self.judged == "evaluation" else "training"
         interval = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
-        return f"version {self.version}: {what} reward {self.reward:.3f}{interval}"
+        object.__setattr__(self, "story", f"version {self.version}: {what} reward {self.reward:.3f}{interval}")
 
 
 class Evaluations:
-    """The table of evaluations (`evaluation`), one a version, which the trainer alone writes; and the best version.
-
-    The reward of a version that was evaluated is that of all its held-out rollouts, as far as they are still there.
-    """
+    """The table of evaluations (`evaluation`), one a version, which the trainer alone writes; and the best version."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._db = store, store.database
 
     async def all(self) -> dict[int, HeldOut]:
-        """Return the evaluations by version."""
-        rows = await self._db.all("SELECT * FROM evaluations ORDER BY step")
-        return {row["version"]: read(HeldOut, row) for row in rows}
+        """Return the evaluations by version, with the rewards that their versions have by now."""
+        stored = await self._db.records(HeldOut, "SELECT * FROM evaluations ORDER BY step")
+        return {one.version: one for one in await self.with_rewards(stored)}
+
+    async def with_rewards(self, stored: Sequence[HeldOut]) -> list[HeldOut]:
+        """Return evaluations with the rewards that their versions have by now."""
+        rewards = await self._store.versions.rewards([one.version for one in stored if one.reward is not None])
+        now = [(one, rewards.get(("eval", one.version))) for one in stored]
+        return [replace(one, reward=seen.mean, low=seen.low, high=seen.high) if seen else one for one, seen in now]
 
     async def of(self, version: int) -> HeldOut | None:
         """Return a version's evaluation; None without one."""
-        row = await self._db.one("SELECT * FROM evaluations WHERE version = :version", {"version": version})
-        return None if row is None else read(HeldOut, row)
+        return await self._db.record(HeldOut, "SELECT * FROM evaluations WHERE version = :version", version=version)
 
     async def last(self) -> HeldOut | None:
         """Return the evaluation of the newest version that has one; None without any."""
-        row = await self._db.one(LAST)
-        return None if row is None else read(HeldOut, row)
+        return await self._db.record(HeldOut, LAST)
 
     async def first(self) -> tuple[int, dict[str, float]] | None:
         """Return the first version that has a result, with the mean reward of each task; None without any."""
@@ -139,41 +142,32 @@ class Evaluations:
         """Return whether a running rollout of training was opened, or made a call, after `since` (Unix time)."""
         return await self._db.one(AT_WORK, {"since": since}) is not None
 
+    async def under_way(self) -> set[int]:
+        """Return the versions that are being evaluated: while training goes on, or by `lightning-proxy eval`."""
+        rows = await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})
+        return {row["version"] for row in rows}
+
     async def best(self) -> Best | None:
         """Return the best version by the rewards that there are; None as long as none can be told.
 
         The one with the highest held-out reward (of equals, the oldest), if any has one and is not being evaluated
-        now. Else the newest whose interval is not below that of another one.
+        now. Else the newest whose interval is not below that of another one. The reward of a version that was evaluated
+        is that of all its held-out rollouts, as far as they are still there.
         """
-        servable, stored = await self._servable(), await self.all()
+        # The few versions that have files, and the base model.
+        servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]
+        stored = await self._db.records(HeldOut, "SELECT * FROM evaluations")
         if servable == [0] and not stored:
             return None  # many rollouts may have begun with the base model
         rewards, being_evaluated = await self._store.versions.rewards(servable), await self.under_way()
-        held_out = {v: Best(v, "evaluation", one.reward, one.low, one.high)
-                    for v, one in stored.items() if one.reward is not None}  # fmt: skip
-        held_out |= {v: Best(v, "evaluation", one.mean, one.low, one.high)
-                     for (mode, v), one in rewards.items() if mode == "eval"}  # fmt: skip
-        judged = [held_out[version] for version in servable if version in held_out.keys() - being_evaluated]
+        held_out = {one.version: (one.reward, one.low, one.high) for one in stored if one.reward is not None}
+        held_out |= {v: (one.mean, one.low, one.high) for (mode, v), one in rewards.items() if mode == "eval"}
+        judged = [version for version in servable if version in held_out.keys() - being_evaluated]
         if judged:
-            return max(judged, key=lambda one: one.reward)
+            version = max(judged, key=lambda one: held_out[one][0])
+            return Best(version, "evaluation", *held_out[version])
         trained = [(version, one) for version in servable if (one := rewards.get(("train", version))) is not None]
         trained = [(version, one) for version, one in trained if one.rollouts >= ENOUGH] or trained
         most = max((one.low for _, one in trained if one.low is not None), default=-math.inf)
         found = [(version, one) for version, one in trained if one.high is None or one.high >= most]
         return next((Best(version, "reward", one.mean, one.low, one.high) for version, one in reversed(found)), None)
-
-    async def under_way(self) -> set[int]:
-        """Return the versions that are being evaluated: beside training, or by `lightning-proxy eval`."""
-        rows = await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})
-        begun = [one.version for one in (await self.all()).values() if one.ended_at is None]
-        return {row["version"] for row in rows} | {*begun}
-
-    async def with_rewards(self, found: Sequence[HeldOut]) -> list[HeldOut]:
-        """Return evaluations with the rewards that their versions have by now."""
-        rewards = await self._store.versions.rewards([one.version for one in found if one.reward is not None])
-        now = [(one, rewards.get(("eval", one.version))) for one in found]
-        return [replace(one, reward=seen.mean, low=seen.low, high=seen.high) if seen else one for one, seen in now]
-
-    async def _servable(self) -> list[int]:
-        """The few versions that have files, and the base model."""
-        return [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]

@@ -1,27 +1,32 @@
-"""Evaluates new versions on held-out tasks beside training (`evaluation`). What is owed is read off the store.
+"""Evaluates new versions on held-out tasks while the trainer takes steps (`evaluation`), as the command `eval` does.
 
-`lightning-proxy eval` runs as a process of its own, and begins a rollout whenever it is allowed to.
+What is owed is read off the store, so a restart changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import io
 import logging
-import os
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...core.errors import LightningError, StoreUnavailable
+from rich.console import Console
+
+from ...commands.eval.eval import evaluate
+from ...commands.eval.report import EvalRow, report
+from ...commands.run.command import run_options
+from ...commands.run.limits import Observer
+from ...commands.run.report import ProgressView
+from ...commands.run.run import require_success
+from ...commands.run.runner import runner_for
+from ...commands.run.tasks import read_tasks
+from ...core.errors import ConfigError, LightningError, StoreUnavailable
 from ...core.records import PolicyVersion
 from ...core.statistics import bootstrap_mean
-from ...store.store import Store
 from ...trainer.plugins import TrainerCore
 from ...trainer.types import BackgroundWork
 from ...trainer.waiting import Stopped, pause
@@ -33,43 +38,51 @@ LOOK_S = 0.5
 QUIET_S = 60.0  # a rollout that has called nothing for so long holds no evaluation up
 SHARE = 0.5  # of `timeout_s`, over which an evaluation is spread while agents work
 CONCURRENCY = 4
-NICE = 10  # agents' programs and the trainer have the processors first
-GRACE_S = 10.0  # to discard its rollouts
-TRACKED = ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID")  # say which run is the trainer's: no agent goes on with it
+# Agents' programs and the trainer have the processors first, and no held-out agent goes on with the trainer's run.
+PREFIX = ("env", "-u", "WANDB_RUN_ID", "-u", "WANDB_RESUME", "-u", "MLFLOW_RUN_ID", "nice", "-n", "10")
 
 
-class Owed(NamedTuple):
-    """A version that is to be evaluated, and the step that made it (0: the base model)."""
+class Pace(Observer):
+    """Lets a rollout begin while no agent works, or else at its place in an even spread over half of `timeout_s`."""
 
-    version: int
-    step: int
+    def __init__(self, evaluations: Evaluations, timeout_s: float, rollouts: int) -> None:
+        self._evaluations, self._apart_s = evaluations, SHARE * timeout_s / rollouts
+        self._began, self._places = time.monotonic(), count()
+
+    async def wait(self) -> bool:
+        until = self._began + self._apart_s * next(self._places)
+        while time.monotonic() < until and await self._agents_work():  # noqa: ASYNC110 - nothing tells of a pause
+            await asyncio.sleep(LOOK_S)
+        return True
+
+    async def _agents_work(self) -> bool:
+        try:
+            return await self._evaluations.agents_work(time.time() - QUIET_S)
+        except StoreUnavailable:
+            return True
 
 
-class BestVersion(BackgroundWork):
-    """Knows the best version, whoever evaluated it."""
+class Evaluator(BackgroundWork):
+    """Evaluates the live version every so many steps. Merged weights stay live until that is done.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.evaluations = Evaluations(store)
+    Without `evaluation.tasks` it only keeps the files of the best version, whoever evaluated it.
+    """
+
+    def __init__(self, core: TrainerCore) -> None:
+        assert core.swap is not None
+        self._core, self._config = core, core.config.section(EvaluationConfig)
+        self._merged = core.swap.mode == "merged"
+        self.evaluations = Evaluations(core.store)
+        self._ended = asyncio.Event()
+        self._runs = False  # fine-tuning publishes without it
 
     async def keep(self) -> set[int]:
         best = await self.evaluations.best()
         return await self.evaluations.under_way() | (set() if best is None else {best.version})
 
-
-class Evaluator(BestVersion):
-    """Evaluates the live version every so many steps. Merged weights stay live until that is done."""
-
-    def __init__(self, core: TrainerCore) -> None:
-        super().__init__(core.store)
-        assert core.swap is not None
-        self._config, self._trackers = core.config.section(EvaluationConfig), core.engine.trackers
-        self._merged = core.swap.mode == "merged"
-        self._process = EvalProcess(self._config, core.run.file, core.config.policy.directory)
-        self._ended = asyncio.Event()
-        self._runs = False  # fine-tuning publishes without it
-
     async def run(self) -> None:
+        if self._config.tasks is None:
+            return
         self._runs = True
         working, ended = asyncio.ensure_future(self._work()), asyncio.ensure_future(self._ended.wait())
         try:
@@ -82,7 +95,12 @@ class Evaluator(BestVersion):
             await asyncio.gather(working, ended, return_exceptions=True)
 
     async def finish(self, stop: asyncio.Event) -> None:
-        while not stop.is_set() and await self._may_owe():
+        while self._config.tasks is not None and not stop.is_set():
+            try:
+                if await self.owed() is None:
+                    break
+            except StoreUnavailable as error:
+                log.error("evaluations wait: %s", error)
             await pause(stop, LOOK_S)
         self._ended.set()
 
@@ -92,93 +110,70 @@ class Evaluator(BestVersion):
             if stop.is_set():
                 raise Stopped
 
-    async def owed(self) -> Owed | None:
+    async def owed(self) -> PolicyVersion | None:
         """Return the live version if it is to be evaluated: none was before, or `every_steps` were taken since."""
-        live = await self._store.versions.live()
+        live = await self._core.store.versions.live()
         last, own = await self.evaluations.last(), await self.evaluations.of(live.version)  # it may begin in between
         if own is not None:
-            return None if own.ended_at is not None else _owed(live)
-        is_due = last is None or (live.step or 0) - last.step >= self._config.every_steps
-        return _owed(live) if is_due else None
-
-    async def _may_owe(self) -> bool:
-        try:
-            return await self.owed() is not None
-        except StoreUnavailable:
-            return True
+            return None if own.ended_at is not None else live
+        return live if last is None or (live.step or 0) - last.step >= self._config.every_steps else None
 
     async def _work(self) -> None:
         while True:
             try:
-                await self._evaluate_new()
+                await self.evaluations.forget_broken_off((await self._core.store.versions.live()).version)
+                while True:
+                    if (owed := await self.owed()) is not None:
+                        await self._evaluate(owed.version, owed.step or 0)
+                    await asyncio.sleep(LOOK_S)
             except StoreUnavailable as error:
                 log.error("evaluations wait: %s", error)
                 await asyncio.sleep(LOOK_S)
 
-    async def _evaluate_new(self) -> None:
-        await self.evaluations.forget_broken_off((await self._store.versions.live()).version)
-        while True:
-            if (owed := await self.owed()) is None:
-                await asyncio.sleep(LOOK_S)
-            else:
-                await self._evaluate(owed)
-
-    async def _evaluate(self, owed: Owed) -> None:
+    async def _evaluate(self, version: int, step: int) -> None:
         """Evaluate a version, and keep the result or why there is none."""
-        await self.evaluations.begin(*owed)
-        log.info("policy version %d is evaluated on held-out tasks", owed.version)
+        await self.evaluations.begin(version, step)
+        log.info("policy version %d is evaluated on held-out tasks", version)
         try:
-            await self._keep_result(owed, await self._process.run(owed.version, self._pace()))
-        except (NotEvaluated, OSError) as error:
-            log.warning("policy version %d is not evaluated: %s", owed.version, error)
-            await self.evaluations.failed(owed.version, str(error))
-
-    def _pace(self) -> Callable[[], Awaitable[None]]:
-        """Return what waits before each rollout while agents work, but not beyond its place in an even spread."""
-        assert self._config.tasks is not None
-        lines = self._config.tasks.read_bytes().split(b"\n")
-        rollouts = self._config.samples * sum(bool(line.strip()) for line in lines)
-        began, begun = time.monotonic(), count()
-
-        async def allowed() -> None:
-            until = began + latest_s(self._config.timeout_s, next(begun), rollouts)
-            while time.monotonic() < until and await self._agents_work():  # noqa: ASYNC110 - nothing tells of a pause
-                await asyncio.sleep(LOOK_S)
-
-        return allowed
-
-    async def _agents_work(self) -> bool:
-        try:
-            return await self.evaluations.agents_work(time.time() - QUIET_S)
-        except StoreUnavailable:
-            return True
-
-    async def _keep_result(self, owed: Owed, row: Mapping[str, Any]) -> None:
-        by_task = {task: float(found["mean_reward"]) for task, found in row["by_task"].items()}
-        low, high = row["interval"]["low"], row["interval"]["high"]
+            async with asyncio.timeout(self._config.timeout_s):
+                row = await self._row(version)
+        except (TimeoutError, LightningError, OSError) as error:
+            late = f"it was not done after {self._config.timeout_s:g} s (evaluation.timeout_s)"
+            why = late if isinstance(error, TimeoutError) else str(error)
+            log.warning("policy version %d is not evaluated: %s", version, why)
+            await self.evaluations.failed(version, why)
+            return
+        by_task = {task: float(of_task["mean_reward"]) for task, of_task in row["by_task"].items()}
+        reward, low, high = row["mean_reward"], row["interval"]["low"], row["interval"]["high"]
         found = HeldOut(
-            *owed, 0.0, reward=row["mean_reward"], low=low, high=high, tasks=row["tasks"], rollouts=row["rollouts"],
-            failed=row["failed"], **_beside(by_task, await self.evaluations.first()),
+            version, step, 0.0, reward=reward, low=low, high=high, tasks=row["tasks"], rollouts=row["rollouts"],
+            failed=row["failed"], **_above_first(by_task, await self.evaluations.first()),
         )  # fmt: skip
         await self.evaluations.ended(found, by_task)
-        numbers = {"eval_reward": found.reward, "eval_low": low, "eval_high": high, "eval_step": owed.step}
-        self._trackers.report(numbers)
-        log.info("policy version %d: held-out reward %.3f (%.3f to %.3f)", owed.version, found.reward or 0.0, low, high)
+        numbers = {"eval_reward": reward, "eval_low": low, "eval_high": high, "eval_step": step}
+        self._core.engine.trackers.report(numbers)
+        log.info("policy version %d: held-out reward %.3f (%.3f to %.3f)", version, reward, low, high)
+
+    async def _row(self, version: int) -> dict[str, Any]:
+        """Run the held-out tasks with a version, each rollout a group of its own; return its row of the report."""
+        config, own = self._core.config, self._config
+        assert own.tasks is not None
+        weights = config.trainer.training_weights.items()
+        if why_not := config.not_absolute([name for name, weight in weights if weight]):
+            raise ConfigError(why_not)
+        tasks, row = read_tasks(own.tasks) * own.samples, EvalRow(str(version))
+        view = ProgressView(Console(file=io.StringIO()))
+        prefix = PREFIX if config.run.executor == "local" else ()
+        runner = runner_for(config, [*prefix, *own.command], (), view.say)
+        options = run_options(config, 1, CONCURRENCY, "eval", None)
+        pace = Pace(self.evaluations, own.timeout_s, len(tasks))
+        await evaluate(config, tasks, runner, options, [row], view, pace, promote=False)
+        require_success(row.results)
+        numbers: dict[str, Any] = report([row], 1.0, {})["rows"][0]
+        return numbers
 
 
-def latest_s(timeout_s: float, place: int, rollouts: int) -> float:
-    """Return after how many seconds the rollout at `place` (from 0) of so many begins, however busy agents are.
-
-    Of 10 rollouts in 600 s the first begins at once, and one every 30 s.
-    """
-    return SHARE * timeout_s * place / max(1, rollouts)
-
-
-def _owed(version: PolicyVersion) -> Owed:
-    return Owed(version.version, version.step or 0)
-
-
-def _beside(by_task: Mapping[str, float], first: tuple[int, Mapping[str, float]] | None) -> dict[str, Any]:
+def _above_first(by_task: Mapping[str, float], first: tuple[int, Mapping[str, float]] | None) -> dict[str, Any]:
     """How far rewards are above those of the first version, paired by task; nothing for the first one itself."""
     differences = [by_task[task] - first[1][task] for task in by_task if task in first[1]] if first else []
     if not differences:
@@ -189,79 +184,3 @@ def _beside(by_task: Mapping[str, float], first: tuple[int, Mapping[str, float]]
         "difference_low": interval.low,
         "difference_high": interval.high,
     }
-
-
-class NotEvaluated(LightningError):
-    """The command failed, or was not done in time."""
-
-
-class EvalProcess:
-    """Evaluates a version. The directory gets the command's log and its result."""
-
-    def __init__(self, config: EvaluationConfig, file: Path | None, directory: Path) -> None:
-        """`file`: the configuration's."""
-        self._config, self._file = config, file
-        self._log, self._out = directory / "evaluation.log", directory / "evaluation.json"
-
-    def argv(self, version: int) -> Sequence[str]:
-        config = ["--config", str(self._file)] if self._file is not None else []
-        which = ["--tasks", str(self._config.tasks), "--models", str(version), "--samples", str(self._config.samples)]
-        how = ["--concurrency", str(CONCURRENCY), "--out", str(self._out), "--paced", "--"]
-        return [sys.executable, "-m", "lightning_proxy.cli", *config, "eval", *which, *how, *self._config.command]
-
-    async def run(self, version: int, allowed: Callable[[], Awaitable[None]]) -> dict[str, Any]:
-        """Return the version's row of the result. It awaits `allowed` before each rollout. Raises NotEvaluated."""
-        self._out.unlink(missing_ok=True)
-        env = {name: value for name, value in os.environ.items() if name not in TRACKED}
-        with self._log.open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *self.argv(version), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                env=env, start_new_session=True,
-            )  # fmt: skip
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-        letting_in = asyncio.create_task(_let_in(process, allowed))
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                code = await process.wait()
-        except TimeoutError:
-            raise NotEvaluated(f"it was not done after {self._config.timeout_s:g} s (evaluation.timeout_s)") from None
-        finally:
-            letting_in.cancel()
-            await asyncio.gather(letting_in, return_exceptions=True)
-            await asyncio.shield(_end(process))
-        if code != 0 or not self._out.is_file():
-            raise NotEvaluated(f"{self._last_line()} (exit code {code}); see {self._log}")
-        row: dict[str, Any] = json.loads(self._out.read_text())["rows"][0]
-        return row
-
-    def _last_line(self) -> str:
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
-        return next((line[:300] for line in reversed(lines) if line), "no output")
-
-
-async def _let_in(process: asyncio.subprocess.Process, allowed: Callable[[], Awaitable[None]]) -> None:
-    """Let a rollout in when it is allowed, and while fewer than `CONCURRENCY` have begun and not ended."""
-    assert process.stdin is not None and process.stdout is not None
-    begun = 0
-    with suppress(ConnectionError):
-        while True:
-            await allowed()
-            process.stdin.write(b"\n")
-            await process.stdin.drain()
-            begun += 1
-            if begun >= CONCURRENCY:
-                await process.stdout.readline()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the command if it runs. It ends by itself, and discards its rollouts, when its input does."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(GRACE_S):
-            await process.communicate()
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()

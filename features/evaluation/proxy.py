@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Literal
 
 from prometheus_client import Gauge
 from pydantic import BaseModel
@@ -16,21 +15,10 @@ from ...store.store import Store
 from .evaluations import Best, Evaluations, HeldOut
 
 
-class BestSeen(BaseModel):
-    """The best version. `judged`: by held-out rollouts, or by those of training. `story` says it to people."""
-
-    version: int
-    judged: Literal["evaluation", "reward"]
-    reward: float
-    low: float | None
-    high: float | None
-    story: str
-
-
 class PolicyEvaluation(BaseModel):
     """`best`: the best version; `evaluation`: the one that began last."""
 
-    best: BestSeen | None
+    best: Best | None
     evaluation: HeldOut | None
 
 
@@ -49,22 +37,17 @@ class EvaluationPlugin(ProxyPlugin):
 
     async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
         best, last = await _found(store) if key_id is None else (None, None)
-        return {
-            "best": None if best is None else asdict(best) | {"story": best.story},
-            "evaluation": None if last is None else asdict(last),
-        }
+        return {"best": best and asdict(best), "evaluation": last and asdict(last)}
 
     async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
         if key_id is not None:
             return lambda _: {"best": False, "evaluation": None}
         evaluations = Evaluations(store)
-        best, seen = await evaluations.best(), await evaluations.with_rewards([*(await evaluations.all()).values()])
-        found = {one.version: one for one in seen}
+        best, found = await evaluations.best(), await evaluations.all()
 
         def fields(version: int) -> Fields:
             one = found.get(version)
-            is_best = best is not None and best.version == version
-            return {"best": is_best, "evaluation": None if one is None else asdict(one)}
+            return {"best": best is not None and best.version == version, "evaluation": one and asdict(one)}
 
         return fields
 
@@ -80,7 +63,7 @@ class EvaluationPlugin(ProxyPlugin):
 
 
 async def _found(store: Store) -> tuple[Best | None, HeldOut | None]:
-    """The best version, and the evaluation beside training that began last."""
+    """The best version, and the evaluation that began last."""
     evaluations = Evaluations(store)
     best, last = await evaluations.best(), await evaluations.last()
     return best, None if last is None else (await evaluations.with_rewards([last]))[0]

@@ -11,7 +11,6 @@ from ...core.errors import ConfigError
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.report.metric_schema import group
 from .config import EvaluationConfig
-from .evaluator import BestVersion, Evaluator
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +44,11 @@ class EvaluatingPlugin(TrainerPlugin):
         if core.swap is None:
             yield TrainerHooks()
             return
-        evaluates = core.config.section(EvaluationConfig).tasks is not None
-        background = Evaluator(core) if evaluates else BestVersion(core.store)
-        yield TrainerHooks(background=background)
-        if (best := await background.evaluations.best()) is not None:
+        from .evaluator import Evaluator
+
+        evaluator = Evaluator(core)
+        yield TrainerHooks(background=evaluator)
+        if (best := await evaluator.evaluations.best()) is not None:
             log.info("the best is %s; `lightning-proxy policy promote best` makes it live", best.story)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -203,34 +201,6 @@ def test_rows_are_compared_on_the_tasks_that_both_have() -> None:
     assert list(found["rows"][0]["pass_at_k"]) == ["1"]  # task b has one rollout only
     assert (found["rows"][1]["versus"]["difference"], found["rows"][1]["versus"]["tasks"]) == (pytest.approx(-0.6), 1)
     assert found["rows"][1]["pass_at_k"]["1"]["value"] == 1.0
-
-
-async def test_a_paced_evaluation_begins_a_rollout_for_each_line_and_ends_with_its_input(
-    running: Running, tmp_path: Path
-) -> None:
-    async with evaluating(running, tmp_path) as e:
-        await e.system.lightning("policy", "list")  # writes the configuration
-        arguments = [
-            "--config",
-            str(e.system.vllm.root / "system.yaml"),
-            *e.arguments("1", "--paced", "--samples", "2"),
-        ]
-        command = (sys.executable, "-m", "lightning_proxy.cli", *arguments)
-        unpaced = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
-        _, err = await unpaced.communicate()
-        assert (unpaced.returncode, err.count(b"\n")) == (2, 1) and b"--paced: standard input" in err, err
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-        assert process.stdin is not None and process.stdout is not None
-        ended = []
-        for _ in range(5):  # of 4 tasks, 2 samples each
-            process.stdin.write(b"\n")
-            ended.append((await process.stdout.readline()).decode().strip())
-        rollouts = await e.rollouts()
-        assert sorted(ended) == sorted(one["rollout_id"] for one in rollouts)
-        assert sorted(one["task_id"] for one in rollouts) == ["t0", "t0", "t1", "t2", "t3"]
-        process.stdin.close()
-        assert await process.wait() == 130
-        assert not json.loads(e.out.read_text())["complete"]
 
 
 async def test_a_reward_that_only_compares_siblings_is_refused_at_once(running: Running, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ async def test_a_version_that_no_agent_got_for_certain_is_not_the_best(store: St
         await store.versions.saved(version, f"/v{version}", None)
     for version in range(4):
         await rewarded(store, version, *[version / 10] * 3)
-    await Promotions(store.database).wait(2, 2)  # a gate has not let it through
+    await Promotions(store.database).begin(2, 2, 1)  # a gate has not let it through
     assert await best_of(store) == (1, "reward")
     await store.versions.set_live(3)
     assert await best_of(store) == (3, "reward")

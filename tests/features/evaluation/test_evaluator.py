@@ -18,7 +18,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError, StoreUnavailable
 from lightning_proxy.features.evaluation import evaluator
 from lightning_proxy.features.evaluation.evaluations import Evaluations
-from lightning_proxy.features.evaluation.evaluator import Evaluator, latest_s
+from lightning_proxy.features.evaluation.evaluator import Evaluator, Pace
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.plugins import Run, TrainerCore, check
 from lightning_proxy.trainer.waiting import Stopped, all_of
@@ -65,7 +65,7 @@ class Evaluating:
         file.write_text(json.dumps(settings))
         engine: Any = SimpleNamespace(trackers=SimpleNamespace(report=self.reported.append))
         swap: Any = SimpleNamespace(mode=mode)
-        return Evaluator(TrainerCore(load_config(file), self.store, engine, Run(file=file), swap))
+        return Evaluator(TrainerCore(load_config(file), self.store, engine, Run(), swap))
 
     async def done(self, beside: Evaluator) -> None:
         """Let it do what is owed, as at the end of a run."""
@@ -120,7 +120,7 @@ async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
         await e.done(beside)
         found = await e.evaluations.of(0)
         assert found is not None and found.error is not None and found.reward is None
-        assert "every program failed, the first with exit code 1: no such tool (exit code" in found.error, found.error
+        assert "every program failed, the first with exit code 1: no such tool" in found.error, found.error
         assert "\n" not in found.error and await beside.owed() is None and await e.evaluations.best() is None
         assert [found.error in record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         await beside.before_publishing(asyncio.Event())
@@ -134,7 +134,8 @@ async def test_what_was_broken_off_is_owed_while_its_version_is_live(running: Ru
             await asyncio.sleep(0.01)
         working.cancel()  # as the trainer is stopped
         await asyncio.gather(working, return_exceptions=True)
-        assert await e.evaluator().owed() == (0, 0)
+        owed = await e.evaluator().owed()
+        assert owed is not None and owed.version == 0
         assert {one["status"] for one in await e.rollouts()} <= {"discarded", "completed"}
         await e.done(e.evaluator())
         found = await e.evaluations.of(0)
@@ -163,7 +164,8 @@ async def test_what_begins_while_it_is_looked_for_is_owed(
 
         for name in ("of", "last"):
             monkeypatch.setattr(beside.evaluations, name, and_begins(getattr(beside.evaluations, name)))
-        assert await beside.owed() == (0, 0)
+        owed = await beside.owed()
+        assert owed is not None and owed.version == 0
 
 
 async def test_a_store_that_is_away_at_the_start_and_at_the_end_is_waited_for(
@@ -219,17 +221,20 @@ async def test_rollouts_wait_while_agents_work_but_not_for_ever(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluator, "LOOK_S", 0.01)
-    assert [latest_s(600, place, 10) for place in (0, 1, 9)] == [0, 30, 270]
     async with evaluating(running, tmp_path) as e:
         await e.system.chat("agent")
-        allowed = e.evaluator(timeout_s=10_000)._pace()
-        await allowed()  # the first one begins at once
-        waiting = asyncio.create_task(allowed())
+        pace = Pace(e.evaluations, 10_000.0, 10)
+        await pace.wait()  # the first one begins at once
+        waiting = asyncio.create_task(pace.wait())
         await asyncio.sleep(0.1)
         assert not waiting.done()
         await e.store.rollouts.end("agent", "completed", None)
         await waiting
         assert not await e.evaluations.agents_work(0.0)
+        await e.system.chat("another")
+        soon = Pace(e.evaluations, 0.2, 2)  # the last of them begins after half of the time at most
+        async with asyncio.timeout(10):
+            await asyncio.gather(soon.wait(), soon.wait())
 
 
 @pytest.mark.parametrize(
