@@ -12,7 +12,7 @@ CREATE TABLE schema_numbers (
 -- Policy versions: weights that were or are served. Version 0 is the base model.
 CREATE TABLE policy_versions (
     version      INTEGER NOT NULL PRIMARY KEY,
-    status       TEXT NOT NULL,                   -- publishing | waiting | candidate | ready | live | failed | rejected
+    status       TEXT NOT NULL,                   -- publishing | candidate | ready | live | failed | rejected
     publish      TEXT,                            -- lora | merged
     path         TEXT,                            -- where its files are; NULL once they are gone
     served_model TEXT,

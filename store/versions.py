@@ -37,8 +37,8 @@ VERSION_FAILED = (
     "UPDATE steps SET version = NULL WHERE step = (SELECT step FROM policy_versions WHERE version = :version)"
     " AND version = :version",
 )
-# Whoever makes a version live decides about the one that is tested, and about the one that waits.
-VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status IN ('candidate', 'waiting')"
+# Whoever makes a version live decides about the one that is tested.
+VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status = 'candidate'"
 # Of merged weights that another version took the place of. A live one may still be verified.
 VERSIONS_NEVER_VERIFIED = """
 SELECT version FROM policy_versions
@@ -72,20 +72,6 @@ WHERE probes.model <> excluded.model
 """
 
 PARENTS = "SELECT policy_versions.version, steps.base FROM policy_versions JOIN steps USING (step)"
-# From a version back to the versions that it was trained on from, as far as the second one, and no older ones.
-LINE = """
-WITH RECURSIVE line (version, step, base, status, created_at) AS (
-    SELECT version, step, (SELECT base FROM steps WHERE steps.step = policy_versions.step), status, created_at
-    FROM policy_versions WHERE version = :version
-    UNION
-    SELECT older.version, older.step, (SELECT base FROM steps WHERE steps.step = older.step), older.status,
-           older.created_at
-    FROM line JOIN policy_versions AS older ON older.version = line.base
-    WHERE line.version > :until AND line.created_at >= :since AND line.status NOT IN ('rejected', 'failed')
-)
-SELECT version, base, status, created_at FROM line
-"""
-
 _BY_TASK = """
 SELECT policy_version AS version, mode, task_id, AVG({value}) AS mean, COUNT(*) AS rollouts,
     AVG({value} * {value}) AS square, COUNT(reward) AS rewarded, NULL AS tokens, NULL AS latency_ms FROM {rollouts}
@@ -107,15 +93,6 @@ AVG(CAST(tokens AS DOUBLE PRECISION)) AS tokens,
     AS latency_ms
 """
 FEW = 6  # makes the variance of few tasks larger, as Student's t has longer tails
-
-
-class Ancestor(NamedTuple):
-    """A version in a line of versions. `base`: the one before it; None for one that no step made."""
-
-    version: int
-    base: int | None
-    status: VersionStatus
-    created_at: float
 
 
 class TaskMean(NamedTuple):
@@ -308,13 +285,6 @@ class PolicyVersions(Records):
     async def parents(self) -> dict[int, int]:
         """Return, by version, the version that its training step started from; the base model has none."""
         return dict(map(tuple, await self._db.all(PARENTS)))
-
-    async def line(self, version: int, until: int, since: float) -> list[Ancestor]:
-        """Return a version and those that it was trained on from, newest first, as far back as `until`.
-
-        The first that was taken back, or was made before `since` (Unix time), is the last.
-        """
-        return await self._db.records(Ancestor, LINE, version=version, until=until, since=since)
 
     async def rewards(self, versions: Iterable[int], key_id: str | None = None) -> dict[tuple[str, int], VersionReward]:
         """Return the rewards of versions, by mode and version. `key_id` as in `task_means`."""

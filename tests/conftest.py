@@ -389,8 +389,7 @@ class System:
         await store.versions.saved(version, str(path), f"policy-v{version}")
         from lightning_proxy.features.promotion.promotions import Promotions
 
-        await Promotions(store.database).wait(version, 1)
-        await Promotions(store.database).begin(version, live)
+        await Promotions(store.database).begin(version, 1, live)
         return version
 
 

@@ -72,6 +72,7 @@ class TrainingLoop:
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._free_since = time.perf_counter()
         self.base = 0
+        self._at = 0  # the step after which the trainer has these weights
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no complete group is left.
@@ -101,7 +102,8 @@ class TrainingLoop:
         publisher, waits_for = self._publisher, None
         if publisher is not None:
             await self.follow_live_version()
-            await publisher.attend(self.collector.samples_of, self._stop)
+            if (late := await publisher.late(self.base)) is not None and late.step == self._at:
+                await self._finish_publishing(publisher, late)
             waits_for = await publisher.waits_for(self.base)
         if waits_for is None and not once:
             waits_for = await self._schedule.waits_for()
@@ -145,6 +147,7 @@ class TrainingLoop:
     async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> None:
         """Commit, publish and report a step with the trainer's present weights. Raises what `train_once` does."""
         await self._commit(batch.step, metrics)
+        self._at = batch.step
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", batch.step, metrics["skipped_because"])
         elif "collapse" in metrics:
@@ -203,16 +206,16 @@ class TrainingLoop:
         await prune_checkpoints(self._store, self._config.keep_checkpoints)
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
-        """Make the trainer's weights live if they are due, and no other version was made live. Raises Stopped.
+        """Make the trainer's weights live if no other version was made live. Raises Stopped.
 
         PublishError ends the trainer. The step is committed, so the next start publishes it again.
         """
         publisher, started = self._publisher, time.perf_counter()
-        if publisher is None or not publisher.is_due(step, metrics):
+        if publisher is None:
             return
         try:
             metrics |= await publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
-            self.base = metrics["version"]
+            self.base = metrics.get("version", self.base)
             await publisher.prune(await self._monitor.keep() | await publisher.background.keep())
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)
@@ -270,7 +273,7 @@ class TrainingLoop:
                 publisher.remember_served()
         if served != checkpoint:
             await in_thread(self._trainer.load, checkpoint)
-        self.base = base
+        self.base, self._at = base, step.step if step else 0
 
     def _of_step(self, step: Step | None) -> Path:
         """The checkpoint of a step; without one, of the base model."""

@@ -211,10 +211,6 @@ class Publisher:
 
     # What a gate decides otherwise ----------------------------------------------------------------------------------
 
-    def is_due(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Return whether the weights of a step are to be published."""
-        return True
-
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
         """Return whether the last step's weights are live, and published in the configured way."""
         return last.version == live.version and live.publish == self._swap.mode
@@ -227,8 +223,9 @@ class Publisher:
         """Return the reason why training on from version `base` must wait; None if it need not."""
         return None
 
-    async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
-        """Run between two steps. `samples_of` gives the rows of rollouts that were trained on."""
+    async def late(self, base: int) -> Step | None:
+        """Return the last step if its weights, which build on version `base`, are to be published only now."""
+        return None
 
     # The mode, files and old versions -------------------------------------------------------------------------------
 
@@ -276,6 +273,6 @@ class Publisher:
         if self._swap.mode == "lora":
             keep = keep | await self._store.versions.pinned(time.time() - self._config.pin_timeout_s)
         for version in versions:
-            in_use = version.version in keep or version.status in ("live", "waiting", "candidate")
+            in_use = version.version in keep or version.status in ("live", "candidate")
             if not in_use and version not in (*newest, *passed_by[-1:]):
                 await self._remove(version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -11,7 +12,14 @@ from ...core.config.section import FeatureSection, Number, Seconds
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
-NO_REWARDS = frozenset({"tool_errors", "truncated", "unrewarded", "answer_tokens", "latency"})  # gate.py has them
+# Metrics that need no reward, and their range (None: only the order of two values counts). Of each, lower is better.
+NO_REWARDS: Mapping[str, tuple[float, float] | None] = {
+    "tool_errors": (0.0, 1.0),  # the share of tool calls that failed
+    "truncated": (0.0, 1.0),  # the share of answers that were cut off
+    "unrewarded": (0.0, 1.0),  # the share of rollouts without a reward
+    "answer_tokens": None,  # on average over the rollout's calls
+    "latency": None,  # milliseconds until an answer was complete, as above
+}
 
 ONE_SERVER = (
     "promotion.mode gated needs a second server where weights are published merged: one server has one version. "
@@ -48,7 +56,7 @@ class PromotionConfig(FeatureSection):
             if not low < high:
                 key = f"reward_ranges: {name}" if name else "reward_range"
                 raise ValueError(f"{key} is the lowest and the highest reward, got [{low:g}, {high:g}]")
-        if others := self.reward_ranges.keys() - (self.metrics.keys() - NO_REWARDS):
+        if others := self.reward_ranges.keys() - (self.metrics.keys() - NO_REWARDS.keys()):
             raise ValueError(f"reward_ranges: {min(others)} is no reward in metrics")
         if self.every_steps > 1 and not self.is_gated:
             raise ValueError("every_steps is how many steps come to one test: set promotion.mode to gated")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,9 +21,8 @@ from ...core.http import in_thread_if_large
 from ...core.returns import LARGEST, Rules, earned
 from ...core.statistics import Evidence, difference, evidence_of, interval, sign_difference
 from ...store.store import Store
-from .config import PromotionConfig
-from .promotions import Observed, Outcome, Promotion, Promotions
-from .splitting import LONE, group_of
+from .config import NO_REWARDS, PromotionConfig
+from .promotions import LONE, Observed, Outcome, Promotion, Promotions
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -34,34 +33,16 @@ NO_EVIDENCE = (
     "no rollout of its test is evidence: none was opened or rewarded with an admin's key, or one of "
     "`keys create NAME --evaluator` (docs/training.md)"
 )
-Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a group
-UNCUT = (-LARGEST, LARGEST)  # a gate has a range of its own
 TRAINED = "reward"  # what the trainer counts: named rewards, times their weights
-Value = Callable[[Observed], float | None]
-
-
-def _answer_tokens(rollout: Observed) -> float | None:
-    return rollout.tokens / rollout.calls if rollout.calls else None
-
-
-# Metrics that need no reward: the share of failed tool calls, of answers that were cut off, and of rollouts without a
-# reward; tokens of an answer, and milliseconds until it was complete, on average over the rollout's calls.
-OWN: Mapping[str, tuple[Value, tuple[float, float] | None]] = {
-    "tool_errors": (lambda rollout: rollout.tool_errors or 0.0, (0.0, 1.0)),
-    "truncated": (lambda rollout: rollout.truncated, (0.0, 1.0)),
-    "unrewarded": (lambda rollout: float(rollout.status == "completed" and not rollout.rewards), (0.0, 1.0)),
-    "answer_tokens": (_answer_tokens, None),
-    "latency": (lambda rollout: rollout.latency_ms, None),
-}
+SIDES = ("candidate", "live")
+Group = dict[str, list[Observed]]  # siblings that are complete, or waited for no more, by side
 
 
 class Gate:
     """Decides about candidates by the rewards in the store. All its state is there: a restart changes nothing."""
 
     def __init__(self, config: Config, store: Store, tests: Promotions) -> None:
-        self._store = store
-        self._tests = tests
-        self._rules = rules(config)
+        self._config, self._store, self._tests = config, store, tests
         self._read = 0  # rollouts of the newest look
         self._without_evidence: set[int] = set()  # tests without evidence, each logged once
         self._seen: tuple[int, tuple[Any, ...], float] = (0, (), 0.0)  # a test, its stamp, and until when it holds
@@ -94,7 +75,7 @@ class Gate:
         if not rollouts and test.n not in self._without_evidence and await self._tests.has_others(test):
             self._without_evidence.add(test.n)
             log.warning("policy version %d: %s", test.version, NO_EVIDENCE)
-        weighed = await in_thread_if_large(LARGE * len(rollouts), partial(weigh, test, rollouts, self._rules, now))
+        weighed = await in_thread_if_large(LARGE * len(rollouts), partial(weigh, test, rollouts, self._config, now))
         if weighed.outcome == "promoted" and await self._store.steps.collapse() is not None:
             # A new live version would lift the stop, which only a person may.
             weighed = Weighed(weighed.evidence | {"waits": "publication is stopped for a collapse"}, None, "")
@@ -106,39 +87,44 @@ class Gate:
         self._seen = test.n, stamp, now + LOOK_ANYWAY_S
 
 
-def rules(config: Config) -> GateRules:
-    """Return the rules of tests. Siblings are those of the trainer."""
-    gate, trainer = config.section(PromotionConfig), config.trainer
-    return GateRules(
-        metrics=metrics(gate, trainer.reward_weights),
-        level=gate.level,
-        max_rollouts=gate.max_rollouts,
-        reward_timeout_s=gate.reward_timeout_s,
-        group_size=trainer.group_size,
-        group_timeout_s=trainer.group_timeout_s,
-    )
+class GuardedMetric(NamedTuple):
+    """A metric that must not become worse. `range`: None where only the order of two values counts.
 
-
-@dataclass(frozen=True, slots=True)
-class GateRules:
-    """The rules of a test. `group_size`: siblings of a group; `group_timeout_s`: after which no more are waited for.
-
-    `max_rollouts`, `reward_timeout_s`, `level`: as in the section `promotion`.
+    `rewards`: how rewards are counted; higher is better, and a failed rollout has the lowest value. Of metrics without
+    it lower is better.
     """
 
-    metrics: Sequence[GuardedMetric]
-    level: float
-    max_rollouts: int
-    reward_timeout_s: float
-    group_size: int
-    group_timeout_s: float
+    name: str
+    margin: float
+    range: tuple[float, float] | None
+    rewards: Rules | None
+
+    def of(self, rollout: Observed) -> float | None:
+        """Return the rollout's value; None if it has none, or none yet."""
+        if self.rewards is None:
+            value = getattr(rollout, self.name)
+            return None if value is None else float(value)
+        if self.range is not None and rollout.status == "failed":
+            return self.range[0]
+        return earned(rollout.rewards, self.rewards).returned
+
+    def difference(self, values: Mapping[str, Sequence[float]]) -> float:
+        """Return how far the candidate's siblings are better than those of the live version: one pair, in [-1, 1]."""
+        better, other = (values[side] for side in (SIDES if self.rewards else reversed(SIDES)))
+        return sign_difference(better, other) if self.range is None else difference(better, other, *self.range)
 
 
-class SiblingGroup(NamedTuple):
-    """Siblings that are complete, or waited for no more."""
-
-    candidate: list[Observed]
-    live: list[Observed]
+def metrics_of(config: Config) -> list[GuardedMetric]:
+    """Return the metrics of the gate; `reward` counts as the trainer has it."""
+    gate, found = config.section(PromotionConfig), list[GuardedMetric]()
+    for name, margin in gate.metrics.items():
+        if name in NO_REWARDS:
+            found.append(GuardedMetric(name, margin, NO_REWARDS[name], None))
+        else:
+            weights = dict(config.trainer.reward_weights) if name == TRAINED else {name: 1.0}
+            rules = Rules(weights, within=(-LARGEST, LARGEST))  # a gate has a range of its own
+            found.append(GuardedMetric(name, margin, gate.reward_ranges.get(name, gate.reward_range), rules))
+    return found
 
 
 class Weighed(NamedTuple):
@@ -149,91 +135,91 @@ class Weighed(NamedTuple):
     reason: str
 
 
-def weigh(test: Promotion, rollouts: Sequence[Observed], rules: GateRules, now: float) -> Weighed:
-    """Return the evidence of a test's compared rollouts at this time."""
-    is_full = len(rollouts) >= rules.max_rollouts
-    groups, open_groups = _groups(test, rollouts, rules, now, is_full)
-    found = {metric.name: _compared(metric, groups, rules) for metric in rules.metrics}
-    sides = {"candidate": [r for r in rollouts if r.version == test.version]}
-    sides["live"] = [r for r in rollouts if r.version != test.version]
+def weigh(test: Promotion, rollouts: Sequence[Observed], config: Config, now: float) -> Weighed:
+    """Return the evidence of a test's compared rollouts at this time, and the decision if it is enough."""
+    gate, metrics = config.section(PromotionConfig), metrics_of(config)
+    is_full = len(rollouts) >= gate.max_rollouts
+    groups, are_all = _groups(test, rollouts, config, now, is_full)
+    compared = {metric.name: _compared(metric, groups, gate.level, len(metrics)) for metric in metrics}
+    counted = {one.rollout_id for group in groups for side in SIDES for one in group[side]}
+    counts = {}
+    for side in SIDES:
+        own = [one for one in rollouts if (one.version == test.version) == (side == "candidate")]
+        without = [
+            one for one in own if any(metric.rewards is not None and metric.of(one) is None for metric in metrics)
+        ]
+        counts[side] = {
+            "rollouts": len(own),
+            "counted": sum(one.rollout_id in counted for one in own),
+            "failed": sum(one.status == "failed" for one in own),
+            "unrewarded": sum(one.rollout_id in counted for one in without),
+        }
     evidence = {
         "rollouts": len(rollouts),
-        "max_rollouts": rules.max_rollouts,
-        "level": rules.level,
+        "max_rollouts": gate.max_rollouts,
+        "level": gate.level,
         "groups": len(groups),
-        **{side: _counts(members, groups, rules) for side, members in sides.items()},
-        "metrics": {name: numbers for name, (numbers, _) in found.items()},
+        **counts,
+        "metrics": {name: numbers for name, (numbers, _) in compared.items()},
     }
-    outcome, reason = _decision({name: judged for name, (_, judged) in found.items()}, is_full and not open_groups)
+    outcome, reason = _decision({name: one for name, (_, one) in compared.items()}, is_full and are_all)
     return Weighed(evidence, outcome, reason)
 
 
 def _groups(
-    test: Promotion, rollouts: Sequence[Observed], rules: GateRules, now: float, is_full: bool
-) -> tuple[list[SiblingGroup], int]:
-    """Groups that are complete or waited for no more, and how many others there are.
+    test: Promotion, rollouts: Sequence[Observed], config: Config, now: float, is_full: bool
+) -> tuple[list[Group], bool]:
+    """Groups that are complete or waited for no more, and whether these are all.
 
     They count in the order in which they began, each after those before it: else a version whose failures take longer
     would look better than it is (docs/training.md).
     """
-    members: Mapping[Key, list[Observed]] = defaultdict(list)
-    for rollout in rollouts:
-        number = group_of(rollout.place, rollout.task_id, rules.group_size)
-        members[rollout.opened_by, rollout.task_id, number].append(rollout)
-    groups = list[SiblingGroup]()
-    for (_, task_id, _), found in members.items():
-        siblings = _in_time(found, rules.group_timeout_s)
-        at = max(_settled_at(rollout, rules) for rollout in siblings)
-        is_complete = len(found) >= (LONE if task_id is None else rules.group_size) or len(siblings) < len(found)
-        if not is_complete and not is_full:
-            at = max(at, siblings[-1].created_at + rules.group_timeout_s)
+    size, timeout_s = config.trainer.group_size, config.trainer.group_timeout_s
+    members: dict[tuple[Any, ...], list[Observed]] = defaultdict(list)
+    for one in rollouts:
+        number = one.place // (LONE if one.task_id is None else size)
+        members[one.opened_by, one.task_id, number].append(one)
+    metrics, wait_s = metrics_of(config), config.section(PromotionConfig).reward_timeout_s
+    groups = list[Group]()
+    for (_, task_id, _), siblings in members.items():
+        # One that began when its group was waited for no more is left out: a pair that has counted does not change.
+        pairs = enumerate(pairwise(siblings), 1)
+        end = next((n for n, (one, other) in pairs if other.created_at > one.created_at + timeout_s), None)
+        in_time = siblings[:end]
+        at = max(_settled_at(one, metrics, wait_s) for one in in_time)
+        if end is None and len(siblings) < (LONE if task_id is None else size) and not is_full:
+            at = max(at, siblings[-1].created_at + timeout_s)
         if at > now:
             break
-        counted = [rollout for rollout in siblings if _counts_at_all(rollout)]
-        candidate = [rollout for rollout in counted if rollout.version == test.version]
-        groups.append(SiblingGroup(candidate, [rollout for rollout in counted if rollout.version != test.version]))
-    return groups, len(members) - len(groups)
+        counted = [one for one in in_time if one.alone and one.status != "discarded"]
+        candidate = [one for one in counted if one.version == test.version]
+        groups.append({"candidate": candidate, "live": [one for one in counted if one.version != test.version]})
+    return groups, len(groups) == len(members)
 
 
-def _in_time(siblings: Sequence[Observed], timeout_s: float) -> Sequence[Observed]:
-    """The siblings that began before the group was waited for no more: a pair that has counted does not change."""
-    pairs = enumerate(pairwise(siblings), 1)
-    end = next((n for n, (one, other) in pairs if other.created_at > one.created_at + timeout_s), len(siblings))
-    return siblings[:end]
-
-
-def _settled_at(rollout: Observed, rules: GateRules) -> float:
+def _settled_at(rollout: Observed, metrics: Sequence[GuardedMetric], wait_s: float) -> float:
     """The time from which on a rollout's values count: it has ended and has its rewards, or is waited for no more."""
     if rollout.ended_at is None:
-        return rollout.created_at + rules.reward_timeout_s
-    rewarded = all(metric.of(rollout) is not None for metric in rules.metrics if metric.is_reward)
+        return rollout.created_at + wait_s
+    rewarded = all(metric.of(rollout) is not None for metric in metrics if metric.rewards is not None)
     if rewarded or rollout.status != "completed":
         return max([rollout.ended_at, *(reward.created_at or 0.0 for reward in rollout.rewards)])
-    return rollout.ended_at + rules.reward_timeout_s
-
-
-def _counts_at_all(rollout: Observed) -> bool:
-    """Whether its version alone answered a rollout that nobody discarded."""
-    return rollout.status != "discarded" and rollout.shown > 0 and not rollout.foreign_calls and not rollout.mixed
+    return rollout.ended_at + wait_s
 
 
 def _compared(
-    metric: GuardedMetric, groups: Sequence[SiblingGroup], rules: GateRules
+    metric: GuardedMetric, groups: Sequence[Group], level: float, metrics: int
 ) -> tuple[dict[str, Any], Evidence]:
     """One metric's numbers, as they are kept, and its evidence."""
-    pairs, sums, clipped = list[float](), {"candidate": list[float](), "live": list[float]()}, 0
+    pairs, seen = list[float](), {side: list[float]() for side in SIDES}
     for group in groups:
-        candidate, live = (
-            [value for rollout in side if (value := metric.of(rollout)) is not None]
-            for side in (group.candidate, group.live)
-        )
-        clipped += sum(metric.is_clipped(value) for value in (*candidate, *live))
-        sums["candidate"] += candidate
-        sums["live"] += live
-        if candidate and live:
-            pairs.append(metric.difference(candidate, live))
-    evidence = evidence_of(pairs, metric.margin, rules.level, len(rules.metrics))
-    between = interval(pairs, rules.level, len(rules.metrics))
+        values = {side: [v for one in group[side] if (v := metric.of(one)) is not None] for side in SIDES}
+        for side in SIDES:
+            seen[side] += values[side]
+        if all(values.values()):
+            pairs.append(metric.difference(values))
+    evidence, between = evidence_of(pairs, metric.margin, level, metrics), interval(pairs, level, metrics)
+    low, high = metric.range or (-math.inf, math.inf)
     return {
         "margin": metric.margin,
         "pairs": evidence.pairs,
@@ -242,91 +228,25 @@ def _compared(
         "e_drop": evidence.e_drop,
         "e_safe": evidence.e_safe,
         "verdict": evidence.verdict,
-        "clipped": clipped,
-        **{side: sum(values) / len(values) if values else None for side, values in sums.items()},
+        "clipped": sum(not low <= value <= high for side in SIDES for value in seen[side]),
+        **{side: sum(values) / len(values) if values else None for side, values in seen.items()},
     }, evidence
-
-
-def _counts(members: Sequence[Observed], groups: Sequence[SiblingGroup], rules: GateRules) -> dict[str, int]:
-    """How many rollouts one version has: in all, counted so far, failed, and left out for want of a reward."""
-    ids = {rollout.rollout_id for group in groups for rollout in (*group.candidate, *group.live)}
-    counted = [rollout for rollout in members if rollout.rollout_id in ids]
-    rewards = [metric for metric in rules.metrics if metric.is_reward]
-    return {
-        "rollouts": len(members),
-        "counted": len(counted),
-        "failed": sum(rollout.status == "failed" for rollout in members),
-        "unrewarded": sum(any(metric.of(rollout) is None for metric in rewards) for rollout in counted),
-    }
 
 
 def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | None, str]:
     """The outcome of each metric's evidence; `is_over`: no more rollouts will come."""
-    worse = [name for name, evidence in judged.items() if evidence.verdict == "worse"]
-    if worse:
-        return "rejected", "; ".join(f"{name} is worse: {_evidence_line(judged[name])}" for name in worse)
-    if all(evidence.verdict == "safe" for evidence in judged.values()):
-        judgements = (
-            f"{name}: {_evidence_line(one)}, a drop of {one.margin:g} is excluded" for name, one in judged.items()
-        )
-        return "promoted", "; ".join(judgements)
+    lines = {name: f"{one.mean or 0.0:+.3f} on average of {one.pairs} pairs" for name, one in judged.items()}
+    if worse := [name for name, one in judged.items() if one.verdict == "worse"]:
+        return "rejected", "; ".join(f"{name} is worse: {lines[name]}" for name in worse)
+    if all(one.verdict == "safe" for one in judged.values()):
+        excluded = (f"{name}: {lines[name]}, a drop of {one.margin:g} is excluded" for name, one in judged.items())
+        return "promoted", "; ".join(excluded)
     if not is_over:
         return None, ""
     if without := [name for name, one in judged.items() if one.mean is None]:
         why = "no task had rollouts of both versions with a value of it"
         return "rejected", f"undecided at max_rollouts: {'; '.join(f'{name}: {why}' for name in without)}"
     low = [name for name, one in judged.items() if one.mean is not None and one.mean < -one.margin / 2]
-    judgements = (f"{name}: {_evidence_line(judged[name])}" for name in low or judged)
-    bound = "at most half a drop" if not low else "more than half a drop"
-    return ("rejected" if low else "promoted"), f"undecided at max_rollouts, {bound}: {'; '.join(judgements)}"
-
-
-def _evidence_line(evidence: Evidence) -> str:
-    return f"{evidence.mean:+.3f} on average of {evidence.pairs} pairs"
-
-
-class GuardedMetric(NamedTuple):
-    """A metric that must not become worse. `value`: that of a rollout, None if it has none.
-
-    `range`: its lowest and highest value; None where it has no bounds, so that only the order of two values counts.
-    `is_reward`: higher is better, and a failed rollout has the lowest value. Of all others lower is better.
-    """
-
-    name: str
-    margin: float
-    value: Value
-    range: tuple[float, float] | None = (0.0, 1.0)
-    is_reward: bool = False
-
-    def of(self, rollout: Observed) -> float | None:
-        """Return the rollout's value; None if it has none, or none yet."""
-        if self.is_reward and self.range is not None and rollout.status == "failed":
-            return self.range[0]
-        return self.value(rollout)
-
-    def difference(self, candidate: Sequence[float], live: Sequence[float]) -> float:
-        """Return how far the candidate's siblings are better than those of the live version: one pair, in [-1, 1]."""
-        better, other = (candidate, live) if self.is_reward else (live, candidate)
-        return sign_difference(better, other) if self.range is None else difference(better, other, *self.range)
-
-    def is_clipped(self, value: float) -> bool:
-        """Return whether a value is outside the range."""
-        return self.range is not None and not self.range[0] <= value <= self.range[1]
-
-
-def metrics(gate: PromotionConfig, weights: Mapping[str, float]) -> list[GuardedMetric]:
-    """Return the metrics of a gate. `weights`: of rewards, as the trainer counts them."""
-    found = []
-    for name, margin in gate.metrics.items():
-        if name in OWN:
-            value, bounds = OWN[name]
-            found.append(GuardedMetric(name, margin, value, bounds))
-        else:
-            counted = dict(weights) if name == TRAINED else {name: 1.0}
-            bounds = gate.reward_ranges.get(name, gate.reward_range)
-            found.append(GuardedMetric(name, margin, _rewarded(counted), bounds, is_reward=True))
-    return found
-
-
-def _rewarded(weights: Mapping[str, float]) -> Value:
-    return lambda rollout: earned(rollout.rewards, Rules(weights, within=UNCUT)).returned
+    bound = "more than half a drop" if low else "at most half a drop"
+    told = "; ".join(f"{name}: {lines[name]}" for name in low or judged)
+    return ("rejected" if low else "promoted"), f"undecided at max_rollouts, {bound}: {told}"

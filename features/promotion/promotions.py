@@ -1,44 +1,42 @@
-"""The tests of policy versions before they go live: their rollouts, and what was decided by which numbers."""
+"""The tests of policy versions before they go live: which rollouts they have, and what was decided.
+
+A version is a `candidate` while its test is under way, and then live or `rejected`. Each write is one transaction, and
+at most one test is under way.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
-from ...core.errors import Conflict
+from ...core.config.root import Config
 from ...core.json_text import dumps
 from ...core.records import PolicyVersion, Reward, RolloutName, RolloutStatus
-from ...store.database import Database, Row, Transaction, read
+from ...serving.swap import Placed, Superseded
+from ...store.database import Database, Transaction, read
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.versions import GO_LIVE, STEP_PUBLISHED, VERSION_UNTESTED
+from .config import PromotionConfig
 
 NOT_GATED = "promotion.mode was set to immediate"  # why a test ended
 NO_STORED_KEY = "configured"  # `opened_by` of rollouts opened with one of proxy.api_keys
+LONE = 2  # rollouts without a task are compared in pairs
 TESTING = "SELECT n FROM promotions WHERE status = 'testing'"
-PROMOTION_UNDER_WAY = "SELECT * FROM promotions WHERE status = 'testing' ORDER BY n"
 CANDIDATE = "SELECT * FROM policy_versions WHERE version = :version"
 PROMOTION = "SELECT * FROM promotions WHERE n = :n"
 # The last test of each version.
 PROMOTIONS = "SELECT * FROM promotions WHERE n IN (SELECT MAX(n) FROM promotions GROUP BY version)"
-PROMOTION_OF = "SELECT * FROM promotions WHERE version = :version ORDER BY n DESC LIMIT 1"
-WAITING = "SELECT * FROM policy_versions WHERE status = 'waiting' ORDER BY version DESC LIMIT 1"
-REPLACED = """
-UPDATE policy_versions SET status = 'ready', error = :why WHERE status = 'waiting' AND version <> :version
-"""
-WAITS = "UPDATE policy_versions SET status = 'waiting' WHERE version = :version AND status = 'publishing'"
+PROMOTION_UNDER_WAY = "SELECT * FROM promotions WHERE status = 'testing' ORDER BY n"
 LIVE_NOW = "SELECT version FROM policy_log ORDER BY n DESC LIMIT 1"
 PROMOTION_BEGIN = """
 INSERT INTO promotions (version, against, status, began_at) VALUES (:version, :against, 'testing', :at)
 """
-BEGUN = """
-UPDATE policy_versions SET status = 'candidate', verified = 1 WHERE version = :version AND status = 'waiting'
-RETURNING version
-"""
+BEGUN = "UPDATE policy_versions SET status = 'candidate', verified = 1 WHERE version = :version"
 REJECTED = "UPDATE policy_versions SET status = 'rejected', error = :reason WHERE version = :version"
-WITHDRAWN = "UPDATE policy_versions SET status = 'rejected', error = :withdrawn WHERE status = 'waiting'"
 KEPT = "SELECT version FROM promotion_rollouts WHERE rollout_id = :rollout_id AND promotion = :n"
 KNOWN = """
 SELECT task_id, key_id, evidence, policy_version IS NOT NULL OR mode = 'eval' AS comes_late
@@ -55,22 +53,22 @@ VALUES (:rollout_id, :n, :task_id, :place, :version, :compared, :opened_by, :evi
 """
 IS_EVIDENCE = "promotion = :n AND compared = 1 AND promotion_rollouts.evidence = 1"
 COMPARED = f"SELECT COUNT(*) AS rollouts FROM promotion_rollouts WHERE {IS_EVIDENCE}"
-# `shown`: calls that the policy answered by this version, `mixed`: by another one. That a rollout failed or was
-# discarded counts only where a key that gives evidence has said so.
+# That a rollout failed or was discarded counts only where a key that gives evidence has said so.
+STATUS = "CASE WHEN end_counts = 0 AND status <> 'running' THEN 'completed' ELSE status END"
+OF_CALLS = "FROM calls WHERE calls.rollout_id = rollouts.rollout_id"
 PROMOTION_OBSERVED = f"""
-SELECT promotion_rollouts.rollout_id, promotion_rollouts.task_id, opened_by, place, version, created_at, foreign_calls,
-    (SELECT COUNT(*) FROM calls WHERE calls.rollout_id = promotion_rollouts.rollout_id
-        AND calls.policy_version = promotion_rollouts.version) AS shown,
-    (SELECT COUNT(*) FROM calls WHERE calls.rollout_id = promotion_rollouts.rollout_id
-        AND calls.policy_version <> promotion_rollouts.version) AS mixed,
-    CASE WHEN end_counts = 0 AND status <> 'running' THEN 'completed' ELSE status END AS status,
-    ended_at, calls, tokens,
-    (SELECT AVG(CASE WHEN finish_reason = 'length' THEN 1.0 ELSE 0.0 END) FROM calls
-        WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS truncated,
-    (SELECT AVG(latency_ms) FROM calls
-        WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS latency_ms,
-    (SELECT AVG(CASE WHEN is_error = 1 THEN 1.0 ELSE 0.0 END) FROM tool_calls
-        WHERE tool_calls.rollout_id = rollouts.rollout_id) AS tool_errors
+SELECT promotion_rollouts.rollout_id, promotion_rollouts.task_id, opened_by, place, version, created_at, ended_at,
+    {STATUS} AS status,
+    foreign_calls = 0 AND EXISTS (SELECT 1 {OF_CALLS} AND calls.policy_version = promotion_rollouts.version)
+        AND NOT EXISTS (SELECT 1 {OF_CALLS} AND calls.policy_version <> promotion_rollouts.version) AS alone,
+    COALESCE((SELECT AVG(CASE WHEN is_error = 1 THEN 1.0 ELSE 0.0 END) FROM tool_calls
+        WHERE tool_calls.rollout_id = rollouts.rollout_id), 0.0) AS tool_errors,
+    (SELECT AVG(CASE WHEN finish_reason = 'length' THEN 1.0 ELSE 0.0 END) {OF_CALLS} AND calls.status = 'ok')
+        AS truncated,
+    CASE WHEN {STATUS} = 'completed' AND NOT EXISTS (SELECT 1 FROM rewards
+        WHERE rewards.rollout_id = rollouts.rollout_id AND rewards.evidence = 1) THEN 1.0 ELSE 0.0 END AS unrewarded,
+    1.0 * tokens / NULLIF(calls, 0) AS answer_tokens,
+    (SELECT AVG(latency_ms) {OF_CALLS} AND calls.status = 'ok') AS latency
 FROM promotion_rollouts JOIN rollouts USING (rollout_id) WHERE {IS_EVIDENCE} ORDER BY rollouts.n
 """
 PROMOTION_REWARDS = f"""
@@ -111,42 +109,29 @@ class Promotion:
     evidence: dict[str, Any] = field(default_factory=dict)
 
 
-class Assigned(NamedTuple):
-    """Where a rollout stands in a test, and the version that answers it. Not `compared`: left to the live version."""
-
-    place: int
-    version: int
-    compared: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Observed:
     """A rollout that is evidence in a test, as it is now. `rewards`: those that are evidence.
 
-    `opened_by`: places are counted apart for each. `shown`: so many calls were answered by `version`, `mixed`: so many
-    by another one. `truncated`, `tool_errors`: the share of answers that were cut off, and of tool calls that failed.
+    `opened_by`: places are counted apart for each. `alone`: its version answered it, and no other model. The last five
+    are metrics (`NO_REWARDS`); None where it has no value of one.
     """
 
     rollout_id: str
     task_id: str | None
+    opened_by: str
     place: int
     version: int
-    status: RolloutStatus
     created_at: float
     ended_at: float | None
-    foreign_calls: int
-    calls: int
-    tokens: int
-    mixed: int
+    status: RolloutStatus
+    alone: bool
+    rewards: tuple[Reward, ...]
+    tool_errors: float
     truncated: float | None
-    latency_ms: float | None
-    tool_errors: float | None
-    rewards: tuple[Reward, ...] = ()
-    opened_by: str = ""
-    shown: int = 1
-
-
-Chooser = Callable[[str | None, int], Assigned]  # by a rollout's task, and its place among those of the task
+    unrewarded: float
+    answer_tokens: float | None
+    latency: float | None
 
 
 class UnderTest(NamedTuple):
@@ -157,7 +142,7 @@ class UnderTest(NamedTuple):
 
 
 class Promotions:
-    """The tests of the policy's versions, of which one at most is under way. Each write is one transaction."""
+    """The tests of the policy's versions."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -169,74 +154,67 @@ class Promotions:
         if row is None:
             self._now = None
         elif self._now is None or self._now.promotion.n != row["n"]:
-            self._now = await self._trial(row["n"])
+            test = await self._db.record(Promotion, PROMOTION, n=row["n"])
+            version = test.version if test else -1
+            candidate = await self._db.record(PolicyVersion, CANDIDATE, version=version)
+            self._now = UnderTest(test, candidate) if test and candidate else None
         return self._now
 
     async def under_way(self) -> Promotion | None:
         """Return the test that is under way, with its evidence so far; None without one."""
         return await self._db.record(Promotion, PROMOTION_UNDER_WAY)
 
-    async def candidate(self) -> PolicyVersion | None:
-        """Return the version that is tested; None if none is."""
-        test = await self.now()
-        return None if test is None else test.candidate
-
     async def last(self) -> dict[int, Promotion]:
         """Return, by version, the last test of each."""
         return {one.version: one for one in await self._db.records(Promotion, PROMOTIONS)}
 
-    async def last_of(self, version: int) -> Promotion | None:
-        """Return the last test of a version; None if it had none."""
-        return await self._db.record(Promotion, PROMOTION_OF, version=version)
-
-    async def waiting(self) -> PolicyVersion | None:
-        """Return the version that waits for its test; None if none does."""
-        return await self._db.record(PolicyVersion, WAITING)
-
-    async def wait(self, version: int, step: int) -> None:
-        """Let a version whose files are complete wait for its test, in the place of the one that waits already."""
-        row = {"version": version, "step": step, "why": f"version {version} took its place before it was tested"}
-        await self._db.commit([(REPLACED, [row]), (WAITS, [row]), (STEP_PUBLISHED, [row])])
-
-    async def begin(self, version: int, against: int) -> None:
-        """Begin the test of a version that waits, and is served. Conflict if another is tested, or other is live."""
-        row: dict[str, Any] = {"version": version, "against": against, "at": time.time()}
+    async def begin(self, version: int, step: int, against: int) -> None:
+        """Begin the test of a step's version that is served. Superseded if another is tested, or other is live."""
+        row: dict[str, Any] = {"version": version, "step": step, "against": against, "at": time.time()}
 
         async def work(db: Transaction) -> None:
             live = await db.one(LIVE_NOW)
             if await db.one(TESTING) is not None or live is None or live["version"] != against:
-                raise Conflict(f"policy version {version} cannot be tested now: another version was made live")
-            if not await db.all(BEGUN, row):
-                raise Conflict(f"policy version {version} does not wait for its test any more")
-            await db.all(PROMOTION_BEGIN, row)
+                raise Superseded(f"policy version {version} cannot be tested now: another version was made live")
+            for statement in (BEGUN, STEP_PUBLISHED, PROMOTION_BEGIN):
+                await db.all(statement, row)
 
         await self._db.write(work)
 
-    async def assign(self, test: Promotion, rollout: RolloutName, most: int, choose: Chooser) -> int:
+    async def assign(self, test: Promotion, rollout: RolloutName, config: Config) -> int:
         """Return the version that a rollout keeps: chosen now, unless it keeps one already.
 
-        At most `most` rollouts are compared. One that comes after that, or comes late, stays with the live version.
+        At most `max_rollouts` are compared. One that comes after that, or comes late, stays with the live version.
         """
-        row: dict[str, Any] = {"n": test.n, "rollout_id": rollout.rollout_id, "task_id": rollout.task_id}
-        row |= {"agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id, "evidence": rollout.evidence}
-        row["at"] = time.time()
+        gate = config.section(PromotionConfig)
+        row: dict[str, Any] = {"n": test.n, "at": time.time()}
+        row |= {
+            name: getattr(rollout, name) for name in ("rollout_id", "task_id", "agent", "mode", "key_id", "evidence")
+        }
 
         async def work(db: Transaction) -> int:
             if (kept := await db.one(KEPT, row)) is not None:
                 return int(kept["version"])
-            known = await db.one(KNOWN, row)
-            if known is not None and known["comes_late"]:
-                return test.against
-            of_task = row | _opened(row if known is None else known)
-            of_task["task_id"] = rollout.task_id if known is None else known["task_id"] or rollout.task_id
+            opened = row
+            if (known := await db.one(KNOWN, row)) is not None:
+                if known["comes_late"]:
+                    return test.against
+                opened = {name: known[name] for name in ("key_id", "evidence")}
+                opened["task_id"] = known["task_id"] or rollout.task_id
+            # In whose name it is counted, and whether it is evidence already.
+            evidence = bool(opened["evidence"])
+            of_task = row | {"task_id": opened["task_id"], "evidence": evidence}
+            of_task["opened_by"] = "" if evidence else opened["key_id"] or NO_STORED_KEY
             done, place = await db.one(COMPARED, row), await db.one(PLACE, of_task)
             is_tested = await db.one(IS_UNDER_WAY, row) is not None
-            if not is_tested or done is None or place is None or done["rollouts"] >= most:
+            if not is_tested or done is None or place is None or done["rollouts"] >= gate.max_rollouts:
                 return test.against
-            chosen = choose(of_task["task_id"], place["place"])
-            await db.all(ROLLOUT_SEEN, row | {"pin": chosen.version})
-            await db.all(ASSIGN, of_task | chosen._asdict())
-            return chosen.version
+            of_task["place"] = place["place"]
+            chosen = choose(test, of_task["task_id"], of_task["place"], config.trainer.group_size, gate.share)
+            version = test.against if chosen is None else chosen
+            await db.all(ROLLOUT_SEEN, row | {"pin": version})
+            await db.all(ASSIGN, of_task | {"version": version, "compared": chosen is not None})
+            return version
 
         return await self._db.write(work)
 
@@ -248,10 +226,10 @@ class Promotions:
     async def observed(self, test: Promotion) -> list[Observed]:
         """Return the compared rollouts of a test, in the order in which they began."""
         rollouts = await self._db.all(PROMOTION_OBSERVED, {"n": test.n})
-        earned = defaultdict[str, list[Reward]](list)
+        posted = defaultdict[str, list[Reward]](list)
         for row in await self._db.all(PROMOTION_REWARDS, {"n": test.n}):
-            earned[row["rollout_id"]].append(read(Reward, row, reward=row["value"], retrain=False))
-        return [read(Observed, row, rewards=tuple(earned[row["rollout_id"]])) for row in rollouts]
+            posted[row["rollout_id"]].append(read(Reward, row, reward=row["value"], retrain=False))
+        return [read(Observed, row, rewards=tuple(posted[row["rollout_id"]])) for row in rollouts]
 
     async def has_others(self, test: Promotion) -> bool:
         """Return whether rollouts of the test are no evidence, because of the keys that opened and rewarded them."""
@@ -265,34 +243,49 @@ class Promotions:
         """Make the version live, or take it back, together with the numbers. False if the test had ended before."""
         row: dict[str, Any] = {"n": test.n, "version": test.version, "outcome": outcome, "reason": reason}
         row |= {"evidence": dumps({**evidence}), "at": time.time()}
-        row["withdrawn"] = f"it was trained on from version {test.version}, which was taken back"
-        decided = GO_LIVE if outcome == "promoted" else (REJECTED, WITHDRAWN)
 
         async def work(db: Transaction) -> bool:
             if not await db.all(PROMOTION_DECIDED, row):
                 return False
-            for statement in decided:
+            for statement in GO_LIVE if outcome == "promoted" else (REJECTED,):
                 await db.all(statement, row)
             return True
 
         return await self._db.write(work)
 
     async def end(self, reason: str) -> None:
-        """Break off the test that is under way, and let nothing wait for one."""
+        """Break off the test that is under way."""
         row = {"reason": reason, "at": time.time()}
         await self._db.commit([(END, [row]), (VERSION_UNTESTED, [row])])
 
-    async def withdraw(self, reason: str) -> None:
-        """Take back the version that waits."""
-        await self._db.commit([(WITHDRAWN, [{"withdrawn": reason}])])
 
-    async def _trial(self, n: int) -> UnderTest | None:
-        test = await self._db.record(Promotion, PROMOTION, n=n)
-        version = None if test is None else await self._db.record(PolicyVersion, CANDIDATE, version=test.version)
-        return None if test is None or version is None else UnderTest(test, version)
+def choose(test: Promotion, task_id: str | None, place: int, group_size: int, share: float) -> int | None:
+    """Return the version for the rollout at a place, from 0, among those of its task (None: of no task).
+
+    A group is compared entirely or not at all (None). In it, one of each two rollouts in a row goes to each version;
+    which one comes first is drawn by a hash (permuted blocks of two), so order says nothing. It follows from the place
+    alone, so every process decides the same.
+    """
+    size = LONE if task_id is None else group_size
+    group, within = divmod(place, size)
+    if _drawn(test.n, task_id, "group", group) >= 2 * share:
+        return None
+    candidate_first = _drawn(test.n, task_id, "pair", group, within // 2) < 0.5
+    return test.version if (within % 2 == 0) == candidate_first else test.against
 
 
-def _opened(rollout: Row | Mapping[str, Any]) -> dict[str, Any]:
-    """In whose name a rollout is counted, and whether it is evidence already."""
-    evidence = bool(rollout["evidence"])
-    return {"opened_by": "" if evidence else rollout["key_id"] or NO_STORED_KEY, "evidence": evidence}
+def _drawn(*what: object) -> float:
+    """A number in [0, 1) that is always the same for the same."""
+    digest = blake2b("\n".join(map(repr, what)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest) / 256**7
+
+
+def candidates_server(config: Config, tests: Promotions) -> Placed:
+    """Return a hook that knows whether the policy's last server has the candidate's merged weights."""
+    upstream = config.policy_upstream
+
+    async def placed() -> Mapping[str, PolicyVersion]:
+        test = await tests.now()
+        return {} if test is None or upstream is None else {upstream.published_to[-1]: test.candidate}
+
+    return placed

@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 
 from ...trainer.plugins import TrainerCore, TrainerHooks, TrainerPlugin
 from .config import PromotionConfig
-from .promotions import NOT_GATED, Promotions
-from .splitting import candidates_server
+from .promotions import NOT_GATED, Promotions, candidates_server
 
 
 class GatedPublishingPlugin(TrainerPlugin):

@@ -44,8 +44,7 @@ async def test_what_is_to_be_served_is_what_is_live_tested_or_pinned_and_has_fil
         await published(store)
     candidate = await store.versions.new("lora", 5, {})
     await store.versions.saved(candidate, "path", "policy-v6")
-    await Promotions(store.database).wait(candidate, 5)
-    await Promotions(store.database).begin(candidate, 5)
+    await Promotions(store.database).begin(candidate, 5, 5)
     await store.versions.forget_files(2)
     assert [v.version for v in await store.versions.to_serve({0, 2, 3})] == [3, 5, 6]
     assert [v.version for v in await store.versions.with_files()] == [1, 3, 4, 5, 6]

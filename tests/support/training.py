@@ -137,8 +137,7 @@ class Bench:
         if not config.section(PromotionConfig).is_gated:
             return Publisher(config.policy, self.store, Swap(self.store, self.vllm, self.mode, directory), self.trainer)
         from lightning_proxy.features.promotion.gated import CandidateSwap, GatedPublisher
-        from lightning_proxy.features.promotion.promotions import Promotions
-        from lightning_proxy.features.promotion.splitting import candidates_server
+        from lightning_proxy.features.promotion.promotions import Promotions, candidates_server
 
         placed = candidates_server(self.config, Promotions(self.store.database))
         swap = CandidateSwap(self.store, self.vllm, self.mode, directory, placed)

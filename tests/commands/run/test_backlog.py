@@ -171,8 +171,7 @@ async def test_a_test_of_a_new_version_holds_nothing_back(work: Work) -> None:
     step = await work.step(names)
     version = await work.store.versions.new("merged", step, {})
     await work.store.versions.saved(version, "weights", "policy")
-    await Promotions(work.store.database).wait(version, step)
-    await Promotions(work.store.database).begin(version, 0)
+    await Promotions(work.store.database).begin(version, step, 0)
     assert await opens(backlog)
     await work.group(backlog, "t2")
     assert await opens(backlog), "though no step has taken these"

@@ -100,21 +100,10 @@ async def test_siblings_are_split_over_both_versions_and_each_keeps_its_own(
         for name, version_of_it in first.items():
             calls = (await system.call("GET", f"/rollouts/{name}"))[1]["calls"]
             assert [call["policy_versions"] for call in calls] == [[version_of_it]] * 2
+        _, opened = await system.call("POST", "/rollouts", {"task_id": "d", "n": 4})  # whose calls name no task
+        assert Counter([await served(system, one["rollout_id"]) for one in opened]) == {0: 2, version: 2}
         lone = [await served(system, f"lone{i}") for i in range(6)]
         assert [sorted(lone[i : i + 2]) for i in (0, 2, 4)] == [[0, version]] * 3
-
-
-async def test_siblings_that_were_opened_together_are_split_though_their_calls_name_no_task(
-    running: Any, tmp_path: Path
-) -> None:
-    async with gated(running, tmp_path, "lora") as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, "lora", version)
-        for task in ("a", "b", "c"):
-            _, opened = await system.call("POST", "/rollouts", {"task_id": task, "n": 4})
-            found = [await served(system, one["rollout_id"]) for one in opened]
-            assert Counter(found) == {0: 2, version: 2}
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
@@ -201,8 +190,8 @@ async def _none_down(system: Any) -> bool:
     return not await downs(system)
 
 
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_a_promotion_by_hand_ends_the_test_and_says_so(running: Any, tmp_path: Path, publish: str) -> None:
+async def test_a_promotion_by_hand_ends_the_test_and_says_so(running: Any, tmp_path: Path) -> None:
+    publish = "merged"
     async with gated(running, tmp_path, publish) as system:
         async with system.store() as store:
             earlier = await system.earlier_version(store, tmp_path)
@@ -307,10 +296,8 @@ def right(rollout):
 """
 
 
-@pytest.mark.parametrize(
-    ("second", "outcome"), [({}, "promoted"), ({"human": 0.1}, "rejected"), ({"right": 0.1}, "rejected")]
-)
-async def test_a_version_that_games_a_judge_is_stopped_by_people_or_by_another_rewarder(
+@pytest.mark.parametrize(("second", "outcome"), [({}, "promoted"), ({"human": 0.1}, "rejected")])
+async def test_a_version_that_games_a_judge_is_stopped_by_people(
     running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: dict[str, float], outcome: str
 ) -> None:
     monkeypatch.setattr("lightning_proxy.features.judge.scoring.GROUPS_POLL_S", 0.05)

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_proxy.core.errors import PublishError
 from lightning_proxy.features.promotion import gated
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.serving.swap import Swap
-from lightning_proxy.trainer.waiting import Stopped
 from support.training import Bench, DeafServer, HonestServer, bench, require_seen_clearly
 
 
@@ -23,7 +21,6 @@ from support.training import Bench, DeafServer, HonestServer, bench, require_see
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_proxy.serving.swap.LEAVE_S", 0.01)
     monkeypatch.setattr("lightning_proxy.serving.swap.DRAIN_POLL_S", 0.01)
-    monkeypatch.setattr(gated, "AGAIN_S", 0.0)
 
 
 @asynccontextmanager
@@ -53,44 +50,36 @@ async def decide(b: Bench, outcome: Any) -> None:
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_a_new_version_is_served_and_verified_but_not_live(base: Path, tmp_path: Path, publish: str) -> None:
-    async with behind_a_gate(base, tmp_path, publish) as b:
-        await step(b, None)
-        assert await statuses(b) == {0: "live", 1: "candidate"}
-        candidate = await b.store.versions.get(1)
-        assert candidate.verified
-        await require_seen_clearly(b.store, 1)
-        trial = await Promotions(b.store.database).now()
-        assert trial is not None
-        assert (trial.promotion.version, trial.promotion.against, trial.candidate) == (1, 0, candidate)
-        if publish == "lora":
-            assert "policy-v1" in b.server.models
-        else:
-            assert [server.label.split("-")[0] for server in (b.server, *b.replicas)] == ["default", "1"]
-
-
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_a_newer_step_replaces_the_one_that_waits_and_never_the_one_that_is_tested(
+async def test_training_goes_on_beside_a_test_and_the_newest_weights_are_tested_next(
     base: Path, tmp_path: Path, publish: str
 ) -> None:
     async with behind_a_gate(base, tmp_path, publish) as b:
         loop = await step(b, None)
+        candidate, trial = await b.store.versions.get(1), await Promotions(b.store.database).now()
+        assert (await statuses(b), candidate.verified) == ({0: "live", 1: "candidate"}, True), "served, and not live"
+        assert trial is not None
+        assert (trial.promotion.version, trial.promotion.against, trial.candidate) == (1, 0, candidate)
+        await require_seen_clearly(b.store, 1)
+        labels = [server.label.split("-")[0] for server in (b.server, *b.replicas)]
+        assert "policy-v1" in b.server.models if publish == "lora" else labels == ["default", "1"]
         await step(b, loop)
         await step(b, loop)
-        assert await statuses(b) == {0: "live", 1: "candidate", 2: "ready", 3: "waiting"}
-        assert (await b.store.versions.get(2)).error == "version 3 took its place before it was tested"
-        steps = await b.store.steps.all()
-        assert [(one.base, one.version) for one in steps] == [(0, 1), (1, 2), (2, 3)], "training goes on"
-        assert ["verify_deviations" in one.metrics for one in steps] == [True, False, False]
+        assert await statuses(b) == {0: "live", 1: "candidate"}
+        assert await steps(b) == [(0, 1), (1, None), (1, None)], "training goes on"
         await decide(b, "promoted")
         await loop.run(asyncio.Event(), once=True)
-        assert await statuses(b) == {0: "ready", 1: "live", 2: "ready", 3: "candidate"}
-        assert loop.base == 3
-        await require_seen_clearly(b.store, 3)
+        assert await statuses(b) == {0: "ready", 1: "live", 2: "candidate"}
+        assert (await steps(b), loop.base) == ([(0, 1), (1, None), (1, 2)], 2)
+        await require_seen_clearly(b.store, 2)
         await step(b, loop)
-        assert [one.base for one in await b.store.steps.all()] == [0, 1, 2, 3]
+        assert (await steps(b))[3] == (2, None)
         if publish == "merged":
-            assert b.replicas[0].label.startswith("3-")
+            assert b.replicas[0].label.startswith("2-")
+
+
+async def steps(b: Bench) -> list[tuple[int, int | None]]:
+    """The version that each step began with, and the one that it made."""
+    return [(one.base, one.version) for one in await b.store.steps.all()]
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
@@ -101,28 +90,25 @@ async def test_after_a_rejection_training_goes_on_from_the_live_version(
         loop = await step(b, None)
         await step(b, loop)
         await decide(b, "rejected")
-        assert await statuses(b) == {0: "live", 1: "rejected", 2: "rejected"}
+        assert await statuses(b) == {0: "live", 1: "rejected"}
         assert (await b.store.versions.get(1)).error == "as the test says"
-        assert (await b.store.versions.get(2)).error == "it was trained on from version 1, which was taken back"
+        await loop.run(asyncio.Event(), once=True)
+        assert (await statuses(b), loop.base) == ({0: "live", 1: "rejected"}, 0), "what was trained on from it is gone"
         await step(b, loop)
-        assert await statuses(b) == {0: "live", 1: "rejected", 2: "rejected", 3: "candidate"}
-        assert [one.base for one in await b.store.steps.all()] == [0, 1, 0]
+        assert await statuses(b) == {0: "live", 1: "rejected", 2: "candidate"}
+        assert await steps(b) == [(0, 1), (1, None), (0, 2)]
 
 
-async def test_a_trainer_that_is_started_again_goes_on_with_what_is_tested_and_waits(
-    base: Path, tmp_path: Path
-) -> None:
+async def test_a_trainer_that_is_started_again_goes_on_from_what_is_tested(base: Path, tmp_path: Path) -> None:
     async with behind_a_gate(base, tmp_path) as b:
         await step(b, await step(b, None))
         loop = b.loop()
         await loop.run(asyncio.Event(), once=True)
-        assert await statuses(b) == {0: "live", 1: "candidate", 2: "waiting"}
-        assert loop.base == 2
+        assert (await statuses(b), loop.base) == ({0: "live", 1: "candidate"}, 1)
         await decide(b, "promoted")
         again = b.loop()
         await again.run(asyncio.Event(), once=True)
-        assert await statuses(b) == {0: "ready", 1: "live", 2: "candidate"}
-        assert again.base == 2
+        assert (await statuses(b), again.base) == ({0: "ready", 1: "live", 2: "candidate"}, 2)
         await decide(b, "rejected")
         last = b.loop()
         await last.run(asyncio.Event(), once=True)
@@ -132,17 +118,15 @@ async def test_a_trainer_that_is_started_again_goes_on_with_what_is_tested_and_w
 async def test_a_version_that_was_being_saved_when_the_trainer_was_killed_is_saved_again(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     async with behind_a_gate(base, tmp_path) as b:
-        wait = Promotions.wait
-
-        async def killed(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Promotions, "wait", killed)
-        with pytest.raises(KeyboardInterrupt):
-            await step(b, None)
+        with monkeypatch.context() as patched:
+            patched.setattr(Promotions, "begin", killed)
+            with pytest.raises(KeyboardInterrupt):
+                await step(b, None)
         assert await statuses(b) == {0: "live", 1: "publishing"}
-        monkeypatch.setattr(Promotions, "wait", wait)
         await b.loop().run(asyncio.Event(), once=True)
         assert await statuses(b) == {0: "live", 1: "failed", 2: "candidate"}
 
@@ -155,37 +139,35 @@ async def test_a_version_made_live_by_hand_ends_the_test_and_training_goes_on_fr
         await decide(b, "promoted")
         await step(b, loop)
         await step(b, loop)
-        assert await statuses(b) == {0: "ready", 1: "live", 2: "candidate", 3: "waiting"}
+        assert await statuses(b) == {0: "ready", 1: "live", 2: "candidate"}
         swap = Swap(b.store, b.vllm, "lora", b.config.policy.directory)
         await swap.promote(0)
-        assert await statuses(b) == {0: "live", 1: "ready", 2: "ready", 3: "ready"}
+        assert await statuses(b) == {0: "live", 1: "ready", 2: "ready"}
         test = (await Promotions(b.store.database).last())[2]
         assert (test.status, test.reason) == ("ended", "version 0 was made live during the test")
         await step(b, loop)
-        assert (await b.store.steps.all())[-1].base == 0
-        assert await statuses(b) == {0: "live", 1: "ready", 2: "ready", 3: "ready", 4: "candidate"}
+        assert (await steps(b))[-1] == (0, 3)
+        assert await statuses(b) == {0: "live", 1: "ready", 2: "ready", 3: "candidate"}
         await decide(b, "rejected")
         assert (await swap.promote(1)).version == 1
         assert (await swap.rollback()).version == 0, "not a version that was never live"
 
 
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_only_every_nth_step_is_tested(base: Path, tmp_path: Path, publish: str) -> None:
-    async with behind_a_gate(base, tmp_path, publish, promote_every=2) as b:
+async def test_only_every_nth_step_is_tested(base: Path, tmp_path: Path) -> None:
+    async with behind_a_gate(base, tmp_path, promote_every=2) as b:
         loop = await step(b, None)
         assert await statuses(b) == {0: "live"}
-        for _ in range(4):
+        for _ in range(3):
             await step(b, loop)
-        assert await statuses(b) == {0: "live", 1: "candidate", 2: "waiting"}
-        assert [one.version for one in await b.store.steps.all()] == [None, 1, None, 2, None]
+        assert await steps(b) == [(0, None), (0, 1), (1, None), (1, None)]
         await decide(b, "promoted")
-        ahead = {name: weights.clone() for name, weights in b.trainer.adapter("default").items()}
-        await loop.run(asyncio.Event(), once=True)  # step 4 is tested, and the trainer is at step 5
-        assert await statuses(b) == {0: "ready", 1: "live", 2: "candidate"}
-        assert all(torch.equal(ahead[name], weights) for name, weights in b.trainer.adapter("default").items())
+        await loop.run(asyncio.Event(), once=True)
+        assert (await steps(b))[3] == (1, 2)
+        await step(b, loop)
+        await decide(b, "promoted")
         again = b.loop(promote_every=2)
         await again.run(asyncio.Event(), once=True)
-        assert (again.base, len(await b.store.versions.all())) == (2, 3), "nothing is published anew"
+        assert (again.base, (await steps(b))[4]) == (2, (2, None)), "one step since is too few"
 
 
 async def test_training_waits_where_it_is_too_far_ahead_of_what_is_live(base: Path, tmp_path: Path) -> None:
@@ -212,15 +194,6 @@ async def test_weights_that_are_not_served_are_never_tested(base: Path, tmp_path
         assert [server.label.split("-")[0] for server in b.replicas] in ([], ["0"])
 
 
-async def test_files_of_what_is_tested_or_waits_are_kept(base: Path, tmp_path: Path) -> None:
-    async with behind_a_gate(base, tmp_path) as b:
-        b.config = b.config.model_copy(update={"policy": b.config.policy.model_copy(update={"keep_versions": 2})})
-        loop = await step(b, None)
-        for _ in range(4):
-            await step(b, loop)
-        assert {v.version for v in await b.store.versions.all() if v.path is not None} == {1, 4, 5}
-
-
 async def test_a_test_that_no_proxy_weighs_is_told_once(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,22 +203,3 @@ async def test_a_test_that_no_proxy_weighs_is_told_once(
         for _ in range(2):
             await loop.run(asyncio.Event(), once=True)
     assert caplog.text.count("no proxy weighs policy version 1") == 1
-
-
-async def test_a_stop_before_a_test_begins_is_no_fault(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with behind_a_gate(base, tmp_path) as b:
-        loop = await step(b, None)
-        await step(b, loop)
-        await decide(b, "promoted")
-
-        async def stopped(*_: Any) -> None:
-            raise Stopped
-
-        with monkeypatch.context() as patched:
-            patched.setattr(loop._publisher, "_test", stopped)
-            await loop.run(asyncio.Event(), once=True)
-        assert await statuses(b) == {0: "ready", 1: "live", 2: "waiting"}
-        await loop.run(asyncio.Event(), once=True)
-        assert await statuses(b) == {0: "ready", 1: "live", 2: "candidate"}

@@ -6,16 +6,14 @@ import asyncio
 import json
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.features.promotion.promotions import Promotions
-from lightning_proxy.features.promotion.splitting import choose
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.calls import ANSWERED
@@ -29,18 +27,16 @@ DIES = (sys.executable, ROOT / "tests" / "support" / "killed_gate.py")
 
 async def fill(url: str, worse: bool) -> None:
     """A test whose rewards are enough for a decision."""
-    async with opened(StoreConfig(url=url)) as database:
-        store = Store(database)
+    config = Config.model_validate({"store": {"url": url}, "trainer": {"group_size": 2}})
+    async with opened(config.store) as database:
+        store, tests = Store(database), Promotions(database)
         version = await store.versions.new("lora", 1, {})
         await store.versions.saved(version, "/nowhere", f"policy-v{version}")
-        await Promotions(store.database).wait(version, 1)
-        await Promotions(store.database).begin(version, 0)
-        trial = await Promotions(store.database).now()
-        assert trial is not None
+        await tests.begin(version, 1, 0)
+        test = await tests.under_way()
+        assert test is not None
         for n in range(40):
-            task = f"t{n // 2}"
-            sides = partial(choose, trial.promotion, group_size=2, share=0.5)
-            side = await Promotions(store.database).assign(trial.promotion, RolloutName(f"r{n}", task), 1000, sides)
+            side = await tests.assign(test, RolloutName(f"r{n}", f"t{n // 2}"), config)
             await database.commit([(ANSWERED, [{"rollout_id": f"r{n}", "version": side}])])
             await store.rewards.post([Reward(f"r{n}", float((side == version) != worse))], None, b"")
 

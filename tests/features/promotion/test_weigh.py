@@ -1,37 +1,56 @@
-"""Rollouts become pairs, pairs evidence, and evidence a decision."""
+"""Rollouts are split over both versions, become pairs, pairs evidence, and evidence a decision."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward
-from lightning_proxy.features.promotion.config import PromotionConfig
-from lightning_proxy.features.promotion.gate import GateRules, Weighed, metrics, weigh
-from lightning_proxy.features.promotion.promotions import Observed, Promotion
-from lightning_proxy.features.promotion.splitting import choose
+from lightning_proxy.features.promotion.gate import Weighed, weigh
+from lightning_proxy.features.promotion.promotions import Observed, Promotion, choose
 
 TEST = Promotion(1, version=2, against=1, status="testing", began_at=0.0)
 NOW = 1_000.0
 
 
-def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any) -> GateRules:
-    found = metrics(PromotionConfig(metrics=margins or {"reward": 0.1}), {"reward": 1.0})
-    told = {"level": 0.05, "max_rollouts": 1000, "reward_timeout_s": 100.0, "group_timeout_s": 50.0, **changed}
-    return GateRules(metrics=found, group_size=size, **told)
+@pytest.mark.parametrize("group_size", [2, 7, 8])
+@pytest.mark.parametrize("task", ["t1", "t2", None])
+def test_siblings_are_split_evenly_whoever_comes_first(task: str | None, group_size: int) -> None:
+    size = 2 if task is None else group_size
+    found = [choose(TEST, task, place, group_size, 0.5) for place in range(20 * size)]
+    for group in range(20):
+        own = found[group * size : (group + 1) * size]
+        assert abs(own.count(1) - own.count(2)) == size % 2
+    assert set(found[::size]) == {1, 2}, "which version comes first is drawn"
+
+
+def test_a_smaller_share_compares_fewer_groups_but_whole_ones() -> None:
+    found = [[choose(TEST, f"t{i}", place, 4, 0.1) for place in range(4)] for i in range(500)]
+    compared = [group for group in found if None not in group]
+    assert 70 <= len(compared) <= 130
+    assert all(sorted(map(str, group)) in (["1", "1", "2", "2"], ["None"] * 4) for group in found)
+
+
+def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any) -> Config:
+    gate = {"mode": "gated", "max_rollouts": 1000, "reward_timeout_s": 100.0, "metrics": margins or {"reward": 0.1}}
+    weights = changed.pop("reward_weights", {"reward": 1.0})
+    trainer = {"group_size": size, "group_timeout_s": 50.0, "reward_weights": weights}
+    policy = {"publish": "lora"}
+    return Config.model_validate({"policy": policy, "promotion": gate | changed, "trainer": trainer})
 
 
 def seen(task: str | None, place: int, reward: float | None, size: int = 4, **changed: Any) -> Observed:
     """A rollout that ended at 20 with this reward."""
-    version = choose(TEST, task, place, size, 0.5).version
+    version = choose(TEST, task, place, size, 0.5)
     rewards = () if reward is None else (Reward(f"{task}-{place}", reward, created_at=21.0),)
     told: dict[str, Any] = {
-        "status": "completed", "created_at": 10.0, "ended_at": 20.0, "foreign_calls": 0, "calls": 1, "tokens": 10,
-        "mixed": 0, "truncated": 0.0, "latency_ms": 5.0, "tool_errors": None, "rewards": rewards, **changed,
+        "rollout_id": f"{task}-{place}", "task_id": task, "opened_by": "", "place": place, "version": version,
+        "status": "completed", "created_at": 10.0, "ended_at": 20.0, "alone": True, "rewards": rewards,
+        "tool_errors": 0.0, "truncated": 0.0, "unrewarded": 0.0, "answer_tokens": 10.0, "latency": 5.0,
     }  # fmt: skip
-    return Observed(f"{task}-{place}", task, place, version, **told)
+    return Observed(**told | changed)
 
 
 def groups(count: int, candidate: float, live: float, size: int = 4, **changed: Any) -> list[Observed]:
@@ -39,7 +58,7 @@ def groups(count: int, candidate: float, live: float, size: int = 4, **changed: 
     found = []
     for task in (f"t{i}" for i in range(count)):
         for place in range(size):
-            is_candidate = choose(TEST, task, place, size, 0.5).version == 2
+            is_candidate = choose(TEST, task, place, size, 0.5) == 2
             found.append(
                 seen(task, place, candidate if is_candidate else live, size, **(changed if is_candidate else {}))
             )
@@ -130,12 +149,12 @@ def test_a_sibling_that_comes_when_its_group_has_counted_changes_nothing() -> No
 
 
 def test_rollouts_without_a_task_are_compared_in_pairs() -> None:
-    lone = [seen(None, place, 1.0 if choose(TEST, None, place, 4, 0.5).version == 2 else 0.5) for place in range(9)]
+    lone = [seen(None, place, 1.0 if choose(TEST, None, place, 4, 0.5) == 2 else 0.5) for place in range(9)]
     weighed = weigh(TEST, lone, rules(), 30.0)
     assert (reward(weighed)["pairs"], reward(weighed)["difference"]) == (4, pytest.approx(0.5))
 
 
-@pytest.mark.parametrize("why", [{"foreign_calls": 1}, {"mixed": 1}, {"shown": 0}, {"status": "discarded"}])
+@pytest.mark.parametrize("why", [{"alone": False}, {"status": "discarded"}])
 def test_what_another_model_answered_or_somebody_discarded_counts_for_neither(why: dict[str, Any]) -> None:
     weighed = weigh(TEST, groups(10, 0.0, 1.0, **why), rules(), NOW)
     assert (reward(weighed)["pairs"], reward(weighed)["candidate"], reward(weighed)["live"]) == (0, None, 1.0)
@@ -149,30 +168,17 @@ def test_rewards_beyond_the_range_count_as_its_ends_and_are_counted() -> None:
 def test_the_newest_reward_of_each_name_counts_times_its_weight() -> None:
     posted = (Reward("r", 0.0, created_at=21.0), Reward("r", 1.0, created_at=22.0), Reward("r", 1.0, name="style"))
     one = [seen("t", place, None, 2, rewards=posted if place else (Reward("r", 0.0),)) for place in range(2)]
-    (metric,) = metrics(PromotionConfig(reward_range=(0.0, 2.0)), {"reward": 1.0, "style": 0.5})
-    told = GateRules([metric], 0.05, 1000, 100.0, 2, 50.0)
+    told = rules(size=2, reward_range=[0, 2], reward_weights={"reward": 1.0, "style": 0.5})
     assert abs(reward(weigh(TEST, one, told, NOW))["difference"]) == pytest.approx(0.75)
 
 
-GAMED: Sequence[tuple[str, dict[str, Any]]] = (
-    ("answer_tokens", {"tokens": 90}),
-    ("latency", {"latency_ms": 50.0}),
-    ("truncated", {"truncated": 1.0}),
-    ("tool_errors", {"tool_errors": 0.9}),
+@pytest.mark.parametrize(
+    ("name", "value"), [("answer_tokens", 90.0), ("latency", 50.0), ("truncated", 1.0), ("tool_errors", 0.9)]
 )
-
-
-@pytest.mark.parametrize(("name", "changed"), GAMED)
-def test_a_policy_that_games_its_reward_is_stopped_by_another_metric(name: str, changed: dict[str, Any]) -> None:
-    better = groups(150, 0.9, 0.5, **changed)
+def test_a_policy_that_games_its_reward_is_stopped_by_another_metric(name: str, value: float) -> None:
+    better = groups(150, 0.9, 0.5, **{name: value})
     assert weigh(TEST, better, rules(), NOW).outcome == "promoted"
     weighed = weigh(TEST, better, rules({"reward": 0.1, name: 0.1}), NOW)
     assert weighed.outcome == "rejected"
     assert weighed.reason.startswith(f"{name} is worse")
     assert weighed.evidence["metrics"]["reward"]["verdict"] == "safe"
-
-
-def test_a_policy_that_ends_rollouts_without_a_reward_is_stopped_where_that_is_a_metric() -> None:
-    silent = groups(60, 0.9, 0.5, rewards=())
-    weighed = weigh(TEST, silent, rules({"reward": 0.1, "unrewarded": 0.1}), NOW)
-    assert (weighed.outcome, weighed.reason.split(":")[0]) == ("rejected", "unrewarded is worse")

@@ -1,0 +1,150 @@
+"""Which rollouts a test takes and who decides it, with several proxies on one store, and what a look leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.records import Reward, RolloutName
+from lightning_proxy.features.promotion import gate
+from lightning_proxy.features.promotion.gate import Gate
+from lightning_proxy.features.promotion.promotions import Promotion, Promotions
+from lightning_proxy.store.opening import open_database, opened
+from lightning_proxy.store.store import Store
+from lightning_proxy.store.training import Collapse
+from support.calls import ANSWERED
+from support.stores import store_url
+
+Tested = tuple[Config, Store, Promotion]
+
+
+def config_of(tmp_path: Path, group_size: int) -> Config:
+    return Config.model_validate({
+        "store": {"url": store_url(tmp_path)}, "policy": {"publish": "lora"}, "promotion": {"mode": "gated"},
+        "trainer": {"group_size": group_size},
+    })  # fmt: skip
+
+
+async def begun(store: Store) -> Promotion:
+    version = await store.versions.new("lora", 1, {})
+    tests = Promotions(store.database)
+    await tests.begin(version, 1, 0)
+    test = await tests.under_way()
+    assert test is not None
+    return test
+
+
+@pytest.fixture
+async def tested(tmp_path: Path) -> AsyncIterator[Tested]:
+    """A test whose rewards are enough to promote its candidate."""
+    config = config_of(tmp_path, 2)
+    async with opened(config.store) as database:
+        store = Store(database)
+        test, tests = await begun(store), Promotions(database)
+        for n in range(40):
+            version = await tests.assign(test, RolloutName(f"r{n}", f"t{n // 2}"), config)
+            await database.commit([(ANSWERED, [{"rollout_id": f"r{n}", "version": version}])])
+            await store.rewards.post([Reward(f"r{n}", float(version == test.version))], None, b"")
+        yield config, store, test
+
+
+async def test_siblings_that_begin_at_once_at_two_proxies_are_split_evenly(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 8)
+    databases = [await open_database(config.store) for _ in range(2)]
+    test = await begun(Store(databases[0]))
+
+    async def began(n: int) -> int:
+        """Each begins at both."""
+        return await Promotions(databases[n % 2]).assign(test, RolloutName(f"r{n // 2}", "t"), config)
+
+    found = await asyncio.gather(*map(began, range(32)))
+    assert found[::2] == found[1::2]
+    assert Counter(found[::2]) == {0: 8, test.version: 8}
+    assert sorted(one.place for one in await Promotions(databases[0]).observed(test)) == list(range(16))
+    for database in databases:
+        await database.close()
+
+
+async def test_no_candidate_goes_live_while_publication_is_stopped_for_a_collapse(
+    tested: Tested, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, store, _ = tested
+    live, tests = await store.versions.live(), Promotions(store.database)
+    stop = Collapse("entropy", "entropy fell", time.time(), live.live_at, 0)  # type: ignore[arg-type]
+
+    async def stopped() -> Collapse:
+        return stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.steps, "collapse", stopped)
+        await Gate(config, store, tests).look()
+    assert (await store.versions.live()).version == 0
+    test = (await tests.last())[1]
+    assert (test.status, test.evidence["waits"]) == ("testing", "publication is stopped for a collapse")
+    await Gate(config, store, tests).look()
+    assert (await store.versions.live()).version == 1
+
+
+@pytest.mark.sqlite  # the lock on a server sleeps, too
+async def test_an_error_in_a_look_does_not_end_the_gate_and_a_slow_one_does_not_hold_it_up(
+    tested: Tested, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, store, _ = tested
+    look, sleep, rests = Gate.look, asyncio.sleep, list[float]()
+
+    async def slow(self: Gate) -> None:
+        await sleep(0.2)  # others have the processor
+        if not rests:
+            raise RuntimeError("a fault of the gate's own")
+        await look(self)
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(Gate, "look", slow)
+    monkeypatch.setattr(gate.asyncio, "sleep", rest)
+    running = asyncio.create_task(Gate(config, store, Promotions(store.database)).run())
+    async with asyncio.timeout(20):
+        while (await store.versions.live()).version == 0:
+            await sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert set(rests) == {gate.LOOK_S} and len(rests) > 1
+
+
+async def test_no_rollout_is_put_into_a_test_that_was_decided_meanwhile(tested: Tested) -> None:
+    config, store, test = tested
+    tests = Promotions(store.database)
+    assert await tests.decide(test, "rejected", "as the test says", {})
+    before = len(await tests.observed(test))
+    assert [await tests.assign(test, RolloutName(f"late{n}", "t"), config) for n in range(2)] == [0, 0]
+    assert len(await tests.observed(test)) == before
+
+
+async def test_what_a_rollout_is_observed_by_is_read_off_its_calls_and_rewards(tested: Tested) -> None:
+    _, store, test = tested
+    tests = Promotions(store.database)
+    for statement in (
+        "UPDATE calls SET status = 'ok', finish_reason = 'length', latency_ms = 40.0 WHERE rollout_id = 'r0'",
+        "UPDATE rollouts SET calls = 2, tokens = 7 WHERE rollout_id = 'r0'",
+        "UPDATE calls SET policy_version = 1 - policy_version WHERE rollout_id = 'r1'",
+        "UPDATE rollouts SET foreign_calls = 1 WHERE rollout_id = 'r2'",
+        "DELETE FROM rewards WHERE rollout_id = 'r3'",
+        "UPDATE promotion_rollouts SET evidence = 1 WHERE rollout_id = 'r3'",
+        "UPDATE rollouts SET status = 'failed', end_counts = 0 WHERE rollout_id = 'r4'",
+    ):
+        await store.database.execute(statement)
+    seen = {one.rollout_id: one for one in await tests.observed(test)}
+    assert len(seen) == 40
+    first = seen["r0"]
+    assert (first.truncated, first.latency, first.answer_tokens, first.tool_errors) == (1.0, 40.0, 3.5, 0.0)
+    assert [bool(seen[f"r{n}"].alone) for n in range(4)] == [True, False, False, True]
+    assert [one for one in seen if seen[one].unrewarded] == ["r3"] and seen["r3"].rewards == ()
+    assert seen["r4"].status == "completed", "no key that gives evidence has said that it failed"
