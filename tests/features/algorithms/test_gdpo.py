@@ -1,4 +1,4 @@
-"""GDPO against numbers by hand, and against TRL's formula."""
+"""GDPO against numbers by hand. `tests/reference/test_advantages.py` has its formula."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_proxy.core.records import Reward
 from lightning_proxy.core.returns import Rules
@@ -37,14 +36,6 @@ def test_each_name_is_compared_by_itself() -> None:
     assert [own[0] for own in found] == pytest.approx([0.433, 1.299, -1.299, -0.433], abs=1e-3)
     assert found[0][0] == found[0][1]
     assert group_advantages(group, config(baseline="dr_grpo")) == [[-0.5, -0.5], [1.5], [-1.5], [0.5]]
-
-
-def test_it_is_trls_normalize_then_sum_but_for_the_division_over_the_step() -> None:
-    rewards = torch.tensor([[1.0, 3.0], [0.0, 7.0], [1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
-    normalised = (rewards - rewards.mean(0)) / (rewards.std(0) + 1e-4)
-    expected = (normalised * torch.tensor([1.0, 0.5])).sum(1)
-    found = group_advantages([sibling(*row) for row in rewards.tolist()], config())
-    assert [own for (own,) in found] == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 def test_a_name_that_never_differs_or_that_a_sibling_does_not_have_says_nothing_of_it() -> None:

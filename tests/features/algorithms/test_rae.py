@@ -1,9 +1,6 @@
-"""RAE against numbers by hand, and in a game of two seats."""
+"""RAE against numbers by hand."""
 
 from __future__ import annotations
-
-import random
-from math import exp
 
 import pytest
 
@@ -42,19 +39,6 @@ def test_a_reward_of_the_rollout_itself_is_that_of_every_seat() -> None:
 def test_a_rollout_in_which_a_seat_decided_nothing_says_nothing_of_it() -> None:
     failed = Sibling([call("0", "white", started_at=5.0, status="error")], RolloutRewards(None, {"0": -9.0}))
     assert group_advantages([game(0, 1.0, -1.0), failed, game(10, 1.0, -1.0)], CONFIG)[2] == [0.0] * 4
-
-
-def test_two_seats_of_unequal_chances_both_learn() -> None:
-    """White wins nine games in ten and black one, each more often after action 1; 1 to the winner, -1 to the other."""
-    chance, parameters, played = random.Random(1), [0.0, 0.0], list[Sibling]()
-    for n in range(400):
-        actions = [int(chance.random() < 1 / (1 + exp(-p))) for p in parameters]
-        won = chance.random() < 0.9 + 0.1 * (actions[0] - actions[1])
-        played = [game(10.0 * n, 2.0 * won - 1, 1 - 2.0 * won), *played[:15]]
-        for seat, action in enumerate(actions):
-            advantage = group_advantages(played, CONFIG)[0][seat] or 0.0
-            parameters[seat] += 0.5 * advantage * (action - 1 / (1 + exp(-parameters[seat])))
-    assert min(parameters) > 0.5
 
 
 async def test_a_step_compares_rollouts_without_a_task_with_earlier_ones_of_the_store(traffic: Traffic) -> None:
