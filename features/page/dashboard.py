@@ -10,21 +10,20 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from html import escape
 from pathlib import Path
-from secrets import compare_digest
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ...commands.serve import UVICORN
 from ...commands.system.processes import require_free_port
@@ -44,7 +43,7 @@ _NONE = UpstreamConfig(name="none", kind="openai", base_url=f"http://{HOST}:9/v1
 router = APIRouter()
 STEPS = 1000
 WIDTH, HEIGHT = 480, 60
-START = """<!doctype html>
+LIST = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>lightning-proxy</title>
 <link rel="icon" href="page/icon.svg"><link rel="stylesheet" href="page/page.css"></head>
@@ -54,6 +53,10 @@ START = """<!doctype html>
 {rows}
 </tbody></table></div></main></body></html>
 """
+ROW = """<tr><td class="head"><a href="{address}">{name}</a></td><td data-label="steps">{steps}</td>
+<td data-label="last">{last}</td><td data-label="held out">{held_out}</td><td class="head">
+<svg class="curve" viewBox="0 0 {width} {height}" preserveAspectRatio="none">
+<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg></td></tr>"""
 
 
 def dashboard(find: Callable[[], Sequence[StoreConfig]], port: int, *, is_folder: bool) -> None:
@@ -62,58 +65,38 @@ def dashboard(find: Callable[[], Sequence[StoreConfig]], port: int, *, is_folder
     Whoever has the address that is printed can look: it holds a key that is made for this once. `is_folder`: `find` may
     return further stores later.
     """
-    from uvicorn import Config as Settings
-    from uvicorn import Server
+    import uvicorn
 
-    places = _Places(find)
-    stores = places.find()
-    if missing := next((path for path in _files(stores) if not path.is_file()), None):
-        raise LightningError(f"there is no store at {missing}: name one with --store FILE")
-    for store in stores:
+    found = find()
+    for store in found:
+        if not store.is_postgres and not _file(store).is_file():
+            raise LightningError(f"there is no store at {_file(store)}: name one with --store FILE")
         asyncio.run(_require_readable(store))
     require_free_port(HOST, port, "--port")
-    key = secrets.token_urlsafe(16)
-    proxy = ProxyConfig(port=port, api_keys=[SecretStr(key)])
-
-    def named() -> list[tuple[str, Config]]:
-        now = places.find()
-        configs = [Config(store=store, proxy=proxy, upstreams=[_NONE]) for store in now]
-        return list(zip(_names(now), configs, strict=True))
-
-    if len(stores) == 1 and not is_folder:
-        app, what, where = create_dashboard(named()[0][1]), stores[0].where, "#/"
+    stores = Stores(find, secrets.token_urlsafe(16), port)
+    if len(found) == 1 and not is_folder:
+        routes, what, where = [Mount("/", stores)], found[0].where, "#/"
     else:
-        app, what, where = create_dashboards(named, key), f"{len(stores)} store{'s' * (len(stores) > 1)}", ""
-    server = Server(Settings(app, host=HOST, port=port, **UVICORN))
-    typer.echo(f"{what}: http://{HOST}:{port}/{where}?key={key}")
-    typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
-    threading.Thread(target=end_when_written, args=(places.idle, server), daemon=True).start()
+        routes = [Route("/", stores.listed), Route("/page/{name:path}", _page_file), Mount("/{n:int}", stores)]
+        what, where = f"{len(found)} store{'s' * (len(found) > 1)}", ""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with stores.opened():
+            typer.echo(f"{what}: http://{HOST}:{port}/{where}?key={stores.key}")
+            typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
+            yield
+
+    server = uvicorn.Server(
+        uvicorn.Config(Starlette(routes=routes, lifespan=lifespan), host=HOST, port=port, **UVICORN)
+    )
+    threading.Thread(target=end_when_written, args=(stores.idle, server), daemon=True).start()
     with suppress(KeyboardInterrupt):
         server.run()
-    if written := next((file for file in places.idle if file.is_written()), None):
+    if written := next((file for file in stores.idle if file.is_written()), None):
         raise LightningError(
             f"{written.path} is in use again, so the page would be out of date: start the dashboard again"
         )
-
-
-def _files(stores: Iterable[StoreConfig]) -> list[Path]:
-    return [store.path.expanduser().absolute() for store in stores if not store.is_postgres]
-
-
-class _Places:
-    """The stores that are shown, found anew at each look. `idle`: those that nobody used when they were first seen."""
-
-    def __init__(self, find: Callable[[], Sequence[StoreConfig]]) -> None:
-        self._find = find
-        self._seen: set[Path] = set()
-        self.idle: list[IdleFile] = []
-
-    def find(self) -> Sequence[StoreConfig]:
-        stores = self._find()
-        new = {*_files(stores)} - self._seen
-        self._seen |= new
-        self.idle += [IdleFile(path) for path in new if not is_in_use(path)]
-        return stores
 
 
 def stores_at(place: str) -> list[StoreConfig]:
@@ -121,19 +104,10 @@ def stores_at(place: str) -> list[StoreConfig]:
     if "://" in place:
         return [StoreConfig(url=place)]
     path = Path(place).absolute()
-    found = sorted(path.rglob("lightning.db")) if path.is_dir() else [path]
-    if not found:
+    files = sorted(path.rglob("lightning.db")) if path.is_dir() else [path]
+    if not files:
         raise LightningError(f"there is no lightning.db in {path}: name a store with --store FILE")
-    return [StoreConfig(url=f"sqlite:///{file}") for file in found]
-
-
-def _names(stores: Sequence[StoreConfig]) -> list[str]:
-    """What tells the stores apart: files are named from the folder that they share."""
-    shared = os.path.commonpath([Path(store.where).parent for store in stores if not store.is_postgres] or [Path("/")])
-    return [
-        store.where if store.is_postgres else os.path.relpath(store.where, shared).removesuffix("/lightning.db")
-        for store in stores
-    ]
+    return [StoreConfig(url=f"sqlite:///{file}") for file in files]
 
 
 def end_when_written(files: Sequence[IdleFile], server: Any) -> None:
@@ -150,112 +124,99 @@ async def _require_readable(store: StoreConfig) -> None:
         pass
 
 
+def _file(store: StoreConfig) -> Path:
+    return store.path.expanduser().absolute()
+
+
 @router.get("/readyz")
 async def readyz() -> dict[str, str]:
     """There is nothing that could answer a call."""
     return {"status": "alone", "store": "ok"}
 
 
-def create_dashboard(config: Config) -> ASGIApp:
-    """Return the page over a store as an app."""
-    return Dispatch(dashboard_api(config))
-
-
-def dashboard_api(config: Config) -> FastAPI:
-    """Return the page and the routes that read."""
-    return api_to_read(config, router)
-
-
-def create_dashboards(find: Callable[[], Sequence[tuple[str, Config]]], key: str) -> ASGIApp:
-    """Return one app over named stores: `/0/` is the first one's page. `/?key=KEY` lists them.
-
-    `find` is asked at each look at the list: a store that is new gets a page, too.
-    """
-    stores = _Stores(find)
-
-    async def start(request: Request) -> Response:
-        if not compare_digest(request.query_params.get("key", "").encode(), key.encode()):
-            return Response("the address that `dashboard` printed has the key", 401)
-        listed = [(f"{n}/#/?key={key}", name, await _found(store)) for n, name, store in await stores.look()]
-        most = max((reward for *_, found in listed for reward in found.curve), default=1.0)
-        rows = "\n".join(_row(*one, most) for one in listed)
-        return Response(START.format(rows=rows, most=f"{most:.3g}"), headers=HEADERS, media_type=TYPES[".html"])
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with stores:
-            await stores.look()
-            yield
-
-    routes = [Route("/", start), Route("/page/{name:path}", _file), Mount("/{n:int}", stores)]
-    return Starlette(routes=routes, lifespan=lifespan)
-
-
-class _Stores:
-    """The pages of the stores that were found so far, by their number. It is the app below `/N`."""
-
-    def __init__(self, find: Callable[[], Sequence[tuple[str, Config]]]) -> None:
-        self._find = find
-        self._opened: dict[str, FastAPI] = {}
-        self._pages: list[Dispatch] = []
-        self._stack, self._one_at_a_time = AsyncExitStack(), asyncio.Lock()
-
-    async def __aenter__(self) -> None:
-        await self._stack.__aenter__()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def look(self) -> list[tuple[int, str, Store]]:
-        """Return number, name and store of each that is there, in the order of their numbers. Open new ones."""
-        async with self._one_at_a_time:
-            found = {config.store.url: (name, config) for name, config in await asyncio.to_thread(self._find)}
-            for url, (_, config) in found.items():
-                if url not in self._opened:
-                    control = dashboard_api(config)
-                    with suppress(LightningError):  # it is only just made: the next look opens it
-                        await self._stack.enter_async_context(control.router.lifespan_context(control))
-                        self._opened[url] = control
-                        self._pages.append(Dispatch(control))
-        opened = enumerate(self._opened.items())
-        return [(n, found[url][0], control.state.parts.store) for n, (url, control) in opened if url in found]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        n = scope["path_params"]["n"]
-        page: ASGIApp = self._pages[n] if n < len(self._pages) else Response(status_code=404)
-        await page(scope, receive, send)
-
-
-async def _file(request: Request) -> Response:
+async def _page_file(request: Request) -> Response:
     return await get_file(request, request.path_params["name"])
 
 
-class _Found(NamedTuple):
-    """Mean rewards: of each training step; of eval rollouts with the first and the last version that has any."""
+class Stores:
+    """The stores that are shown, found anew at each look at their list: a new one gets a page, too.
 
-    curve: list[float]
-    held_out: list[float]
+    It is the app below `/N`: the page of the Nth store that was opened. `idle`: the files that nobody used then.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[StoreConfig]], key: str, port: int) -> None:
+        self._find, self.key = find, key
+        self._proxy = ProxyConfig(port=port, api_keys=[SecretStr(key)])
+        self.idle: list[IdleFile] = []
+        self._pages: dict[str, tuple[Dispatch, Store]] = {}  # by the store's URL
+        self._stack, self._one_at_a_time = AsyncExitStack(), asyncio.Lock()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Keep the stores open during the block."""
+        async with self._stack:
+            await self._look()
+            yield
+
+    async def _look(self) -> Sequence[StoreConfig]:
+        """Return the stores that are there. Open new ones."""
+        async with self._one_at_a_time:
+            stores = await asyncio.to_thread(self._find)
+            for store in stores:
+                if store.url not in self._pages:
+                    with suppress(LightningError):  # it is only just made: the next look opens it
+                        await self._open(store)
+            return [store for store in stores if store.url in self._pages]
+
+    async def _open(self, store: StoreConfig) -> None:
+        control = api_to_read(Config(store=store, proxy=self._proxy, upstreams=[_NONE]), router)
+        idle = [] if store.is_postgres or is_in_use(_file(store)) else [IdleFile(_file(store))]
+        await self._stack.enter_async_context(control.router.lifespan_context(control))
+        self._pages[store.url] = Dispatch(control), control.state.parts.store
+        self.idle += idle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pages, n = [*self._pages.values()], scope["path_params"].get("n", 0)
+        page = pages[n][0] if n < len(pages) else Response(status_code=404)
+        await page(scope, receive, send)
+
+    async def listed(self, request: Request) -> Response:
+        """Answer with the list of the stores."""
+        if not secrets.compare_digest(request.query_params.get("key", "").encode(), self.key.encode()):
+            return Response("the address that `dashboard` printed has the key", 401)
+        stores, order = await self._look(), [*self._pages]
+        learned = [await _learned(self._pages[store.url][1]) for store in stores]
+        most = max((reward for curve, _ in learned for reward in curve), default=1.0)
+        rows = [
+            _row(f"{order.index(store.url)}/#/?key={self.key}", name, *one, most)
+            for store, name, one in zip(stores, _names(stores), learned, strict=True)
+        ]
+        body = LIST.format(rows="\n".join(rows), most=f"{most:.3g}")
+        return Response(body, headers=HEADERS, media_type=TYPES[".html"])
 
 
-async def _found(store: Store) -> _Found:
+def _names(stores: Sequence[StoreConfig]) -> list[str]:
+    """What tells the stores apart: files are named from the folder that they share."""
+    shared = os.path.commonpath([Path(store.where).parent for store in stores if not store.is_postgres] or [Path("/")])
+    return [
+        store.where if store.is_postgres else os.path.relpath(store.where, shared).removesuffix("/lightning.db")
+        for store in stores
+    ]
+
+
+async def _learned(store: Store) -> tuple[list[float], list[float]]:
+    """Return mean rewards: of each training step; of eval rollouts with the first and the last version that has any."""
     steps = reversed(await store.steps.newest(STEPS))
     curve = [reward for step in steps if (reward := step.metrics.get("reward_mean")) is not None]
-    versions = [one.version for one in await store.versions.all()]
-    earned = await store.versions.rewards(versions)
+    earned = await store.versions.rewards([one.version for one in await store.versions.all()])
     held_out = [mean.mean for (mode, _), mean in sorted(earned.items()) if mode == "eval"]
-    return _Found(curve, held_out[:1] + held_out[1:][-1:])
+    return curve, held_out[:1] + held_out[1:][-1:]
 
 
-def _row(address: str, name: str, found: _Found, most: float) -> str:
-    curve = found.curve
+def _row(address: str, name: str, curve: list[float], held_out: list[float], most: float) -> str:
     across, up = WIDTH / max(1, len(curve) - 1), HEIGHT / (most or 1.0)
-    points = " ".join(f"{i * across:.1f},{HEIGHT - max(0.0, reward) * up:.1f}" for i, reward in enumerate(curve))
-    drawn = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
-    last = f"{curve[-1]:.3g}" if curve else ""
-    held_out = " → ".join(f"{mean:.3g}" for mean in found.held_out)
-    return (
-        f'<tr><td class="head"><a href="{escape(address)}">{escape(name)}</a></td>'
-        f'<td data-label="steps">{len(curve)}</td><td data-label="last">{last}</td>'
-        f'<td data-label="held out">{held_out}</td><td class="head">'
-        f'<svg class="curve" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{drawn}</svg></td></tr>'
-    )
+    return ROW.format(
+        address=escape(address), name=escape(name), steps=len(curve), last=f"{curve[-1]:.3g}" if curve else "",
+        held_out=" → ".join(f"{mean:.3g}" for mean in held_out), width=WIDTH, height=HEIGHT,
+        points=" ".join(f"{i * across:.1f},{HEIGHT - max(0.0, reward) * up:.1f}" for i, reward in enumerate(curve)),
+    )  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import takewhile
 from time import monotonic
 from typing import Annotated, Any, Literal
 
@@ -19,14 +19,14 @@ from ...proxy.api.bodies import Cursor
 from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.gateway.asgi import read_headers
 from ...proxy.gateway.server import is_stopping
-from ...store.database import Database, Feed, Row
+from ...store.database import Feed
 
 router = APIRouter(tags=["page"], route_class=UserRoute)
 LOOK_S = 0.25  # from one look at the store to the next
 LONGEST_S = 1.0  # until who waits is woken to say that the feed is alive
 QUIET_S = 15.0  # after which a comment says that the feed is still there
 AT_ONCE = 500  # events that are read and sent at a time
-KEPT = 8  # looks, for feeds whose readers are slow
+KEPT = 4000  # newest events, for feeds whose readers are slow
 # Neither a browser nor a proxy on the way is to keep events back.
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}}
@@ -57,13 +57,9 @@ SELECT policy_versions.version AS ref, policy_versions.version, status, verified
     policy_versions.version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) AS live
 FROM policy_versions WHERE policy_versions.version IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
 """
-_ROWS: dict[str, str] = {
-    "call": FEED_CALLS,
-    "reward": FEED_REWARDS,
-    "rollout": FEED_ROLLOUTS,
-    "step": FEED_STEPS,
-    "version": FEED_VERSIONS,
-}
+_ROWS = {
+    "call": FEED_CALLS, "reward": FEED_REWARDS, "rollout": FEED_ROLLOUTS, "step": FEED_STEPS, "version": FEED_VERSIONS,
+}  # fmt: skip
 
 
 @router.get("/feed", response_class=StreamingResponse, responses=_EVENTS)  # type: ignore[arg-type]
@@ -77,131 +73,38 @@ async def feed(
     It continues after `cursor`, an event's `id`, or begins now. `missed` comes first if events after the cursor are no
     longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
     """
-    p = request.parts
-    looks = _looks(request, p.store.database)
-    given = [one for one in (cursor, last_event_id) if one is not None]
-    newest = await looks.events.newest()  # first: it is what numbers and forgets events in PostgreSQL
-    nothing_missed = not given or await looks.events.knows(given[0])
-    frames = _frames(request, looks, given[0] if given and nothing_missed else newest, nothing_missed)
-    return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
-
-
-def _looks(request: ControlRequest, database: Database) -> Looks:
-    """The one look at the store for all feeds."""
     state = request.app.state
-    if not hasattr(state, "looks"):
-        state.looks = Looks(database)
-    looks: Looks = state.looks
-    return looks
+    if not hasattr(state, "looks"):  # one for all feeds
+        state.looks = Looks(FeedEvents(request.parts.store.database))
+    given = cursor if cursor is not None else last_event_id
+    newest = await state.looks.events.newest()  # first: it is what numbers and forgets events in PostgreSQL
+    nothing_missed = given is None or await state.looks.events.knows(given)
+    begin = given if given is not None and nothing_missed else newest
+    frames = _frames(request, state.looks, begin, nothing_missed)
+    return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
 
 
 async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if nothing_missed else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
     sent_at, keys, headers = monotonic(), request.parts.keys, read_headers(request.scope)
+    looks.follow(1)
     try:
-        with looks.followed():
-            while not is_stopping(request.scope):
-                is_quiet, frames = monotonic() > sent_at + QUIET_S, b""
-                if looks.cursor > cursor or is_quiet:
-                    sees = (await keys.authenticate(headers)).sees  # its key may have been revoked meanwhile
-                if looks.cursor > cursor:
-                    frames, cursor = await looks.after(cursor, sees)
-                if frames or is_quiet:
-                    sent_at = monotonic()
-                    yield frames or b":\nid: %d\n\n" % cursor
-                if looks.cursor <= cursor:
-                    await looks.next()
+        while not is_stopping(request.scope):
+            is_quiet, frames = monotonic() > sent_at + QUIET_S, b""
+            if looks.cursor > cursor or is_quiet:
+                sees = (await keys.authenticate(headers)).sees  # its key may have been revoked meanwhile
+            if looks.cursor > cursor:
+                happened, cursor = await looks.after(cursor)
+                frames = b"".join(one.frame(sees) for one in happened)
+            if frames or is_quiet:
+                sent_at = monotonic()
+                yield frames or b":\nid: %d\n\n" % cursor
+            if looks.cursor <= cursor:
+                await looks.next()
     except LightningError as error:
         yield b": %s\n\n" % error.message.replace("\n", " ").encode()
-
-
-class _Look:
-    """What had happened from one look at the store to the next: the events after `begin`, to `end`."""
-
-    def __init__(self, begin: int, end: int, happened: Sequence[Happened]) -> None:
-        self.begin, self.end, self._happened = begin, end, happened
-        self._frames: dict[tuple[str | None, int], bytes] = {}
-
-    def frames(self, cursor: int, sees: str | None) -> bytes:
-        """Return the events after `cursor`, as those see them who see the rollouts of this key (None: all)."""
-        key = sees, max(cursor, self.begin)
-        if key not in self._frames:
-            seen = (one for one in self._happened if one.n > cursor)
-            self._frames[key] = b"".join(_frame(one, sees) for one in seen if _is_seen(one, sees))
-        return self._frames[key]
-
-
-class Looks:
-    """Looks at the store for all feeds of this process, while there are any. `cursor`: the newest event that it saw."""
-
-    def __init__(self, database: Database) -> None:
-        self.events = FeedEvents(database)
-        self.cursor = 0
-        self._looks = deque[_Look](maxlen=KEPT)
-        self._feeds = 0
-        self._task: asyncio.Task[None] | None = None
-        self._woken = asyncio.Event()
-
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Look at the store during the block."""
-        self._feeds += 1
-        if self._task is None or self._task.done():
-            self._looks.clear()
-            self.cursor = 0
-            self._task = asyncio.create_task(self._look())
-        try:
-            yield
-        finally:
-            self._feeds -= 1
-            if not self._feeds and self._task is not None:
-                self._task.cancel()
-                self._task = None
-
-    async def next(self) -> None:
-        """Return after the next look that saw something, or soon. Raise LightningError if nobody can look."""
-        assert self._task is not None
-        if not self._task.done():
-            await self._woken.wait()
-        if self._task.done():
-            self._task.result()
-
-    async def after(self, cursor: int, sees: str | None) -> tuple[bytes, int]:
-        """Return the events after `cursor`, as `_Look.frames` does, and the cursor after them."""
-        for look in self._looks:
-            if look.end > cursor >= look.begin:
-                return look.frames(cursor, sees), look.end
-        happened, end = await self.events.after(cursor, AT_ONCE)  # a feed that begins, or is behind
-        return _Look(cursor, end, happened).frames(cursor, sees), end
-
-    async def _look(self) -> None:
-        try:
-            self.cursor, woken_at = await self.events.newest(), 0.0
-            while True:
-                begin = self.cursor
-                if await self.events.newest() != begin:
-                    happened, self.cursor = await self.events.after(begin, AT_ONCE)
-                    self._looks.append(_Look(begin, self.cursor, happened))
-                if self.cursor != begin or monotonic() > woken_at + LONGEST_S:
-                    woken_at = monotonic()
-                    self._wake()
-                if self.cursor - begin < AT_ONCE:
-                    await asyncio.sleep(LOOK_S)
-        finally:
-            self._wake()
-
-    def _wake(self) -> None:
-        self._woken.set()
-        self._woken = asyncio.Event()
-
-
-def _is_seen(one: Happened, sees: str | None) -> bool:
-    return sees is None or one.kind in ("step", "version") or one.key_id == sees
-
-
-def _frame(one: Happened, sees: str | None) -> bytes:
-    data = one.data | {"reward": None} if sees is not None and one.kind == "step" else one.data
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (one.n, one.kind.encode(), dumps(data).encode())
+    finally:
+        looks.follow(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +119,15 @@ class Happened:
     data: dict[str, Any]
     key_id: str | None
 
+    def frame(self, sees: str | None) -> bytes:
+        """Return it as those see it who see the rollouts of this key (None: all); nothing if it is about others'."""
+        data = self.data
+        if sees is not None and self.kind == "step":
+            data = data | {"reward": None}
+        elif sees is not None and self.kind != "version" and self.key_id != sees:
+            return b""
+        return b"id: %d\nevent: %s\ndata: %s\n\n" % (self.n, self.kind.encode(), dumps(data).encode())
+
 
 class FeedEvents(Feed):
     """The newest 10,000 events, with what they are about."""
@@ -227,19 +139,75 @@ class FeedEvents(Feed):
         """
         rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
         last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}
-        found: list[Happened] = []
+        happened = list[Happened]()
         for kind, statement in _ROWS.items():
-            if not (refs := [ref for one, ref in last if one == kind]):
-                continue
-            happened = await self._db.all(statement, {"refs": dumps(refs)})
-            found += [_happened(last[kind, str(row["ref"])], kind, row) for row in happened]
-        return sorted(found, key=lambda one: one.n), rows[-1]["n"] if rows else cursor
+            refs = [ref for one, ref in last if one == kind]
+            for row in await self._db.all(statement, {"refs": dumps(refs)}) if refs else ():
+                data = dict(row)
+                n, key_id = last[kind, str(data.pop("ref"))], data.pop("key_id", None)
+                if kind == "step":
+                    data["reward"] = loads_rounded(data.pop("metrics")).get("reward_mean")
+                if kind == "version":
+                    data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
+                happened.append(Happened(n, kind, data, key_id))  # type: ignore[arg-type]
+        return sorted(happened, key=lambda one: one.n), rows[-1]["n"] if rows else cursor
 
 
-def _happened(n: int, kind: str, row: Row) -> Happened:
-    data = {name: value for name, value in dict(row).items() if name not in ("ref", "key_id")}
-    if kind == "step":
-        data["reward"] = loads_rounded(data.pop("metrics")).get("reward_mean")
-    if kind == "version":
-        data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
-    return Happened(n, kind, data, dict(row).get("key_id"))  # type: ignore[arg-type]
+class Looks:
+    """Looks at the store for all feeds of this process, while there are any. `cursor`: the newest event that it saw."""
+
+    def __init__(self, events: FeedEvents) -> None:
+        self.events = events
+        self.cursor = 0
+        self._kept, self._begin = deque[Happened](), 0  # the events after `begin`
+        self._feeds = 0
+        self._task: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
+
+    def follow(self, feeds: int) -> None:
+        """Count a feed that begins (1) or ends (-1)."""
+        self._feeds += feeds
+        if not self._feeds and self._task is not None:
+            self._task.cancel()
+        elif feeds > 0 and (self._task is None or self._task.done() or self._feeds == 1):
+            self.cursor = 0
+            self._task = asyncio.create_task(self._look())
+
+    async def next(self) -> None:
+        """Return after the next look that saw something, or soon. Raise LightningError if nobody can look."""
+        assert self._task is not None
+        if not self._task.done():
+            await self._woken.wait()
+        if self._task.done():
+            self._task.result()
+
+    async def after(self, cursor: int) -> tuple[list[Happened], int]:
+        """Return events after `cursor`, and the cursor after them."""
+        if cursor >= self._begin:
+            newest_first = takewhile(lambda one: one.n > cursor, reversed(self._kept))
+            return [*newest_first][::-1], self.cursor
+        return await self.events.after(cursor, AT_ONCE)  # a feed that begins, or is behind
+
+    async def _look(self) -> None:
+        try:
+            self.cursor = self._begin = await self.events.newest()
+            self._kept.clear()
+            woken_at = 0.0
+            while True:
+                begin = self.cursor
+                if await self.events.newest() != begin:
+                    happened, self.cursor = await self.events.after(begin, AT_ONCE)
+                    self._kept += happened
+                    while len(self._kept) > KEPT:
+                        self._begin = self._kept.popleft().n
+                if self.cursor != begin or monotonic() > woken_at + LONGEST_S:
+                    woken_at = monotonic()
+                    self._wake()
+                if self.cursor - begin < AT_ONCE:
+                    await asyncio.sleep(LOOK_S)
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._woken.set()
+        self._woken = asyncio.Event()

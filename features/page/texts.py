@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from ...core.records import ModelCall
 from ...proxy.api.bodies import Id, PathId
 from ...proxy.api.requests import ControlRequest, Parts, UserRoute
 from ...serving.mode import trained_model
-from ...serving.vllm import VllmFleet
 from ...store.database import Row
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 Ids = tuple[int, ...]
-Decode = Callable[[Sequence[int]], Awaitable[str]]
-Encode = Callable[[str], Awaitable[list[int]]]
+Decode = Callable[[Sequence[int]], str]
+Encode = Callable[[str], list[int]]
 MARK = "␞␟␞"  # stands between tokens that are decoded together
 BROKEN = "�"  # what decodes to it is a part of a character
 LONGEST = 6  # tokens that may share characters; a character has at most four bytes
@@ -32,7 +32,7 @@ MOST = 4096  # different runs of them that are decoded: most texts have fewer, a
 PATIENCE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenRun:
     """Tokens in a row: an answer of `call_id`, or what is between answers.
 
@@ -62,19 +62,20 @@ async def get_tokens(
 ) -> TokenRuns:
     """The tokens of a rollout's answers, or of one `call_id`, or all of a training `row`, with their texts."""
     p = request.parts
-    calls = {call.call_id: call for call in await p.store.calls.of(rollout_id, short=True)}
+    calls = await p.store.calls.of(rollout_id, short=row is None)
     credit = {one["call_id"]: one for one in await p.store.credit.of(rollout_id)}
     if row is not None:
         runs = _of_row(row, calls, credit)
     else:
-        runs = [_answer(call, credit[name]) for name, call in calls.items() if call_id in (None, name)]
+        runs = [_answer(call, credit[call.call_id]) for call in calls if call_id in (None, call.call_id)]
         if call_id is not None and not runs:
             raise NotFound(f"no call {call_id!r} in this rollout", param="call_id")
     tokens = [token for run in runs for token in run.token_ids]
     texts = await policy_texts(p, tokens) if tokens else None
     if texts is not None:
-        ends = [sum(len(run.token_ids) for run in runs[: i + 1]) for i in range(len(runs))]
-        runs = [replace(run, texts=texts[end - len(run.token_ids) : end]) for run, end in zip(runs, ends, strict=True)]
+        rest = iter(texts)
+        for run in runs:
+            run.texts = [*islice(rest, len(run.token_ids))]
     return TokenRuns(runs)
 
 
@@ -83,64 +84,53 @@ def _answer(call: ModelCall, credit: Row) -> TokenRun:
     return TokenRun(call.call_id, call.seq, step, advantage, call.response_token_ids, call.logprobs)
 
 
-def _of_row(number: int, calls: dict[str, ModelCall], credit: dict[str, Row]) -> list[TokenRun]:
-    found = [name for name, one in credit.items() if one["row"] == number]
-    if not found:
+def _of_row(number: int, calls: Sequence[ModelCall], credit: dict[str, Row]) -> list[TokenRun]:
+    """The row's answers, and what is between them: all tokens of its last call begin with those of the others."""
+    last = next((call for call in reversed(calls) if credit[call.call_id]["row"] == number), None)
+    if last is None:
         raise NotFound(f"no training row {number} of this rollout", param="row")
-    token_ids = _tokens(calls[found[-1]], calls)
-    for name in (name for name, one in credit.items() if one["row"] is None):
-        own = _tokens(calls[name], calls)
-        if own == token_ids[: len(own)]:  # the row begins with it, and its answer is not trained on
-            found.append(name)
+    tokens = [*last.prompt_token_ids, *last.response_token_ids]
     runs, before = list[TokenRun](), 0
-    for name in sorted(found, key=lambda name: int(credit[name]["prompt"])):
-        answer = credit[name]["prompt"]
-        if answer > before:
-            runs.append(TokenRun(None, None, None, None, token_ids[before:answer], ()))
-        runs.append(_answer(calls[name], credit[name]))
-        before = answer + credit[name]["answer"]
+    for call in sorted(calls, key=lambda call: len(call.prompt_token_ids)):
+        begin, own = len(call.prompt_token_ids), credit[call.call_id]["row"]
+        end = begin + len(call.response_token_ids)
+        # A row may begin with a call whose answer is not trained on.
+        is_part = own is None and end > 0 and tokens[:end] == [*call.prompt_token_ids, *call.response_token_ids]
+        if own == number or is_part:
+            if begin > before:
+                runs.append(TokenRun(None, None, None, None, tokens[before:begin], ()))
+            runs.append(_answer(call, credit[call.call_id]))
+            before = end
     return runs
-
-
-def _tokens(call: ModelCall, calls: dict[str, ModelCall]) -> Ids:
-    """All tokens of a short call, prompt and answer: those of its own, and before them its parents'."""
-    parts, of = [call.row_token_ids], call.prompt_of
-    shared = of["tokens"] if of else 0
-    while of:
-        call = calls[of["call_id"]]
-        of = call.prompt_of
-        above = of["tokens"] if of else 0
-        parts.append(call.row_token_ids[: max(shared - above, 0)])
-        shared = min(shared, above)
-    return tuple(chain.from_iterable(reversed(parts)))
 
 
 class Undecodable(Exception):
     """The tokenizer's texts cannot be told apart."""
 
 
-async def token_texts(token_ids: Sequence[int], decode: Decode, encode: Encode) -> list[str | None]:
+def token_texts(token_ids: Sequence[int], decode: Decode, encode: Encode) -> list[str | None]:
     """Return each token's text. None: the token before it begins a character that this one ends, and has its text.
 
     Example: if "€" is three tokens, ids of "5 €" have the texts "5", " ", "€", None, None. Raise Undecodable.
     """
-    mark = await encode(MARK)
-    alone = [(token,) for token in dict.fromkeys(token_ids)]
-    known = await _decoded(alone, mark, decode)
+    mark = encode(MARK)
+    known = _decoded([(token,) for token in dict.fromkeys(token_ids)], mark, decode)
     windows = [*islice(dict.fromkeys(_windows(token_ids, known)), MOST)]
-    known |= await _decoded(windows, mark, decode) if windows else {}
-    texts: list[str | None] = []
+    known |= _decoded(windows, mark, decode) if windows else {}
+    texts = list[str | None]()
     while len(texts) < len(token_ids):
-        window = _whole(token_ids[len(texts) : len(texts) + LONGEST], known)
-        texts += [known[window], *[None] * (len(window) - 1)]
+        tokens = tuple(token_ids[len(texts) : len(texts) + LONGEST])
+        firsts = (tokens[:n] for n in range(1, len(tokens) + 1))
+        whole = next((one for one in firsts if BROKEN not in known.get(one, BROKEN)), tokens[:1])
+        texts += [known[whole], *[None] * (len(whole) - 1)]
     return texts
 
 
-async def _decoded(parts: Sequence[Ids], mark: Sequence[int], decode: Decode) -> dict[Ids, str]:
+def _decoded(parts: Sequence[Ids], mark: Sequence[int], decode: Decode) -> dict[Ids, str]:
     """The text of each part, as it is inside a sequence: tokenizers may leave out a first blank."""
-    first, twice = await decode(mark), await decode([*mark, *mark])
+    first, twice = decode(mark), decode([*mark, *mark])
     between = twice[len(first) :]
-    marked = await decode([*mark, *(token for part in parts for token in (*part, *mark))])
+    marked = decode([*mark, *(token for part in parts for token in (*part, *mark))])
     texts = marked[len(first) :].split(between)
     if not between or len(texts) != len(parts) + 1:
         raise Undecodable
@@ -157,53 +147,36 @@ def _windows(token_ids: Sequence[int], known: dict[Ids, str]) -> Iterator[Ids]:
                 yield tuple(token_ids[start:end])
 
 
-def _whole(token_ids: Sequence[int], known: dict[Ids, str]) -> Ids:
-    """The fewest of the first tokens that have whole characters together, or the first alone."""
-    tokens = tuple(token_ids)
-    windows = (tokens[:n] for n in range(1, len(tokens) + 1))
-    return next((one for one in windows if BROKEN not in known.get(one, BROKEN)), tokens[:1])
-
-
 async def policy_texts(p: Parts, token_ids: Sequence[int]) -> list[str | None] | None:
-    """Return the text of each token, as `token_texts` does; None where no tokenizer is at hand."""
+    """Return the text of each token, as `token_texts` does; None where no tokenizer is at hand.
+
+    The work is done in a thread: long answers would hold up the calls under way.
+    """
     if p.swap is not None and p.watch is not None:
-        try:
+        with suppress(LightningError, TimeoutError, Undecodable):
             async with asyncio.timeout(PATIENCE_S):
-                return await _from_vllm(p.swap.vllm, token_ids)
-        except (LightningError, TimeoutError, Undecodable):
-            pass
-    return await asyncio.to_thread(_from_files, p.config, token_ids)
-
-
-async def _from_vllm(vllm: VllmFleet, token_ids: Sequence[int]) -> list[str | None]:
-    """Ask a server from here, and find the texts in a thread: long answers would hold up the calls under way."""
-    server, loop = (await vllm.reachable())[0], asyncio.get_running_loop()
-
-    async def decode(ids: Sequence[int]) -> str:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.decoded(ids), loop))
-
-    async def encode(text: str) -> list[int]:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.encoded(text), loop))
-
-    return await asyncio.to_thread(lambda: asyncio.run(token_texts(token_ids, decode, encode)))
+                server, loop = (await p.swap.vllm.reachable())[0], asyncio.get_running_loop()
+                return await asyncio.to_thread(
+                    token_texts,
+                    token_ids,
+                    lambda ids: asyncio.run_coroutine_threadsafe(server.decoded(ids), loop).result(),
+                    lambda text: asyncio.run_coroutine_threadsafe(server.encoded(text), loop).result(),
+                )
+    with suppress(Undecodable, OverflowError):
+        return await asyncio.to_thread(_from_files, p.config, token_ids)
+    return None
 
 
 def _from_files(config: Config, token_ids: Sequence[int]) -> list[str | None] | None:
     model = config.policy.model or trained_model(config.store)
-    tokenizer = None if model is None else _loaded(model)
-    if tokenizer is None:
+    tokenizer = model and _loaded(model)
+    if not tokenizer:
         return None
-
-    async def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-    async def encode(text: str) -> list[int]:
-        return [*tokenizer.encode(text, add_special_tokens=False).ids]
-
-    try:
-        return asyncio.run(token_texts(token_ids, decode, encode))
-    except (Undecodable, OverflowError):
-        return None
+    return token_texts(
+        token_ids,
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+        lambda text: [*tokenizer.encode(text, add_special_tokens=False).ids],
+    )
 
 
 @lru_cache(1)

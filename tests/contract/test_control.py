@@ -101,7 +101,7 @@ def test_an_id_of_other_characters_is_refused(proxy: Proxy, method: str, wrong: 
 def test_head_is_answered_as_get_is_without_a_body(proxy: Proxy, name: str) -> None:
     proxy.chat(name)
     gets = {path for method, path, _ in routes(proxy) if method == "GET"} - {"/feed"}
-    for path in (*gets, f"/rollouts/{name}", "/", "/docs", "/openapi.json", "/v1/models", "/nothing"):
+    for path in (*gets, f"/rollouts/{name}", "/", "/openapi.json", "/v1/models", "/nothing"):
         head, get = proxy.call("HEAD", path), proxy.call("GET", path)
         assert (head.status, head.body, head.headers["content-type"]) == (
             get.status, b"", get.headers["content-type"],
@@ -363,7 +363,7 @@ def test_versions_of_a_prompt_are_promoted_and_rolled_back(prompted: Proxy) -> N
 @pytest.mark.feature("page")
 def test_the_page_is_served_without_a_key_under_a_policy_that_lets_nothing_else_in(tmp_path: Path) -> None:
     with in_this_process(tmp_path, proxy={"api_keys": ["secret"]}) as proxy:
-        for path in ("/", "/docs", *files(proxy)):
+        for path in ("/", *files(proxy)):
             page = proxy.call("GET", path)
             rules = dict(rule.split(" ", 1) for rule in page.headers["content-security-policy"].split("; "))
             assert (page.status, page.headers["x-content-type-options"]) == (200, "nosniff"), path

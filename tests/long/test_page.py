@@ -1,60 +1,21 @@
-"""Every view of the page in a real browser: what it shows, keys, hostile texts, a phone, and ten thousand rollouts."""
+"""The page in a real browser: filters, login, the feed, hostile texts, phones, axe, keyboard, ten thousand rollouts."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, expect
 
 from lightning_proxy.core.records import RolloutName
-from lightning_proxy.features.page.proxy import FILES
 from support.browser import browsing, needs_browser
-from support.views import STEPS, VIEWS, Running, learned, show
+from support.dashboards import dashboard
+from support.views import HOSTILE, STEPS, Running, every, learned, say_everything, show
 
 pytestmark = needs_browser
-
-
-async def test_each_view_shows_what_it_is_for(running: Running, tmp_path: Path) -> None:
-    async with learned(running, tmp_path) as system, browsing(system.url) as (page, wrong):
-        for view, shown in VIEWS.items():
-            await show(page, system, view)
-            await expect(page.locator("main")).to_contain_text(shown)
-        assert (wrong.seen, wrong.refused) == ([], [])
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_no_view_is_wider_than_a_phone(running: Running, tmp_path: Path, scheme: str) -> None:
-    phone: dict[str, Any] = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme, "has_touch": True}
-    async with learned(running, tmp_path) as system, browsing(system.url, **phone) as (page, wrong):
-        for view in VIEWS:
-            await show(page, system, view)
-            assert await page.evaluate("document.documentElement.scrollWidth") <= 360, view
-        dark = await page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert dark == {"light": "rgb(246, 247, 249)", "dark": "rgb(20, 22, 26)"}[scheme]
-        assert wrong.seen == []
-
-
-async def test_a_call_is_shown_with_its_credit_tools_and_tokens(running: Running, tmp_path: Path) -> None:
-    async with learned(running, tmp_path) as system, browsing(system.url) as (page, wrong):
-        _, rows = await system.call("GET", "/rollouts/run-004-2-1/rows")
-        await show(page, system, "rollouts/run-004-2-1")
-        call = page.locator(".call").first
-        advantage = f"{abs(rows['calls'][0]['advantage']):.3g}"
-        await expect(call.locator("header")).to_contain_text(advantage)
-        await expect(call).to_contain_text("calls calculator")
-        await expect(call).to_contain_text("returned calculator395")
-        await call.get_by_role("button", name="tokens").click()
-        await call.locator(".tokens").focus()
-        await page.keyboard.press("ArrowRight")
-        await expect(call.locator(".tokens-of [role=status]")).to_contain_text(
-            "Token 2 of 12: id 501, log-probability -"
-        )
-        assert wrong.seen == []
 
 
 async def test_rollouts_are_filtered_and_sorted_and_the_address_says_how(running: Running, tmp_path: Path) -> None:
@@ -171,19 +132,6 @@ async def test_a_key_that_sees_little_breaks_nothing(running: Running, tmp_path:
                 assert wrong.seen == []
 
 
-HOSTILE = [
-    "<script>window.hurt = 1; alert(1)</script>",
-    '<img src=x onerror="window.hurt = 1; alert(2)">',
-    "<svg onload=alert(3)></svg><iframe srcdoc='<script>parent.hurt = 1</script>'></iframe>",
-    "javascript:window.hurt=1",
-    "\"';--> ]]> ${alert(4)} {{constructor.constructor('alert(5)')()}} `${hurt=1}`",
-    "\u202e\u2067right to left\u2069\u202c",
-    "\ud800 alone \udfff",
-    "w" * 100_000,
-    "\x00\x1b[31m",
-    '{"type": "script", "props": {"dangerouslySetInnerHTML": {"__html": "<img src=x onerror=alert(6)>"}}}',
-]
-
 ODD_PLACES = ["%E0%A4%A", "rollouts/%00", "rollouts?text=" + HOSTILE[1], "__proto__", "compare?a=x&b=y"]
 
 
@@ -191,8 +139,7 @@ async def test_nothing_that_an_agent_or_a_model_says_runs(running: Running, tmp_
     async with running(tmp_path) as system:
         await say_everything(system)
         async with browsing(system.url) as (page, wrong):
-            for view in ("overview", "rollouts", "tasks", "rollouts/javascript:hurt", "rollouts/javascript:hurt/rows",
-                         "rollouts/javascript:hurt/beside"):  # fmt: skip
+            for view in ("overview", "rollouts", "tasks", "rollouts/javascript:hurt"):
                 await show(page, system, view)
                 for button in await page.locator("main button").all():
                     await button.evaluate("button => button.click()")
@@ -211,41 +158,6 @@ async def test_nothing_that_an_agent_or_a_model_says_runs(running: Running, tmp_
             assert wrong.seen == []
 
 
-async def say_everything(system: Any) -> None:
-    """Calls, tools, events, rewards and errors of one rollout whose every free text is hostile."""
-    rollout = {"X-Task-Id": "javascript:task", "X-Agent-Name": "constructor"}
-    path = "/rollouts/javascript:hurt/v1/chat/completions"
-    for i, text in enumerate(HOSTILE):
-        called = {"id": f"c{i}", "type": "function", "function": {"name": text[:200], "arguments": text}}
-        system.vllm.answer = lambda _, text=text, called=called: {
-            "role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [called], "refusal": text,
-        }  # fmt: skip
-        parts = [
-            {"type": "text", "text": text},
-            {"type": text[:99], "x": text},
-            {"type": "image_url", "image_url": text},
-        ]
-        odd = [{"role": text, "content": text}, {"role": "user", "content": parts}]
-        result = {"role": "tool", "tool_call_id": f"c{i - 1}", "content": text, "name": text[:99]}
-        body = {"model": "policy", "messages": [*odd, result] if i else odd}
-        assert (await system.call("POST", path, body, **rollout))[0] == 200
-        event = {"kind": "action", "name": text[:99], "arguments": text, "result": text}
-        await system.call("POST", "/rollouts/javascript:hurt/events", event)
-        posted = {
-            "rollout_id": "javascript:hurt",
-            "reward": i / 9,
-            "source": text[:99],
-            "comment": text[:999],
-            "name": text[:99],
-        }
-        await system.call("POST", "/reward", posted | {"final": False})
-    for body in ({"model": "policy", "messages": HOSTILE}, {"model": HOSTILE[0], "messages": [None, 1, [HOSTILE[1]]]}):
-        await system.call("POST", path, body, **rollout)
-    _, found = await system.call("GET", "/rollouts/javascript:hurt")
-    assert len(found["calls"]) >= len(HOSTILE)
-    assert len(found["rewards"]) > 0
-
-
 async def test_json_that_looks_like_an_element_is_none(running: Running, tmp_path: Path) -> None:
     element = {"type": "img", "props": {"src": "x", "onerror": "window.hurt = 1"}, "key": None, "ref": None, "__v": 1}
     fields = ("rollout_id", "task_id", "agent", "mode", "status", "dropped", "calls", "tokens", "policy_version")
@@ -259,82 +171,6 @@ async def test_json_that_looks_like_an_element_is_none(running: Running, tmp_pat
         await expect(page.locator("tbody tr")).to_have_count(2)
         assert await page.locator("main img").count() == 0
         assert await page.evaluate("window.hurt") is None
-
-
-TOOL = {"name": "add", "arguments": '{"a": 1}'}
-SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "chat": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}]}]},
-        {"choices": [{"message": {"role": "assistant", "content": "two", "tool_calls": [{"function": TOOL}]}}]},
-        ["user text one", "assistant text two", 'assistant call {\n  "a": 1\n}'],
-    ),
-    "completions": ({"prompt": "one"}, {"choices": [{"text": "two"}]}, ["prompt text one", "assistant text two"]),
-    "responses": (
-        {"instructions": "be short", "input": [{"type": "function_call_output", "call_id": "c", "output": "one"}]},
-        {"output": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
-                    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "two"}]},
-                    {"type": "function_call", **TOOL}]},
-        ["system text be short", "tool result one", "assistant thought hm", "assistant text two",
-         'assistant call {\n  "a": 1\n}'],
-    ),
-    "messages": (
-        {"system": "be short", "messages": [
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "one"}]}]},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "two"},
-                                          {"type": "tool_use", "name": "add", "input": {"a": 1}}]},
-        ["system text be short", "user result one", "assistant thought hm", "assistant text two",
-         'assistant call {\n  "a": 1\n}'],
-    ),
-    "an error": ({"messages": []}, {"error": {"message": "busy"}}, ["error error busy"]),
-}  # fmt: skip
-READ = """async pairs => {
-    const { requestMessages, answerMessages } = await import("/page/messages.mjs");
-    const told = ({ role, blocks }) => blocks.map(({ kind, content }) => `${role} ${kind} ${content}`);
-    return pairs.map(([request, response]) => [...requestMessages(request), ...answerMessages(response)].flatMap(told));
-}"""
-
-
-async def test_all_recorded_apis_are_read_as_messages(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, browsing(system.url) as (page, _):
-        found = await page.evaluate(READ, [[request, response] for request, response, _ in SHOWN.values()])
-        assert dict(zip(SHOWN, found, strict=True)) == {name: shown for name, (_, _, shown) in SHOWN.items()}
-
-
-WHOLE = """async short => (await import("/page/whole.mjs")).wholeRequests(short).calls.map(call => call.request)"""
-
-
-async def test_requests_are_whole_that_the_api_says_in_parts(running: Running, tmp_path: Path) -> None:
-    """Shared messages, tools and texts, one of them with characters of two UTF-16 units."""
-    text = "\N{SLIGHTLY SMILING FACE} be short. " * 40
-    tools = [{"type": "function", "function": {"name": f"tool{n}", "parameters": {}}} for n in range(3)]
-    messages = [{"role": "system", "content": text}]
-    async with running(tmp_path) as system, browsing(system.url) as (page, wrong):
-        for turn in range(4):
-            messages.append({"role": "user", "content": f"turn {turn} \N{GRINNING FACE}"})
-            body = {"model": "policy", "messages": messages, "tools": tools[: turn + 1], "user": text + str(turn)}
-            _, answer = await system.call("POST", "/rollouts/r/v1/chat/completions", body)
-            messages.append(answer["choices"][0]["message"])
-        short, whole = [(await system.call("GET", f"/rollouts/r?requests={form}"))[1] for form in ("short", "whole")]
-        assert short["calls"][-1]["request_of"]["messages"] > 0, "nothing is shared"
-        found = await page.evaluate(WHOLE, short)
-        assert found == [call["request"] for call in whole["calls"]] and wrong.seen == []
-
-
-async def test_no_json_breaks_the_reading_of_messages(running: Running, tmp_path: Path) -> None:
-    dice = Random(0)
-    names = re.findall(r"\w+", (FILES / "messages.mjs").read_text())
-
-    def some(depth: int) -> Any:
-        if not depth or dice.random() < 0.2:
-            return dice.choice([None, True, 1.5, dice.choice(names)])
-        if dice.random() < 0.3:
-            return [some(depth - 1) for _ in range(2)]
-        return {dice.choice(names): some(depth - 1) for _ in range(4)}
-
-    async with running(tmp_path) as system, browsing(system.url) as (page, _):
-        pairs = [[some(3), some(3)] for _ in range(2000)]
-        found = await page.evaluate(READ, pairs)
-        assert len(found) == len(pairs)
 
 
 FIRST_PAINT_MS = 1000
@@ -352,7 +188,7 @@ async def test_the_first_paint_comes_within_a_second_with_ten_thousand_rollouts(
         for number in range(1000):
             step = await store.steps.claim(names[10 * number : 10 * number + 10], 0)
             await store.steps.trained(step, None, {"reward_mean": number / 1000, "reward_std": 0.1, "entropy": 1.0})
-        for view, drawn in (("overview", ".uplot"), ("rollouts", "tbody tr"), ("tasks", "tbody tr")):
+        for view, drawn in (("overview", "main .line"), ("rollouts", "tbody tr"), ("tasks", "tbody tr")):
             times = [await first_paint(system, view, drawn) for _ in range(3)]
             print(f"{view}: first paint {[paint for paint, _ in times]} ms, all there {[full for _, full in times]} ms")
             assert min(paint for paint, _ in times) < FIRST_PAINT_MS
@@ -366,3 +202,136 @@ async def first_paint(system: Any, view: str, drawn: str) -> tuple[int, int]:
         full = await page.evaluate("performance.now()")
         paint = await page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
         return round(paint), round(full)
+
+
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
+AA = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+FINDINGS = """async tags => {
+    const { violations } = await axe.run(document, { runOnly: { type: "tag", values: tags } });
+    return violations.flatMap(({ id, nodes }) =>
+        nodes.map(({ target, failureSummary }) => `${id}: ${target} ${failureSummary}`));
+}"""
+# Whatever scrolls sideways: the page, or a part of it.
+SIDEWAYS = """() => [...document.querySelectorAll("html, body *")].filter(one =>
+    one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 0
+    && (one === document.documentElement || ["auto", "scroll"].includes(getComputedStyle(one).overflowX))
+).map(one => `${one.tagName} ${one.className} ${one.scrollWidth} > ${one.clientWidth}`)"""
+CLICKED = """
+    window.clicked = new Set();
+    const add = EventTarget.prototype.addEventListener;
+    EventTarget.prototype.addEventListener = function (kind, ...more) {
+        if (kind === "click") clicked.add(this);
+        return add.call(this, kind, ...more);
+    };
+"""
+NOT_BY_KEY = """() => [...clicked].filter(one => one.isConnected && one.tabIndex < 0)
+    .map(one => one.outerHTML)"""
+
+
+async def opened(page: Page) -> None:
+    """Open what is folded: tokens, JSON, filters, earlier messages."""
+    await page.locator("main button[aria-expanded=false]").evaluate_all("all => all.forEach(one => one.click())")
+
+
+async def findings(page: Page) -> list[str]:
+    axe = pytest.importorskip("axe_playwright_python", reason="no axe-playwright-python: `make setup` brings it")
+    await page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
+    found: list[str] = await page.evaluate(FINDINGS, AA)
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [{}, PHONE], ids=["desk", "phone"])
+async def test_axe_finds_nothing_that_wcag_aa_forbids(
+    running: Running, tmp_path: Path, scheme: str, size: dict[str, Any]
+) -> None:
+    found: dict[str, list[str]] = {}
+    seen_as: dict[str, Any] = {"color_scheme": scheme, **size}
+    async with learned(running, tmp_path) as system, browsing(system.url, **seen_as) as (page, _):
+        for view in await every(page, system):
+            await show(page, system, view)
+            await opened(page)
+            found[view] = await findings(page)
+        await page.evaluate("localStorage.setItem('lightning-proxy-person', 'me')")
+        await show(page, system, "rate?id=run-004-2-1")
+        await expect(page.get_by_role("form", name="Rate")).to_be_visible()
+        found["rate"] = await findings(page)
+        await page.get_by_role("button", name="Keys").click()
+        found["keys"] = await findings(page)
+        await show(page, system, "versions")
+        await page.get_by_role("button", name="Promote…").first.click()
+        found["promote"] = await findings(page)
+    assert {view: these for view, these in found.items() if these} == {}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing_where_there_is_nothing_yet(running: Running, tmp_path: Path, scheme: str) -> None:
+    found: dict[str, list[str]] = {}
+    agent = {"Authorization": "Bearer agent"}
+    async with running(tmp_path, api_keys=["agent"]) as system:
+        _, (one,) = await system.call("POST", "/rollouts", {"task_id": "t1"}, **agent)
+        async with browsing(system.url, color_scheme=scheme) as (page, _):
+            await expect(page.get_by_label("API key")).to_be_visible()
+            found["login"] = await findings(page)
+            await page.get_by_label("API key").fill("agent")
+            await page.keyboard.press("Enter")
+            for view in await every(page, system):
+                await show(page, system, view.partition("?")[0].replace("run-004-2-1", one["rollout_id"]))
+                found[view] = await findings(page)
+    assert {view: these for view, these in found.items() if these} == {}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [{}, PHONE], ids=["desk", "phone"])
+async def test_axe_finds_nothing_on_the_page_of_several_stores(
+    running: Running, tmp_path: Path, scheme: str, size: dict[str, Any]
+) -> None:
+    for name in ("learned", "empty"):
+        (tmp_path / name).mkdir()
+        async with learned(running, tmp_path / name) if name == "learned" else running(tmp_path / name):
+            pass
+        (tmp_path / name / "store.db").rename(tmp_path / name / "lightning.db")
+    async with (
+        dashboard(tmp_path, "2 stores") as (url, key),
+        browsing("about:blank", color_scheme=scheme, **size) as (page, _),
+    ):
+        await page.goto(f"{url}/?key={key}")
+        await expect(page.get_by_role("link", name="learned")).to_be_visible()
+        assert (await findings(page), await page.evaluate(SIDEWAYS)) == ([], [])
+
+
+async def test_a_phone_scrolls_nothing_sideways_and_shows_rewards_first(running: Running, tmp_path: Path) -> None:
+    found: dict[str, list[str]] = {}
+    async with learned(running, tmp_path) as system, browsing(system.url, **PHONE) as (page, wrong):
+        for view in await every(page, system):
+            await show(page, system, view)
+            found[view] = await page.evaluate(SIDEWAYS)
+        await show(page, system, "rollouts")
+        card = page.locator("tbody tr").first
+        await expect(card.locator("td").nth(1)).to_have_attribute("data-label", "reward")
+        await expect(page.get_by_label("status")).to_be_hidden()
+        await page.get_by_role("button", name="filters").click()
+        await page.get_by_label("status").select_option("failed")
+        await expect(page.get_by_role("button", name="filters: 1")).to_be_visible()
+        await page.get_by_role("button", name="views: rollouts").click()
+        await page.get_by_role("link", name="tasks").click()
+        await expect(page.get_by_role("button", name="views: tasks", expanded=False)).to_be_visible()
+        assert wrong.seen == []
+    assert {view: these for view, these in found.items() if these} == {}
+
+
+async def test_whatever_can_be_clicked_can_be_reached_by_keyboard(running: Running, tmp_path: Path) -> None:
+    async with learned(running, tmp_path) as system, browsing("about:blank") as (page, _):
+        await page.add_init_script(CLICKED)
+        for view in await every(page, system):
+            await show(page, system, view)
+            await opened(page)
+            assert await page.evaluate(NOT_BY_KEY) == [], view
+            assert await page.evaluate("clicked.size") > 0
+        await show(page, system, "overview")
+        chart = page.get_by_label("Reward by training step,")
+        await chart.focus()
+        await page.keyboard.press("ArrowLeft")
+        last = await chart.locator("figcaption").inner_text()
+        await page.keyboard.press("ArrowLeft")
+        await expect(chart.locator("figcaption")).not_to_have_text(last)

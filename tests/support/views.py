@@ -19,15 +19,13 @@ VIEWS = {
     "overview": "Reward by training step",
     "rollouts": "run-005-3-3",
     "rollouts/run-004-2-1": "Trained in step 5",
-    "rollouts/run-004-2-1/rows": "Rows of this rollout",
-    "rollouts/run-004-2-1/beside": "side by side",
     "tasks": "multiply-00",
     "versions": "Version 6 is live",
     "compare?a=0&b=5": "paired tasks",
     "costs": "Calls by day",
     "environments": "reasoning_gym:sums",
     "rate": "Say who you are",
-    "evaluations": "mean of all eval rollouts",
+    "evaluations": "best version4by held-out tasks",
     "prompts": "No prompts yet",
     "rewarders": "What a reward counts for in training",
 }
@@ -56,3 +54,52 @@ async def show(page: Page, system: Any, view: str) -> None:
     await page.goto(f"{system.url}/#/{view}")
     await page.reload()
     await expect(page.locator(".loading")).to_have_count(0)
+
+
+HOSTILE = [
+    "<script>window.hurt = 1; alert(1)</script>",
+    '<img src=x onerror="window.hurt = 1; alert(2)">',
+    "<svg onload=alert(3)></svg><iframe srcdoc='<script>parent.hurt = 1</script>'></iframe>",
+    "javascript:window.hurt=1",
+    "\"';--> ]]> ${alert(4)} {{constructor.constructor('alert(5)')()}} `${hurt=1}`",
+    "\u202e\u2067right to left\u2069\u202c",
+    "\ud800 alone \udfff",
+    "w" * 100_000,
+    "\x00\x1b[31m",
+    '{"type": "script", "props": {"dangerouslySetInnerHTML": {"__html": "<img src=x onerror=alert(6)>"}}}',
+]
+
+
+async def say_everything(system: Any) -> None:
+    """Calls, tools, events, rewards and errors of one rollout whose every free text is hostile."""
+    rollout = {"X-Task-Id": "javascript:task", "X-Agent-Name": "constructor"}
+    path = "/rollouts/javascript:hurt/v1/chat/completions"
+    for i, text in enumerate(HOSTILE):
+        called = {"id": f"c{i}", "type": "function", "function": {"name": text[:200], "arguments": text}}
+        system.vllm.answer = lambda _, text=text, called=called: {
+            "role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [called], "refusal": text,
+        }  # fmt: skip
+        parts = [
+            {"type": "text", "text": text},
+            {"type": text[:99], "x": text},
+            {"type": "image_url", "image_url": text},
+        ]
+        odd = [{"role": text, "content": text}, {"role": "user", "content": parts}]
+        result = {"role": "tool", "tool_call_id": f"c{i - 1}", "content": text, "name": text[:99]}
+        body = {"model": "policy", "messages": [*odd, result] if i else odd}
+        assert (await system.call("POST", path, body, **rollout))[0] == 200
+        event = {"kind": "action", "name": text[:99], "arguments": text, "result": text}
+        await system.call("POST", "/rollouts/javascript:hurt/events", event)
+        posted = {
+            "rollout_id": "javascript:hurt",
+            "reward": i / 9,
+            "source": text[:99],
+            "comment": text[:999],
+            "name": text[:99],
+        }
+        await system.call("POST", "/reward", posted | {"final": False})
+    for body in ({"model": "policy", "messages": HOSTILE}, {"model": HOSTILE[0], "messages": [None, 1, [HOSTILE[1]]]}):
+        await system.call("POST", path, body, **rollout)
+    _, found = await system.call("GET", "/rollouts/javascript:hurt")
+    assert len(found["calls"]) >= len(HOSTILE)
+    assert len(found["rewards"]) > 0

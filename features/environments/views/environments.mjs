@@ -1,11 +1,9 @@
 // Environments: what rollouts earned in each, by seat and measure, with the interval, and how many failed.
-import { useData } from "./api.mjs";
-import { useFresh } from "./feed.mjs";
-import { number, plural } from "./format.mjs";
-import { html } from "./html.mjs";
-import { Empty, Loaded, Panel, Table, Time, link } from "./parts.mjs";
+import { useData } from "./data.mjs";
+import { Empty, Filters, Loaded, MODES, Panel, Select, Table, Time, html, link, number, plural } from "./parts.mjs";
 
 export const key = "n";
+export const filled = ["/environments", {}, ({ data }) => data.length > 0];
 
 const COLUMNS = [
   { name: "name", label: "reward of", title: "the rollout; a seat, by its agent's name; or what else was measured", cell: ({ name }) => (name === "reward" ? html`<b>the rollout</b>` : name) },
@@ -15,11 +13,9 @@ const COLUMNS = [
 ];
 
 export function View({ params }) {
-  const found = useData("/environments", { mode: params.mode });
-  useFresh(["step"], found.reload);
-  const onChange = (event) => (location.hash = link("environments", event.currentTarget.value ? { mode: event.currentTarget.value } : {}));
+  const found = useData("/environments", { mode: params.mode }, ["step"]);
   return html`<h1 class="hidden">Environments</h1>
-    <form class="filters"><label>mode<select name="mode" onChange=${onChange}>${["", "train", "eval"].map((one) => html`<option value=${one} selected=${one === (params.mode ?? "")}>${one || "any"}</option>`)}</select></label></form>
+    <${Filters} view="environments"><${Select} name="mode" label="mode" options=${MODES} value=${params.mode} /><//>
     <${Loaded} of=${found}>${({ data }) => (data.length > 0
       ? html`<div class="grid">${data.map((one) => html`<${Environment} key=${one.environment} of=${one} />`)}</div>`
       : html`<${Empty}>No rollout says which environment it played. <code>lightning-proxy run --environment reasoning_gym:gcd</code> plays one.<//>`)}<//>`;

@@ -1,21 +1,17 @@
 // Evaluations: what each version earned on held-out tasks, how sure that is, and which version is the best.
-import { useData } from "./api.mjs";
 import { Chart } from "./chart.mjs";
-import { useFresh } from "./feed.mjs";
-import { number, signed } from "./format.mjs";
-import { html, useMemo, useState } from "./html.mjs";
-import { Badge, Empty, Loaded, Panel, Reward, Stat, Table, Time, link } from "./parts.mjs";
+import { useData } from "./data.mjs";
+import { Badge, Empty, Loaded, Panel, Reward, Stat, Table, Time, html, link, number, signed, useMemo, useState } from "./parts.mjs";
 
 const SHOWN = 100;
 const ELSEWHERE = html`The intervals of <code>lightning-proxy eval</code> are in its report; those of <code>evaluation</code> are here.`;
 
 export const key = "e";
+export const filled = ["/policy/versions", {}, ({ data }) => data.some(({ evaluation, rewards }) => evaluation || rewards?.eval)];
 
 export function View() {
-  const policy = useData("/policy");
-  const versions = useData("/policy/versions");
-  useFresh(["version", "step"], policy.reload);
-  useFresh(["version", "step"], versions.reload);
+  const policy = useData("/policy", {}, ["version", "step"]);
+  const versions = useData("/policy/versions", {}, ["version", "step"]);
   return html`<h1 class="hidden">Evaluations</h1>
     <${Loaded} of=${versions}>${({ data }) => html`<${Found} versions=${data} best=${policy.data?.best} />`}<//>
     <${Panel} title="Experiments"><p class="muted">Each run of <code>lightning-proxy experiment FILE</code> has a store of its own. The same command prints the table of finished runs again, with intervals. <code>lightning-proxy dashboard --store lightning-experiments/NAME</code> shows their curves, and what held-out tasks earned before and after.</p><//>`;
@@ -43,11 +39,9 @@ function Found({ versions, best }) {
 const interval = (low, high) => `95 %: ${number(low)} to ${number(high)}`;
 
 function Curve({ done }) {
-  const shown = useMemo(() => {
-    const column = (name) => done.map((one) => one[name]);
-    return { x: column("version"), series: [{ label: "reward", values: column("reward"), colour: "good", band: [column("low"), column("high")] }] };
-  }, [done.map(({ version, reward }) => `${version} ${reward}`).join()]);
-  return html`<${Chart} label="Held-out reward by version" xLabel="version" height=${180} ...${shown} />`;
+  const column = (name) => done.map((one) => one[name]);
+  const series = [{ label: "reward", values: column("reward"), colour: "good", band: [column("low"), column("high")] }];
+  return html`<${Chart} label="Held-out reward by version" xLabel="version" height=${180} x=${column("version")} series=${series} />`;
 }
 
 // `first`: the evaluation that the others are compared with.

@@ -1,8 +1,6 @@
 // A person's rewards, named `human`: a queue of rollouts, thumbs, numbers and comments by keyboard, and the way back.
-import { post, remove, useData } from "./api.mjs";
-import { html, useEffect, useRef, useState } from "./html.mjs";
-import { isTyping } from "./keyboard.mjs";
-import { Empty, Failure, Loaded, link } from "./parts.mjs";
+import { post, remove, route, useData } from "./data.mjs";
+import { Empty, Failure, Loaded, Select, html, isTyping, link, useEffect, useRef, useState } from "./parts.mjs";
 import { Rollout } from "./rollout.mjs";
 
 const PERSON = "lightning-proxy-person"; // who rates in this browser
@@ -11,6 +9,7 @@ const KEYS = { "+": 1, "=": 1, "-": -1 };
 const given = []; // what may be taken back, newest last
 
 export const key = "a"; // after `g`
+export const filled = ["/rollouts", { limit: 1 }, ({ data }) => data.length > 0];
 export const help = "rate rollouts: +, -, n for a number, c for a comment, s to skip, z to undo";
 
 export function View({ params }) {
@@ -24,7 +23,7 @@ export function View({ params }) {
   const queue = useData(one || !person ? null : "/people/queue", { person, order });
   return html`<div class="filters">
       <label>your name<input name="person" value=${person} maxlength="200" onChange=${onPerson} onKeyDown=${({ key, target }) => key === "Enter" && target.blur()} /></label>
-      ${!one && html`<label>order<select onChange=${({ target }) => setOrder(target.value)}>${ORDERS.map((name) => html`<option selected=${name === order}>${name}</option>`)}</select></label>`}
+      ${!one && html`<${Select} label="order" options=${ORDERS} value=${order} onChange=${({ target }) => setOrder(target.value)} />`}
     </div>
     ${!person ? html`<${Empty}>Say who you are: the rewards of several people are kept apart.<//>`
       : one ? html`<${Queue} key=${params.id} rollouts=${one} person=${person} />`
@@ -65,7 +64,7 @@ function Queue({ rollouts, person, onMore }) {
   const onBack = () => {
     const last = given.at(-1);
     if (last === undefined) return;
-    remove(`/rollouts/${encodeURIComponent(last.id)}/rewards/${last.reward_id}`).then(() => {
+    remove(route`/rollouts/${last.id}/rewards/${last.reward_id}`).then(() => {
       given.pop();
       setBack(given.length);
       setError(null);

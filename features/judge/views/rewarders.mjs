@@ -1,22 +1,19 @@
 // Rewarders: what gives rewards by itself, how it agrees with people, what it has spent, and what waits for it.
-import { useData } from "./api.mjs";
-import { useFresh } from "./feed.mjs";
-import { number, plural } from "./format.mjs";
-import { html } from "./html.mjs";
-import { Badge, Empty, Facts, Loaded, Panel, Stat, Table, Time } from "./parts.mjs";
+import { useData } from "./data.mjs";
+import { Badge, Empty, Facts, Loaded, Panel, Stat, Table, Time, html, number, plural, usd } from "./parts.mjs";
 
 export const key = "w";
+export const filled = ["/rewarders", {}, ({ data }) => data.length > 0];
 
 export function View() {
-  const found = useData("/rewarders");
-  useFresh(["reward", "rollout"], found.reload);
+  const found = useData("/rewarders", {}, ["reward", "rollout"]);
   return html`<h1 class="hidden">Rewarders</h1><${Loaded} of=${found}>${(all) => html`<${Found} ...${all} />`}<//>`;
 }
 
 function Found({ data, weights, budget, labels }) {
   return html`${budget && html`<dl class="stats">
       <${Stat} label="tokens spent" value=${number(budget.spent_tokens)} note=${ofBudget(budget.tokens, number)} warn=${isSpent(budget.tokens, budget.spent_tokens)} />
-      <${Stat} label="USD spent" value=${usd(budget.spent_usd)} note=${ofBudget(budget.usd, usd)} warn=${isSpent(budget.usd, budget.spent_usd)} />
+      <${Stat} label="USD spent" value=${dollars(budget.spent_usd)} note=${ofBudget(budget.usd, dollars)} warn=${isSpent(budget.usd, budget.spent_usd)} />
       <${Stat} label="labels of people" value=${number(labels.rollouts)} note=${labels.rollouts > 0 ? html`by ${labels.people === 1 ? "1 person" : `${number(labels.people)} people`}, among the newest 5,000 rollouts` : "none among the newest 5,000 rollouts"} />
     </dl>`}
     ${data.map((one) => one.warning && html`<p class="warned"><${Badge} kind="bad">warning<//> ${one.warning.split("`").map((part, i) => (i % 2 ? html`<code>${part}</code>` : part))}</p>`)}
@@ -29,7 +26,7 @@ function Found({ data, weights, budget, labels }) {
     </div>`;
 }
 
-const usd = (value) => `$${value === 0 ? "0" : value < 0.01 ? number(value) : value.toFixed(2)}`;
+const dollars = (value) => usd({ usd: value });
 const isSpent = (most, spent) => most !== null && spent >= most;
 const ofBudget = (most, as) => (most === null ? "no budget" : `of a budget of ${as(most)}`);
 
@@ -42,7 +39,7 @@ const COLUMNS = [
   { name: "checked", label: "checked", num: true, cell: ({ check }) => check && html`<${Time} at=${check.at} />` },
   { name: "waiting", label: "waiting", num: true, title: "rollouts that it has not spoken about", cell: ({ waiting }) => waiting !== null && number(waiting) },
   { name: "tokens", label: "tokens", num: true, cell: ({ tokens, model }) => model && tokens !== null && number(tokens) },
-  { name: "usd", label: "USD", num: true, cell: (one) => one.model && one.usd !== null && (one.usd === 0 && one.tokens > 0 ? "?" : usd(one.usd)) },
+  { name: "usd", label: "USD", num: true, cell: (one) => one.model && one.usd !== null && usd({ usd: one.usd, unpriced: one.usd === 0 && one.tokens > 0 ? 1 : 0 }) },
 ];
 
 // The last check of it as it is now; nothing for what does not judge.

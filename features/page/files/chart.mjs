@@ -1,105 +1,70 @@
-// A chart of numbers over steps or versions, by uPlot.
-import { number } from "./format.mjs";
-import { html, useEffect, useRef } from "./html.mjs";
+// The one chart: lines, dots and bands over steps, versions or time, as SVG. Places are percent of the chart.
+import { html, number, useState } from "./parts.mjs";
 
-const { uPlot } = globalThis;
+const FEW = 40; // values of a line that are dots, too
+const percent = (part) => `${part.toFixed(2)}%`;
 
-// A colour of the page's in this theme: a canvas knows no variables.
-function colour(name) {
-  const probe = document.body.appendChild(document.createElement("i"));
-  probe.style.color = `var(--${name})`;
-  const found = getComputedStyle(probe).color;
-  probe.remove();
-  return found;
+// The round numbers between two, about `count` of them.
+function ticks(low, high, count) {
+  const rough = (high - low) / count;
+  const size = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((n) => n * size).find((one) => one >= rough * 0.999);
+  const first = Math.ceil(low / step - 0.001);
+  return Array.from({ length: Math.floor(high / step + 0.001) - first + 1 }, (_, i) => (first + i) * step);
 }
 
-// `x`: numbers that rise. `series`: {label, values, colour, points, band: [low, high], scatter}; null is a gap.
-export function Chart({ label, x, xLabel, series, height = 200, sync }) {
-  const place = useRef(null);
-  const drawn = useRef(null);
-  const shape = JSON.stringify([series.map(({ label, band }) => [label, Boolean(band)]), height, document.documentElement.dataset.theme]);
-  useEffect(() => {
-    const options = optionsFor({ x, xLabel, series, height, width: place.current.clientWidth, sync });
-    drawn.current = new uPlot(options, columnsOf(x, series), place.current);
-    const resize = new ResizeObserver(([entry]) => {
-      drawn.current.setSize({ width: Math.floor(entry.contentRect.width), height });
-    });
-    resize.observe(place.current);
-    return () => {
-      resize.disconnect();
-      drawn.current.destroy();
-    };
-  }, [shape]);
-  useEffect(() => drawn.current.setData(columnsOf(x, series)), [x, series]);
+// From 0: noise does not look like a rise.
+function rangeOf(series) {
+  const all = series.flatMap(({ values, band = [] }) => [values, ...band].flat()).filter((value) => typeof value === "number");
+  const low = all.reduce((least, one) => Math.min(least, one), 0);
+  const high = all.reduce((most, one) => Math.max(most, one), 0);
+  return low === high ? [0, 1] : [low * 1.05, high * 1.05];
+}
+
+// `x`: numbers that rise. `series`: {label, values, colour, band: [low, high], scatter}; null is a gap. `range`: the
+// lowest and the highest value, where they are not to follow from the values. `bare`: without axes, legend and keys.
+export function Chart({ label, x, xLabel, series, range, bare, height = 200 }) {
+  const [at, setAt] = useState(null);
+  const [low, high] = range ?? rangeOf(series);
+  const last = x.length - 1;
+  const left = (value) => (last > 0 ? (100 * (value - x[0])) / (x[last] - x[0]) : 50);
+  const top = (value) => (100 * (high - value)) / (high - low || 1);
+  const points = (values) => values.map((value, i) => (value === null ? null : `${left(x[i]).toFixed(2)},${top(value).toFixed(2)}`)).filter(Boolean);
+  const shapes = series.map(({ values, colour, band, scatter }) => {
+    const [own, edges] = [points(values), (band ?? []).map(points)];
+    return html`${band && html`<polygon class=${`area ${colour}`} points=${[...edges[0], ...edges[1].reverse()].join(" ")} />`}
+      ${!scatter && html`<polyline class=${`line ${colour}`} points=${own.join(" ")} />`}
+      ${(scatter || own.length < FEW) && html`<path class=${`dots ${colour}`} d=${own.map((one) => `M${one}h0`).join("")} />`}`;
+  });
+  const drawn = html`<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">
+    ${!bare && ticks(low, high, 4).map((value) => html`<path class="grid-line" d=${`M0,${top(value)}H100`} />`)}
+    ${shapes}${at !== null && html`<path class="cursor" d=${`M${left(x[at])},0V100`} />`}
+  </svg>`;
+  if (bare) return html`<div class="chart bare" role="img" aria-label=${label}>${drawn}</div>`;
+  const shown = ({ values, band }) => {
+    const index = at ?? values.findLastIndex((value) => value !== null);
+    const [least, most] = (band ?? []).map((edge) => number(edge[index]));
+    return `${number(values[index])}${band ? ` (${least} to ${most})` : ""}`;
+  };
   const onKeyDown = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (by === undefined) return;
     event.preventDefault();
-    const { cursor, data: [all] } = drawn.current;
-    const at = Math.min(all.length - 1, Math.max(0, (cursor.idx ?? all.length) + by));
-    drawn.current.setCursor({ left: drawn.current.valToPos(all[at], "x"), top: 0 });
+    setAt((now) => Math.min(last, Math.max(0, (now ?? last + 1) + by)));
   };
-  return html`<figure class="chart" tabindex="0" onKeyDown=${onKeyDown} aria-label=${summary(label, x, xLabel, series)}>
-    <div ref=${place}></div>
+  const onPointerMove = (event) => {
+    const box = event.currentTarget.getBoundingClientRect();
+    const wanted = (100 * (event.clientX - box.left)) / box.width;
+    const distance = (i) => Math.abs(left(x[i]) - wanted);
+    setAt(x.reduce((nearest, _, i) => (distance(i) < distance(nearest) ? i : nearest), 0));
+  };
+  const summary = `${label}, ${x.length} ${xLabel}s. Last: ${series.map((one) => `${one.label} ${number(one.values.findLast((value) => value !== null))}`).join(", ")}.`;
+  return html`<figure class="chart" tabindex="0" aria-label=${summary} onKeyDown=${onKeyDown} onBlur=${() => setAt(null)}>
+    <div class="plot" style=${{ height: `${height}px` }} onPointerMove=${onPointerMove} onPointerLeave=${() => setAt(null)}>
+      ${drawn}
+      ${ticks(low, high, 4).map((value) => html`<span class="y tick" style=${{ top: percent(top(value)) }}>${number(value)}</span>`)}
+      ${(last > 0 ? ticks(x[0], x[last], 6).filter(Number.isInteger) : x).map((value) => html`<span class="x tick" style=${{ left: percent(left(value)) }}>${value}</span>`)}
+    </div>
+    <figcaption>${xLabel} ${at === null ? x[last] : x[at]}${series.map((one) => html`<span class="legend"><i class=${one.colour}></i>${one.label} ${shown(one)}</span>`)}</figcaption>
   </figure>`;
-}
-
-function summary(label, x, xLabel, series) {
-  const last = series.map(({ label: name, values }) => `${name} ${number(values.findLast((value) => value !== null))}`);
-  return `${label}, ${x.length} ${xLabel}s. Last: ${last.join(", ")}.`;
-}
-
-function columnsOf(x, series) {
-  return [x, ...series.flatMap(({ values, band }) => (band ? [values, ...band] : [values]))];
-}
-
-function optionsFor({ x, xLabel, series, height, width, sync }) {
-  const shown = [{ label: xLabel, value: legendValue }];
-  const bands = [];
-  for (const { label, values, band, colour: name, scatter } of series) {
-    const stroke = colour(name);
-    const few = values.filter((value) => value !== null).length < 40;
-    shown.push({
-      label,
-      stroke,
-      width: 1.5,
-      spanGaps: true,
-      paths: scatter ? () => null : undefined,
-      points: { show: scatter || few, size: scatter ? 7 : 4, fill: stroke },
-      value: legendValue,
-    });
-    if (band) {
-      const edge = { class: "edge", stroke: "transparent", points: { show: false }, value: legendValue };
-      bands.push({ series: [shown.length + 1, shown.length], fill: colour(`${name}-soft`) });
-      shown.push({ ...edge, label: "low" }, { ...edge, label: "high" });
-    }
-  }
-  return {
-    width,
-    height,
-    series: shown,
-    bands,
-    scales: { x: { time: false, range: rangeOfX }, y: { range: rangeOfY } },
-    axes: [axis({ size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }), axis({ size: 52 })],
-    cursor: { y: false, ...(sync && { sync: { key: sync } }) },
-    legend: { live: true },
-  };
-}
-
-const rangeOfX = ({ data: [[first, ...others]] }, low, high) => (others.length === 0 ? [first - 0.5, first + 0.5] : [low, high]);
-
-// From 0: noise does not look like a rise.
-function rangeOfY(_, low, high) {
-  if (typeof low !== "number" || (low === 0 && high === 0)) return [0, 1];
-  return uPlot.rangeNum(Math.min(low, 0), Math.max(high, 0), 0.1, true);
-}
-
-// A value of the legend: the one under the cursor, else the last.
-function legendValue(chart, value, series, index) {
-  return number(index === null ? chart.data[series].findLast((one) => one !== null) : value);
-}
-
-function axis(own) {
-  const line = { stroke: colour("line"), width: 1 };
-  return { stroke: colour("muted"), grid: line, ticks: { ...line, size: 4 }, font: "11px system-ui", values: (_, all) => all.map(number), ...own };
 }

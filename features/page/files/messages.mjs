@@ -1,6 +1,6 @@
 // Reads the four recorded APIs' requests and answers as messages: {role, blocks: [{kind, title, content}]}. Pure.
 // Agents and models wrote all of it, so nothing is taken for granted about its types.
-import { pretty, text } from "./format.mjs";
+import { text } from "./parts.mjs";
 
 const TEXTS = new Set(["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]);
 const IMAGES = new Set(["image", "image_url", "input_image", "input_audio", "input_file", "file", "document"]);
@@ -13,7 +13,7 @@ export function requestMessages(request) {
   if (!isObject(request)) return [];
   if (request.prompt !== undefined) return [{ role: "prompt", blocks: [block("text", text(request.prompt))] }];
   const system = request.instructions ?? request.system;
-  const before = system === undefined || system === null ? [] : [{ role: "system", content: system }];
+  const before = system ? [{ role: "system", content: system }] : [];
   return [...before, ...listOf(request.messages ?? request.input)].map(messageOf);
 }
 
@@ -72,8 +72,24 @@ function plain(content) {
   return content.every((part) => typeof part?.text === "string") ? content.map((part) => part.text).join("\n") : content;
 }
 
-// How many messages at the beginning are those of an earlier call.
-export function shared(messages, earlier) {
-  const same = messages.findIndex((message, i) => JSON.stringify(message) !== JSON.stringify(earlier[i]));
-  return same === -1 ? messages.length : same;
+// The messages of a call's request without what the call before it has shown: its messages, its answer, its tools' results.
+export function withoutKnown(messages, { request_of: of }, before) {
+  if (!before) return messages;
+  const isShort = of?.messages || of?.input;
+  const earlier = [...(isShort ? [] : requestMessages(before.request)), ...answerMessages(before.response)];
+  const differs = messages.findIndex((message, i) => JSON.stringify(message) !== JSON.stringify(earlier[i]));
+  const fresh = differs === -1 ? [] : messages.slice(differs);
+  return before.tool_calls.some(({ result }) => result !== null) ? fresh.filter((message) => !isResult(message)) : fresh;
+}
+
+const isResult = ({ blocks }) => blocks.length > 0 && blocks.every(({ kind }) => kind === "result");
+
+// JSON text with indentation; what is no JSON as it is.
+export function pretty(value) {
+  if (typeof value !== "string") return text(value);
+  try {
+    return JSON.stringify(JSON.parse(value), null, 2);
+  } catch {
+    return value;
+  }
 }

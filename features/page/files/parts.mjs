@@ -1,32 +1,76 @@
-// The small parts that all views share.
-import { readiness } from "./api.mjs";
-import { absolute, ago, NONE, number, text } from "./format.mjs";
-import { html, useEffect, useState } from "./html.mjs";
+// What all views are drawn with: numbers, times and texts as people read them, tables, and small parts.
+// User text goes in as text nodes only.
+import htm from "./vendor/htm.mjs";
+import { h, render } from "./vendor/preact.mjs";
+import { useEffect, useRef, useState } from "./vendor/hooks.mjs";
+import { readiness } from "./data.mjs";
 
-const SHOWN = 1200; // characters of a long text, until it is asked for
-const SCROLLS = /^[^]{500}|(.*\n){20}/; // what may not fit into its place: the keyboard has to reach it to scroll
+export { render, useEffect, useRef, useState };
+export { useCallback, useMemo } from "./vendor/hooks.mjs";
+export const html = htm.bind(h);
 
+const NONE = "–";
+
+// A number with about three significant digits; a whole or a large one whole.
+export function number(value) {
+  if (typeof value !== "number" || !Number.isFinite(value)) return NONE;
+  const size = Math.abs(value);
+  if (Number.isInteger(value) || size >= 1000) return Math.round(value).toLocaleString("en-US");
+  return size < 0.0005 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+}
+
+// The same, and its sign: what a difference or an advantage needs.
+export const signed = (value) => (value > 0 ? `+${number(value)}` : number(value).replace("-", "−"));
+
+export const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+export function seconds(value) {
+  if (typeof value !== "number") return NONE;
+  if (value < 1) return `${Math.round(1000 * value)} ms`;
+  if (value < 60) return `${number(value)} s`;
+  return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+}
+
+// USD; a question mark where some calls' cost is not known.
+export function usd({ usd: value, unpriced = 0, unknown = 0 }) {
+  const some = unpriced + unknown > 0;
+  if (value === 0 && some) return "?";
+  return `$${value === 0 || value < 0.01 ? number(value) : value.toFixed(2)}${some ? " + ?" : ""}`;
+}
+
+// Any JSON value as text.
+export function text(value) {
+  if (typeof value === "string") return value;
+  return value === null || value === undefined ? "" : JSON.stringify(value, null, 2);
+}
+
+const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+
+// How long ago a Unix time was.
+export function Time({ at }) {
+  if (typeof at !== "number") return NONE;
+  const passed = Math.max(0, Date.now() / 1000 - at);
+  const [size, unit] = UNITS.find(([one]) => passed >= 1.5 * one) ?? UNITS.at(-1);
+  const when = new Date(at * 1000);
+  return html`<time dateTime=${when.toISOString()} title=${when.toLocaleString("sv-SE", { timeZoneName: "short" })}>${Math.round(passed / size)} ${unit} ago</time>`;
+}
+
+// Addresses inside the page.
 export const to = (...parts) => `#/${parts.map(encodeURIComponent).join("/")}`;
-
 export const link = (view, params) => `#/${view}?${new URLSearchParams(params)}`;
 
+export const isTyping = (target) => target.closest("input, select, textarea, dialog") !== null;
+
 export function Panel({ title, note, wide, children }) {
-  return html`<section class=${`panel${wide ? " wide" : ""}${wide === "all" ? " all" : ""}`}>
+  return html`<section class=${wide ? "panel wide" : "panel"}>
     ${title && html`<header><h2>${title}</h2>${note && html`<p class="muted">${note}</p>`}</header>`} ${children}
   </section>`;
 }
 
 export function Stat({ label, value, unit, note, warn }) {
   return html`<div class=${warn ? "stat warn" : "stat"}>
-    <dt>${label}</dt>
-    <dd>${value}${unit && html` <small>${unit}</small>`}</dd>
-    ${note ? html`<dd class="note">${note}</dd>` : null}
+    <dt>${label}</dt><dd>${value}${unit && html` <small>${unit}</small>`}</dd>${note && html`<dd class="note">${note}</dd>`}
   </div>`;
-}
-
-export function Time({ at }) {
-  if (typeof at !== "number") return NONE;
-  return html`<time dateTime=${new Date(at * 1000).toISOString()} title=${absolute(at)}>${ago(at)}</time>`;
 }
 
 export const Badge = ({ kind, children }) => html`<span class=${`badge ${kind ?? ""}`}>${children}</span>`;
@@ -35,12 +79,15 @@ const MADE = /^[0-9a-f]{32}$/; // an id that the proxy gave, of which the beginn
 
 export const RolloutLink = ({ id }) => html`<a class="id pick" href=${to("rollouts", id)} title=${id}>${MADE.test(id) ? id.slice(0, 8) : id}</a>`;
 
+export const TaskLink = ({ id }) => id && html`<a class="id" href=${link("rollouts", { task_id: id })} title=${id}>${id}</a>`;
+
+export const Reward = ({ value }) => (typeof value === "number" ? html`<b>${number(value)}</b>` : html`<span class="muted">${NONE}</span>`);
+
+// A mean reward, and over how many rollouts.
+export const Mean = ({ of }) => html`<${Reward} value=${of?.mean} />${of && html` <small>of ${number(of.rollouts)}</small>`}`;
+
 export function Failure({ error, again }) {
-  if (!error) return null;
-  return html`<div class="failure" role="alert">
-    <p>${error.message}</p>
-    ${again && html`<button onClick=${again}>Try again</button>`}
-  </div>`;
+  return error && html`<div class="failure" role="alert"><p>${error.message}</p>${again && html`<button onClick=${again}>Try again</button>`}</div>`;
 }
 
 // What is not there yet, and the one command that helps.
@@ -55,6 +102,12 @@ export function Start() {
   return alone ? "This is a store alone." : html`<code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.`;
 }
 
+// Shows a route's answer: that it is under way, its error, or what `children` makes of the data.
+export function Loaded({ of: { data, error, reload }, children }) {
+  if (data === null && !error) return html`<p class="muted loading">Loading…</p>`;
+  return html`<${Failure} error=${error} again=${reload} />${data !== null && children(data)}`;
+}
+
 // What is folded on a phone, and opens by a button. The others do not see the button.
 export function Folded({ label, children }) {
   const [open, setOpen] = useState(false);
@@ -62,50 +115,61 @@ export function Folded({ label, children }) {
     <div class=${open ? "folded open" : "folded"}>${children}</div>`;
 }
 
-// Shows a route's answer: that it is under way, its error, or what `children` makes of the data.
-export function Loaded({ of, children }) {
-  if (of.data === null) {
-    return of.error ? html`<${Failure} error=${of.error} again=${of.reload} />` : html`<p class="muted loading">Loading…</p>`;
-  }
-  return html`${of.error && html`<${Failure} error=${of.error} again=${of.reload} />`}${children(of.data)}`;
+// A choice among `options`: values, or [value, label].
+export function Select({ label, name, options, value = "", onChange }) {
+  const pairs = options.map((one) => (Array.isArray(one) ? one : [one, one]));
+  return html`<label>${label}<select name=${name} onChange=${onChange}>
+    ${pairs.map(([one, words]) => html`<option value=${one} selected=${String(one) === String(value)}>${words}</option>`)}
+  </select></label>`;
 }
 
-// A table that scrolls inside itself. A column: {name, label, num, title, cell(row)}.
-export function Table({ columns, rows, rowKey, sort, onSort, label }) {
+export const MODES = [["", "any"], "train", "eval"];
+
+// Fields of which the address has the values: a change of a choice leads to the address with the new ones.
+export function Filters({ view, children }) {
+  const go = (form) => (location.hash = link(view, [...new FormData(form)].filter(([, value]) => value !== "")));
+  const onSubmit = (event) => {
+    event.preventDefault();
+    go(event.currentTarget);
+  };
+  const onChange = ({ target, currentTarget }) => target.tagName === "SELECT" && go(currentTarget);
+  return html`<form class="filters" role="search" onSubmit=${onSubmit} onChange=${onChange}>${children}</form>`;
+}
+
+// A table that scrolls inside itself. A column: {name, label, num, title, value(row), cell(row)}; what it does not say
+// follows from its name, and `optional` ones without any value are left out. `order`: the name of the column that it is
+// sorted by, with `-` before it the greatest first; `onOrder` hears the next one. Without `onOrder` rows stay in order.
+export function Table({ label, columns, rows, rowKey, order = "", onOrder }) {
+  const [sort, setSort] = useState(order);
+  const down = sort.startsWith("-");
+  const valueOf = ({ name, value }) => value ?? ((row) => row[name]);
+  const by = columns.find(({ name }) => name === sort.replace("-", ""));
+  const sorted = by ? [...rows].sort((a, b) => compared(valueOf(by)(a), valueOf(by)(b)) * (down ? -1 : 1)) : rows;
+  const shown = columns.filter((column) => !column.optional || rows.some(valueOf(column)));
+  const onSort = (name) => {
+    const next = { [`-${name}`]: name, [name]: "" }[sort] ?? `-${name}`;
+    setSort(next);
+    onOrder(next);
+  };
   const heading = (column) => {
-    const order = sort?.name === column.name ? (sort.down ? "descending" : "ascending") : undefined;
-    const arrow = { ascending: " ↑", descending: " ↓" }[order] ?? "";
-    return html`<th scope="col" class=${column.num && "num"} aria-sort=${order} title=${column.title}>
-      ${onSort && column.value
-        ? html`<button class="plain" onClick=${() => onSort(column.name)}>${column.label}${arrow}</button>`
-        : column.label}
+    const words = column.label ?? column.name;
+    const direction = column === by ? (down ? "descending" : "ascending") : undefined;
+    return html`<th scope="col" class=${column.num && "num"} aria-sort=${direction} title=${column.title}>
+      ${onOrder ? html`<button class="plain" onClick=${() => onSort(column.name)}>${words}${column === by && (down ? " ↓" : " ↑")}</button>` : words}
     </th>`;
   };
-  return html`<div class="table" tabindex="0" role="region" aria-label=${label}>
-    <table>
-      <thead><tr>${columns.map(heading)}</tr></thead>
-      <tbody>
-        ${rows.map((row) => html`<tr key=${rowKey(row)}>
-          ${columns.map((column, i) => html`<td class=${[i === 0 && "head", column.num && "num"].filter(Boolean).join(" ")} data-label=${i > 0 || column.num ? column.label : undefined}>${column.cell(row)}</td>`)}
-        </tr>`)}
-      </tbody>
-    </table>
-  </div>`;
+  const cell = (column, row, i) => {
+    const value = column.cell ?? ((one) => (column.num ? numberOrNothing(valueOf(column)(one)) : valueOf(column)(one)));
+    const kind = `${i === 0 ? "head" : ""} ${column.num ? "num" : ""}`;
+    return html`<td class=${kind} data-label=${i > 0 || column.num ? column.label ?? column.name : undefined}>${value(row)}</td>`;
+  };
+  return html`<div class="table" tabindex="0" role="region" aria-label=${label}><table>
+    <thead><tr>${shown.map(heading)}</tr></thead>
+    <tbody>${sorted.map((row) => html`<tr key=${rowKey(row)} class=${row.live === true && "live"}>${shown.map((column, i) => cell(column, row, i))}</tr>`)}</tbody>
+  </table></div>`;
 }
 
-// The rows in the order of a column, and what a click on a heading does. `given`: a column's name, with `-` before it
-// the greatest first; `onChange` hears the next one.
-export function useSort(columns, rows, given = "", onChange = () => {}) {
-  const [sort, setSort] = useState(given ? { name: given.replace(/^-/, ""), down: given.startsWith("-") } : null);
-  const column = sort && columns.find(({ name }) => name === sort.name);
-  const sorted = column ? [...rows].sort((a, b) => compared(column.value(a), column.value(b)) * (sort.down ? -1 : 1)) : rows;
-  const onSort = (name) => {
-    const next = sort?.name !== name ? { name, down: true } : sort.down ? { name, down: false } : null;
-    setSort(next);
-    onChange(next ? `${next.down ? "-" : ""}${next.name}` : "");
-  };
-  return { sorted, sort, onSort };
-}
+const numberOrNothing = (value) => (typeof value === "number" ? number(value) : null);
 
 function compared(a, b) {
   const [noA, noB] = [a === null || a === undefined, b === null || b === undefined];
@@ -113,23 +177,37 @@ function compared(a, b) {
   return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
 }
 
+const SHOWN = 1200; // characters of a long text, until it is asked for
+const SCROLLS = /^[^]{500}|(.*\n){20}/; // what may not fit into its place: the keyboard has to reach it to scroll
+
 // A text, cut where it is long.
 export function LongText({ children, most = SHOWN }) {
   const [whole, setWhole] = useState(false);
   const all = text(children);
-  const cut = all.length > most && !whole;
-  return html`<pre class="said" dir="auto" tabindex=${SCROLLS.test(all) ? 0 : undefined}>${cut ? all.slice(0, most) : all}${cut && "…"}</pre>
-    ${all.length > most && html`<button class="more" onClick=${() => setWhole(!whole)}>
-      ${whole ? "show less" : `show all ${number(all.length)} characters`}
-    </button>`}`;
+  const shown = whole || all.length <= most ? all : `${all.slice(0, most)}…`;
+  return html`<pre class="said" dir="auto" tabindex=${SCROLLS.test(all) ? 0 : undefined}>${shown}</pre>
+    ${all.length > most && html`<button class="more" onClick=${() => setWhole(!whole)}>${whole ? "show less" : `show all ${number(all.length)} characters`}</button>`}`;
 }
 
-// Names and numbers of an object, one below the other.
+// Names and values of an object, one below the other.
 export function Facts({ of }) {
   const shown = Object.entries(of).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return html`<dl class="facts">${shown.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
 
-export function Reward({ value }) {
-  return value === null || value === undefined ? html`<span class="muted">${NONE}</span>` : html`<b>${number(value)}</b>`;
+// A dialog that is open while it is drawn.
+export function Dialog({ label, onClose, children }) {
+  const dialog = useRef(null);
+  useEffect(() => dialog.current.showModal(), []);
+  return html`<dialog ref=${dialog} aria-label=${label} onClose=${onClose}><h2>${label}</h2>${children}</dialog>`;
+}
+
+// Saves rows as a file: one JSON document, or a line of JSON for each.
+export function save(rows, kind, name) {
+  const content = kind === "jsonl" ? rows.map((row) => `${JSON.stringify(row)}\n`).join("") : `${JSON.stringify(rows, null, 2)}\n`;
+  const anchor = document.createElement("a");
+  anchor.href = URL.createObjectURL(new Blob([content], { type: "application/json" }));
+  anchor.download = `${name}.${kind}`;
+  anchor.click();
+  URL.revokeObjectURL(anchor.href);
 }

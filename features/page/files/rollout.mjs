@@ -1,63 +1,88 @@
 // One rollout as a timeline: its calls and events in order, its rewards, and how it was trained.
-import { useData } from "./api.mjs";
-import { Call, creditOf } from "./call.mjs";
-import { usd, usedTokens } from "./costs.mjs";
-import { useFresh } from "./feed.mjs";
-import { milliseconds, number, signed, text } from "./format.mjs";
-import { Contexts } from "./graph.mjs";
-import { html, useMemo } from "./html.mjs";
-import { Badge, Empty, Facts, Loaded, Panel, Reward, RolloutLink, LongText, Table, Time, link, to } from "./parts.mjs";
-import { RolloutStatus } from "./rollouts.mjs";
-import { wholeRequests } from "./whole.mjs";
+import { route, useData } from "./data.mjs";
+import { answerMessages, pretty, requestMessages, withoutKnown } from "./messages.mjs";
+import { Badge, Empty, Facts, LongText, Loaded, Panel, Reward, RolloutLink, Table, TaskLink, Time, html, link, number, plural, seconds, signed, text, usd, useMemo, useState } from "./parts.mjs";
+import { Fate, RolloutStatus } from "./rollouts.mjs";
+import { Rows, TokensOf } from "./tokens.mjs";
 
-const OF_A_ROLLOUT = ["call", "reward", "rollout"];
+// Where a call's tokens went, in words. docs/page.md says more.
+const PLACED = {
+  first: "begins the rollout's first row",
+  merged: "continues the row of the call before it",
+  drift: "begins a row: the last answer came back tokenised differently",
+  edited: "begins a row: the history was changed, or continued from earlier",
+  repeated: "begins a row: the same prompt, or less of it, was sent again",
+  adjoining: "begins a row: nothing came after the last answer",
+  new: "begins a row: another agent or a new conversation",
+  untrainable: "left out: no token ids, log-probabilities or answer, or temperature 0",
+  not_followed: "left out: sampled in a way that the trainer cannot compute again",
+  ambiguous: "left out: several answers, so the reward belongs to none",
+  not_finite: "left out: a recorded log-probability is no number",
+  other_tokens: "left out: another model sampled tokens that this one does not have",
+  too_long: "left out: the row is longer than the trainer takes",
+};
 
-export function useRollout(id) {
-  const found = useData(`/rollouts/${encodeURIComponent(id)}`);
-  const rollout = { ...found, data: useMemo(() => found.data && wholeRequests(found.data), [found.data]) };
-  const rows = useData(`/rollouts/${encodeURIComponent(id)}/rows`);
-  useFresh(OF_A_ROLLOUT, rollout.reload, (data) => data.rollout_id === id);
-  useFresh(["step"], rows.reload);
-  return { rollout, rows: rows.data };
+// The credit of each call of a rollout, and in words and as a box (`out`: it was not trained on) where it went.
+function creditOf(calls, rows) {
+  const credits = new Map((rows?.calls ?? []).map((credit) => [credit.call_id, credit]));
+  const edges = calls.flatMap(({ contexts }) => contexts ?? []);
+  const summaries = edges.filter(({ edge }) => edge === "compacts").map(({ call_id }) => call_id);
+  const isTaken = typeof rows?.step === "number";
+  const whyNot = ({ call_id, rejected }) => (rejected ? "another attempt was used in its place" : summaries.includes(call_id) ? "a summary" : "its agent is not trained");
+  return new Map(calls.map((call) => {
+    const credit = credits.get(call.call_id) ?? {};
+    const why = typeof credit.step === "number" ? PLACED[credit.placed] ?? credit.placed : isTaken && `left out: ${whyNot(call)}`;
+    const isOut = typeof credit.row !== "number" && (isTaken || call.rejected);
+    return [call.call_id, { ...credit, why, box: isOut ? "out" : direction(credit.advantage) }];
+  }));
 }
+
+const direction = (advantage) => ({ 1: "up", [-1]: "down" })[Math.sign(advantage)] ?? "";
 
 // `blind(rollout)`: it without the judgements that are not shown yet, or null where all of them are.
 export function Rollout({ id, blind = () => null }) {
-  const { rollout, rows } = useRollout(id);
-  return html`<${Loaded} of=${rollout}>${(found) => {
-    const hidden = blind(found);
-    return html`<${Parts} rollout=${hidden ?? found} rows=${hidden ? null : rows} isBlind=${hidden !== null} />`;
+  const [whole, setWhole] = useState(false);
+  const rollout = useData(route`/rollouts/${id}`, { requests: whole ? "whole" : null }, ["call", "reward", "rollout"], (event) => event.rollout_id === id);
+  const rows = useData(route`/rollouts/${id}/rows`, {}, ["step"]);
+  return html`<${Loaded} of=${rollout}>${(all) => {
+    const hidden = blind(all);
+    return html`<${Parts} rollout=${hidden ?? all} rows=${hidden ? null : rows.data} isBlind=${hidden !== null} onWhole=${whole ? null : () => setWhole(true)} />`;
   }}<//>`;
 }
 
-function Parts({ rollout, rows, isBlind }) {
-  const { rewards, calls, awaits_reward: awaits } = rollout;
-  return html`<${RolloutHead} rollout=${rollout} rows=${rows} part="timeline" />
-    <div class="grid">
-      <${Panel} title="Rewards" note=${isBlind && "Others' rewards are shown once you have rated the rollout."}>${!(isBlind && rewards.length === 0) && html`<${Rewards} rewards=${rewards} calls=${calls} awaits=${awaits} />`}<//>
-      <${Panel} title="Rollout"><${About} rollout=${rollout} /><//>
-      ${!isBlind && html`<${Panel} title="Siblings" note="The rollouts of its task that it was compared with."><${Group} rows=${rows} id=${rollout.rollout_id} /><//>`}
-    </div>
-    <${Timeline} rollout=${rollout} rows=${rows} />`;
-}
-
-// Name, state and parts of a rollout: what all of its views begin with.
-export function RolloutHead({ rollout, rows, part }) {
-  const parts = [["timeline", to("rollouts", rollout.rollout_id)], ["training row", to("rollouts", rollout.rollout_id, "rows")], ["side by side", to("rollouts", rollout.rollout_id, "beside")], ["rate", link("rate", { id: rollout.rollout_id })]];
+function Parts({ rollout, rows, isBlind, onWhole }) {
+  const { rollout_id: id, rewards, calls, events } = rollout;
+  const credit = useMemo(() => creditOf(calls, rows), [calls, rows]);
+  const [note, shown] = isBlind ? ["Others' rewards are shown once you have rated the rollout.", rewards.length > 0] : [null, true];
+  const isLast = (event) => !calls.some(({ seq }) => seq === event.seq);
+  const draw = (some) => some.map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`);
   return html`<div class="title-line">
-      <a href="#/rollouts" title="all rollouts (u)">rollouts</a> / <h1 class="id">${rollout.rollout_id}</h1>
-      <${RolloutStatus} status=${rollout.status} call=${rollout.calls?.at(-1)?.status} /> <${Badge}>${rollout.mode}<//>
+      <a href="#/rollouts" title="all rollouts (u)">rollouts</a> / <h1 class="id">${id}</h1>
+      <${RolloutStatus} status=${rollout.status} call=${calls.at(-1)?.status} /> <${Badge}>${rollout.mode}<//>
       <span>reward <${Reward} value=${rollout.reward} />${rollout.reward !== null && rollout.own_reward === null && " of its calls"}</span>
+      <a href=${link("rate", { id })}>rate</a>
     </div>
     <p class="why">${fate(rollout, rows)}</p>
-    <nav class="parts" aria-label="Parts of the rollout">${parts.map(([name, href]) => html`<a href=${href} aria-current=${name === part && "page"}>${name}</a>`)}</nav>`;
+    <div class="grid">
+      <${Panel} title="Rewards" note=${note}>${shown && html`<${Rewards} rollout=${rollout} />`}<//>
+      <${Panel} title="Rollout"><${About} rollout=${rollout} /><//>
+      ${!isBlind && html`<${Panel} title="Siblings" note="The rollouts of its task that it was compared with."><${Group} group=${rows?.group ?? []} id=${id} /><//>`}
+    </div>
+    ${rows?.rows.length > 0 && html`<${Rows} id=${id} of=${rows} />`}
+    ${calls.length + events.length === 0 && html`<${Empty}>No call yet. <code>lightning-proxy doctor</code> says whether one would be answered.<//>`}
+    <${Contexts} calls=${calls} credit=${credit} />
+    ${onWhole && calls.some((call) => call.request_of) && html`<button class="more" onClick=${onWhole}>show each request whole</button>`}
+    <div class="timeline">
+      ${calls.map((call, i) => html`${draw(events.filter(({ seq }) => seq === call.seq))}
+        <${Call} key=${call.call_id} id=${id} call=${call} cost=${rollout.costs?.of_calls[call.call_id]} before=${before(calls, i)} credit=${credit.get(call.call_id)} />`)}
+      ${draw(events.filter(isLast))}
+    </div>`;
 }
 
 function fate(rollout, rows) {
-  const own = rows?.group?.find(({ rollout_id }) => rollout_id === rollout.rollout_id);
   if (rollout.step !== null) {
-    const advantage = typeof own?.advantage === "number" ? ` with advantage ${signed(own.advantage)}` : "";
-    return html`Trained in <a href=${link("rollouts", { step: rollout.step })}>step ${rollout.step}</a>${advantage}.`;
+    const own = rows?.group?.find(({ rollout_id }) => rollout_id === rollout.rollout_id);
+    return html`Trained in <${Fate} row=${rollout} />${typeof own?.advantage === "number" && ` with advantage ${signed(own.advantage)}`}.`;
   }
   if (rollout.dropped) return `Not trained: ${rollout.dropped}${rollout.dropped_by ? ` (before step ${rollout.dropped_by})` : ""}.`;
   if (rollout.mode === "eval") return "An evaluation: it is never trained on.";
@@ -65,74 +90,97 @@ function fate(rollout, rows) {
   return rollout.status === "completed" ? "It waits for the trainer." : `It ended as ${rollout.status}${rollout.reason ? `: ${rollout.reason}` : ""}.`;
 }
 
-function About({ rollout }) {
-  const { task_id } = rollout;
+function About({ rollout: { task_id, agent, policy_version, call_count, tokens, costs, created_at, ended_at, reason, metadata } }) {
   const facts = {
-    task: task_id && html`<a class="id" href=${link("rollouts", { task_id })}>${task_id}</a>`,
-    agent: rollout.agent,
-    "policy version": rollout.policy_version,
-    calls: number(rollout.call_count),
-    "sampled tokens": number(rollout.tokens),
-    used: rollout.costs && usedTokens(rollout.costs),
-    cost: rollout.costs && usd(rollout.costs),
-    opened: html`<${Time} at=${rollout.created_at} />`,
-    took: rollout.ended_at && milliseconds(1000 * (rollout.ended_at - rollout.created_at)),
-    reason: rollout.reason,
+    task: task_id && html`<${TaskLink} id=${task_id} />`,
+    agent,
+    "policy version": policy_version,
+    calls: number(call_count),
+    "sampled tokens": number(tokens),
+    used: costs && usedTokens(costs),
+    cost: costs && usd(costs),
+    opened: html`<${Time} at=${created_at} />`,
+    took: ended_at && seconds(ended_at - created_at),
+    reason,
   };
-  const metadata = Object.keys(rollout.metadata ?? {}).length > 0;
-  return html`<${Facts} of=${facts} />${metadata && html`<h3>metadata</h3><${LongText} most=${300}>${text(rollout.metadata)}<//>`}`;
+  return html`<${Facts} of=${facts} />${Object.keys(metadata ?? {}).length > 0 && html`<h3>metadata</h3><${LongText} most=${300}>${text(metadata)}<//>`}`;
 }
 
-// A link inside the page that is shown: the address stays.
-function CallLink({ calls, id }) {
-  const seq = calls.find(({ call_id }) => call_id === id)?.seq;
-  if (seq === undefined) return html`call <span class="id">${id}</span>`;
-  return html`<button class="plain" title=${id} onClick=${() => document.getElementById(`call-${seq}`)?.scrollIntoView()}>call ${seq}</button>`;
-}
+// Input and output, those from a cache and of reasoning apart.
+const usedTokens = (of) => `${number(of.input_tokens)}${of.cached_tokens > 0 ? ` (${number(of.cached_tokens)} cached)` : ""} + ${plural(of.output_tokens, "token")}${of.reasoning_tokens > 0 ? ` (${number(of.reasoning_tokens)} reasoning)` : ""}`;
 
-function Rewards({ rewards, calls, awaits }) {
+// A place inside the page that is shown: the address stays.
+const CallLink = ({ id, children, ...more }) => html`<button class="plain" onClick=${() => document.querySelector(`[data-call="${CSS.escape(id)}"]`)?.scrollIntoView()} ...${more}>${children}</button>`;
+
+function Rewards({ rollout: { rewards, calls, awaits_reward } }) {
   if (rewards.length === 0) {
-    return html`<${Empty}>${awaits ? "The reward function has not been asked about it yet." : html`No reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code>`}<//>`;
+    return html`<${Empty}>${awaits_reward ? "The reward function has not been asked about it yet." : html`No reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code>`}<//>`;
   }
-  return html`<ul class="rewards">${rewards.map((reward) => html`<li key=${reward.reward_id}>
-    <${Reward} value=${reward.reward} /> <span>${reward.name}</span>
-    <small>${reward.call_id ? html`for <${CallLink} calls=${calls} id=${reward.call_id} />` : "for the rollout"}${reward.source && `, by ${reward.source}`}, <${Time} at=${reward.created_at} /></small>
-    ${reward.comment && html`<${LongText} most=${300}>${reward.comment}<//>`}
+  const seqs = new Map(calls.map(({ call_id, seq }) => [call_id, seq]));
+  return html`<ul class="rewards">${rewards.map((one) => html`<li key=${one.reward_id}>
+    <${Reward} value=${one.reward} /> <span>${one.name}</span>
+    <small>for ${one.call_id ? html`<${CallLink} id=${one.call_id}>call ${seqs.get(one.call_id)}<//>` : "the rollout"}${one.source && `, by ${one.source}`}, <${Time} at=${one.created_at} /></small>
+    ${one.comment && html`<${LongText} most=${300}>${one.comment}<//>`}
   </li>`)}</ul>`;
 }
 
-const GROUP_COLUMNS = [
-  { name: "rollout", label: "rollout", cell: (row) => html`<${RolloutLink} id=${row.rollout_id} />` },
-  { name: "reward", label: "reward", num: true, cell: (row) => html`<${Reward} value=${row.reward} />` },
-  { name: "advantage", label: "advantage", num: true, cell: (row) => signed(row.advantage) },
-  { name: "fate", label: "trained", cell: (row) => (typeof row.step === "number" ? html`<a href=${link("rollouts", { step: row.step })}>step ${row.step}</a>` : row.dropped && html`<span class="muted" title=${row.dropped}>dropped</span>`) },
+const SIBLINGS = [
+  { name: "rollout", cell: (row) => html`<${RolloutLink} id=${row.rollout_id} />` },
+  { name: "reward", num: true, cell: (row) => html`<${Reward} value=${row.reward} />` },
+  { name: "advantage", num: true, cell: (row) => signed(row.advantage) },
+  { name: "trained", cell: (row) => html`<${Fate} row=${row} />` },
 ];
 
-function Group({ rows, id }) {
-  const group = rows?.group ?? [];
+function Group({ group, id }) {
   if (group.length < 2) return html`<${Empty}>No sibling yet. Rollouts with the same <code>X-Task-Id</code> are compared with each other: <code>lightning-proxy run --tasks FILE -- COMMAND</code> makes eight of each task.<//>`;
   const ordered = [...group].sort((a, b) => (b.rollout_id === id) - (a.rollout_id === id) || (b.reward ?? 0) - (a.reward ?? 0));
-  return html`<${Table} label="Siblings" columns=${GROUP_COLUMNS} rows=${ordered} rowKey=${(row) => row.rollout_id} />`;
+  return html`<${Table} label="Siblings" columns=${SIBLINGS} rows=${ordered} rowKey=${(row) => row.rollout_id} />`;
 }
 
-export function Timeline({ rollout, rows }) {
-  const { calls, events } = rollout;
-  const credit = useMemo(() => creditOf(calls, rows), [calls, rows]);
-  if (calls.length + events.length === 0) return html`<${Empty}>No call yet. <code>lightning-proxy doctor</code> says whether one would be answered.<//>`;
-  const eventsBefore = (seq) => events.filter((event) => event.seq === seq);
-  const after = events.filter(({ seq }) => !calls.some((call) => call.seq === seq));
-  return html`<${Contexts} calls=${calls} credit=${credit} /><div class="timeline">
-    ${calls.map((call, i) => html`
-      ${eventsBefore(call.seq).map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`)}
-      <${Call} key=${call.call_id} id=${rollout.rollout_id} call=${call} cost=${rollout.costs?.of_calls[call.call_id]} before=${before(calls, i)} credit=${credit.get(call.call_id)} />`)}
-    ${after.map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`)}
-  </div>`;
+const SAME = ["continues", "edits", "retries"]; // edges that stay in a lane
+const LANES = 12; // at most; contexts beyond are drawn in the last one
+
+// A rollout's contexts as lanes, its calls as boxes with their credit's colour; on a phone a list.
+function Contexts({ calls, credit }) {
+  const rows = useMemo(() => lanes(calls), [calls]);
+  const seqs = new Map(calls.map(({ call_id, seq }) => [call_id, seq]));
+  const isPlain = ({ contexts }, i) => !contexts || i === 0 || (contexts.length === 1 && contexts[0].edge === "continues");
+  if (calls.every(isPlain)) return calls.length > 0 && html`<p class="why">One context: each call continues the one before. Sub-agents, retries and summaries would be lanes here.</p>`;
+  return html`<${Panel} title="Contexts" note="A lane is a context, a box is a call: green was pulled up in training, red pushed down, grey left out or rejected.">
+    <ol class="lanes">${rows.map(({ call, lane, open }) => {
+      const { advantage, box } = credit.get(call.call_id);
+      const edges = call.contexts.map(({ edge, call_id }) => `${edge} ${seqs.get(call_id) ?? "?"}`).join(", ") || "new";
+      return html`<li key=${call.call_id}>
+        ${Array.from({ length: lane }, (_, i) => html`<span class=${open[i] ? "lane open" : "lane"}></span>`)}
+        <${CallLink} id=${call.call_id}><span class=${`box ${box}`}></span> ${call.seq} ${call.agent} <small>${edges}${call.rejected && ", rejected"}${typeof advantage === "number" && `, advantage ${signed(advantage)}`}</small><//></li>`;
+    })}</ol><//>`;
+}
+
+// Each call with its lane, and which lanes before it have a context that goes on later.
+function lanes(calls) {
+  const last = new Map(calls.map(({ call_id }, i) => [call_id, i]));
+  for (const [i, call] of [...calls.entries()].reverse()) {
+    for (const { edge, call_id } of call.contexts ?? []) {
+      if (edge !== "compacts" && last.has(call_id)) last.set(call_id, Math.max(last.get(call_id), i));
+    }
+  }
+  const laneOf = new Map();
+  const newest = []; // by lane, the last call in it
+  const isOpen = (lane, i) => newest[lane] !== undefined && last.get(newest[lane]) >= i;
+  return calls.map((call, i) => {
+    const kept = (call.contexts ?? []).find(({ edge, call_id }) => SAME.includes(edge) && newest[laneOf.get(call_id)] === call_id);
+    const free = Array.from({ length: LANES - 1 }, (_, lane) => lane).find((lane) => !isOpen(lane, i)) ?? LANES - 1;
+    const lane = kept ? laneOf.get(kept.call_id) : free;
+    laneOf.set(call.call_id, lane);
+    newest[lane] = call.call_id;
+    return { call, lane, open: Array.from({ length: lane }, (_, before) => isOpen(before, i)) };
+  });
 }
 
 // The call that this one continues, else the one before it by the same agent.
 function before(calls, i) {
-  const extended = calls.find(({ call_id }) => call_id === calls[i].extends);
-  return extended ?? calls.slice(0, i).findLast(({ agent }) => agent === calls[i].agent);
+  const parent = calls.find(({ call_id }) => call_id === (calls[i].request_of?.call_id ?? calls[i].extends));
+  return parent ?? calls.slice(0, i).findLast(({ agent }) => agent === calls[i].agent);
 }
 
 function Event({ event }) {
@@ -140,4 +188,72 @@ function Event({ event }) {
     <header><h3>${event.kind}${event.name && html` <code>${event.name}</code>`}</h3>${event.agent && html`<${Badge}>${event.agent}<//>`}${event.is_error && html`<${Badge} kind="bad">failed<//>`} <${Time} at=${event.created_at} /></header>
     ${["value", "arguments", "result"].map((part) => event[part] !== null && html`<div class="message"><span class="role">${part}</span><${LongText}>${text(event[part])}<//></div>`)}
   </article>`;
+}
+
+// What was new in a call's request, its answer, its tools, its tokens, and how it was trained.
+function Call({ id, call, before, credit, cost }) {
+  const [tokens, setTokens] = useState(false);
+  const [json, setJson] = useState(false);
+  const [earlier, setEarlier] = useState(false);
+  const request = useMemo(() => requestMessages(call.request), [call.request]);
+  const fresh = useMemo(() => withoutKnown(request, call, before), [request, before]);
+  const known = request.length - fresh.length;
+  return html`<article class="call" id=${`call-${call.seq}`} data-call=${call.call_id}>
+    <${Head} call=${call} credit=${credit} cost=${cost} />
+    ${known > 0 && html`<button class="more" aria-expanded=${earlier} onClick=${() => setEarlier(!earlier)}>${earlier ? "hide" : "show"} ${plural(known, "earlier message")}</button>`}
+    ${(earlier ? request : fresh).map((message) => html`<${Message} ...${message} />`)}
+    <div class=${tokens ? "answer with-tokens" : "answer"}>
+      <div>${answerMessages(call.response).map((message) => html`<${Message} ...${message} kind="of-model" />`)}
+        ${call.error && html`<p class="failure">${text(call.error)}</p>`}</div>
+      ${tokens && html`<${TokensOf} id=${id} taken=${credit.box === "out"} of=${{ call_id: call.call_id }} known=${[{ ...call, token_ids: call.response_token_ids }]} />`}
+    </div>
+    ${call.tool_calls.filter(({ result }) => result !== null).map((tool) => html`<${Message} role="tool" blocks=${[{ kind: tool.is_error ? "error" : "result", title: tool.name, content: pretty(tool.result) }]} />`)}
+    <footer>
+      ${call.response_token_ids.length > 0 && html`<button aria-expanded=${tokens} onClick=${() => setTokens(!tokens)}>tokens</button>`}
+      <button aria-expanded=${json} onClick=${() => setJson(!json)}>JSON</button>
+      <small class="id" title="call id">${call.call_id}</small>
+    </footer>
+    ${json && html`<${LongText}>${text({ request_of: call.request_of, request: call.request, response: call.response, sampling: call.sampling })}<//>`}
+  </article>`;
+}
+
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+const milliseconds = (value) => seconds(typeof value === "number" ? value / 1000 : null);
+
+function Head({ call, credit, cost }) {
+  const versions = call.policy_versions.length > 1 ? call.policy_versions.join(" → ") : call.policy_version;
+  const prompt = (call.prompt_of?.tokens ?? 0) + call.prompt_token_ids.length;
+  const facts = [
+    `${milliseconds(call.latency_ms)}${call.ttft_ms === null ? "" : `, first token ${milliseconds(call.ttft_ms)}`}`,
+    cost ? usedTokens(cost) : `${number(prompt)} + ${plural(call.response_token_ids.length, "token")}`,
+    cost?.usd > 0 && usd(cost),
+    call.finish_reason,
+    call.logprobs.length > 0 && `mean log-probability ${number(mean(call.logprobs))}`,
+  ];
+  return html`<header>
+    <h3 class="pick" tabindex="-1">call ${call.seq}</h3>
+    ${call.status !== "ok" && html`<${Badge} kind="bad">${call.status}${call.http_status >= 400 && ` ${call.http_status}`}<//>`}
+    ${call.agent && html`<${Badge}>${call.agent}<//>`}
+    <span>${call.model}${versions !== null && html`<small> version ${versions}</small>`}</span>
+    ${facts.filter(Boolean).map((fact) => html`<span class="muted">${fact}</span>`)}
+    ${call.reward !== null && html`<span>reward <${Reward} value=${call.reward} /></span>`}
+    ${call.superseded_by && html`<${Badge} kind="bad">sent again<//>`}
+    ${typeof credit.step === "number" && html`<span>return <b>${number(credit.return)}</b></span>
+      <${Badge} kind=${{ up: "good", down: "bad" }[credit.box]}>advantage ${signed(credit.advantage)}<//>`}
+    ${credit.why && html`<p class="why">${typeof credit.step === "number" && `Step ${credit.step}${credit.row === null ? "" : `, row ${credit.row}`}: `}${credit.why}</p>`}
+    ${!call.trainable && html`<p class="why">Not trainable: ${call.untrainable_reason}</p>`}
+  </header>`;
+}
+
+// What stands before a block, by its kind.
+const TITLES = { call: "calls", result: "returned", error: "failed", thought: "thought" };
+
+function Message({ role, blocks, kind = "" }) {
+  return html`<div class=${`message ${kind}`}>
+    <span class="role">${role}</span>
+    <div>${blocks.map((block) => html`<div class=${`block ${block.kind}`}>
+      ${TITLES[block.kind] && html`<span class="title">${TITLES[block.kind]} ${block.title && html`<code>${block.title}</code>`}</span>`}
+      <${LongText}>${block.content}<//>
+    </div>`)}</div>
+  </div>`;
 }

@@ -1,15 +1,10 @@
-// Rollouts: search, filter, sort. The filters are in the address.
-import { address, get, useData } from "./api.mjs";
-import { Chosen } from "./chosen.mjs";
-import { CopyAs, save } from "./copies.mjs";
-import { useFresh } from "./feed.mjs";
-import { milliseconds, number, plural } from "./format.mjs";
-import { html, useEffect, useMemo, useState } from "./html.mjs";
-import { Badge, Empty, Failure, Folded, Loaded, Reward, RolloutLink, Table, Time, link, useSort } from "./parts.mjs";
+// Rollouts: search, filter, sort, and what can be done with those that are chosen. The filters are in the address.
+import { get, post, route, usePages } from "./data.mjs";
+import { Badge, Empty, Failure, Filters, Folded, Loaded, MODES, Reward, RolloutLink, Select, Table, TaskLink, Time, html, link, number, plural, save, seconds, useMemo, useState } from "./parts.mjs";
 
 const PAGE = 100;
-const SINCE = { "": "any time", 3600: "last hour", 86400: "last day", 604800: "last week" };
-const STATUS = ["", "running", "completed", "failed", "discarded"];
+const SINCE = [["", "any time"], [3600, "last hour"], [86400, "last day"], [604800, "last week"]];
+const STATUS = [["", "any"], "running", "completed", "failed", "discarded"];
 const STATUS_KIND = { completed: "good", failed: "bad", discarded: "bad" };
 
 // `call`: the status of its last call. Nobody may end a rollout of a single call, which then runs on with no agent.
@@ -19,59 +14,50 @@ export function RolloutStatus({ status, call }) {
 }
 
 const COLUMNS = [
-  { name: "rollout", label: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
-  { name: "reward", label: "reward", num: true, value: (row) => row.reward, cell: (row) => html`<${Reward} value=${row.reward} />` },
-  { name: "status", label: "status", value: (row) => row.status, cell: (row) => html`<${RolloutStatus} status=${row.status} call=${row.last_call} />` },
-  { name: "words", label: "question and answer", cell: (row) => html`<div class="words"><span>${row.question}</span><span class="muted">${row.answer}</span></div>` },
-  { name: "task", label: "task", value: (row) => row.task_id, cell: ({ task_id }) => task_id && html`<a class="id" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
-  { name: "agent", label: "agent", value: (row) => row.agent, cell: (row) => row.agent },
-  { name: "mode", label: "mode", value: (row) => row.mode, cell: (row) => row.mode },
-  { name: "calls", label: "calls", num: true, value: (row) => row.calls, cell: (row) => number(row.calls) },
-  { name: "tokens", label: "tokens", num: true, title: "sampled tokens", value: (row) => row.tokens, cell: (row) => number(row.tokens) },
-  { name: "version", label: "version", num: true, value: (row) => row.policy_version, cell: (row) => number(row.policy_version) },
-  { name: "model", label: "model", title: "that its first call asked for", value: (row) => row.model, cell: (row) => row.model },
-  { name: "latency", label: "latency", num: true, title: "mean of its first calls", value: (row) => row.latency_ms, cell: (row) => milliseconds(row.latency_ms) },
-  { name: "key", label: "key", value: (row) => row.key, cell: (row) => row.key },
-  { name: "trained", label: "trained", title: "the step that took it, or why none will", value: (row) => row.step, cell: (row) => html`<${Fate} row=${row} />` },
-  { name: "opened", label: "opened", num: true, value: (row) => row.created_at, cell: (row) => html`<${Time} at=${row.created_at} />` },
+  { name: "rollout", value: (row) => row.rollout_id, cell: (row) => html`<${RolloutLink} id=${row.rollout_id} />` },
+  { name: "reward", num: true, cell: (row) => html`<${Reward} value=${row.reward} />` },
+  { name: "status", cell: (row) => html`<${RolloutStatus} status=${row.status} call=${row.last_call} />` },
+  { name: "question", label: "question and answer", cell: (row) => html`<div class="words"><span>${row.question}</span><span class="muted">${row.answer}</span></div>` },
+  { name: "task", optional: true, value: (row) => row.task_id, cell: (row) => html`<${TaskLink} id=${row.task_id} />` },
+  { name: "agent", optional: true },
+  { name: "mode" },
+  { name: "calls", num: true },
+  { name: "tokens", num: true, title: "sampled tokens" },
+  { name: "version", num: true, value: (row) => row.policy_version },
+  { name: "model", title: "that its first call asked for" },
+  { name: "latency", num: true, title: "mean of its first calls", value: (row) => row.latency_ms, cell: (row) => seconds(row.latency_ms === null ? null : row.latency_ms / 1000) },
+  { name: "key", optional: true },
+  { name: "trained", title: "the step that took it, or why none will", value: (row) => row.step, cell: (row) => html`<${Fate} row=${row} />` },
+  { name: "opened", num: true, value: (row) => row.created_at, cell: (row) => html`<${Time} at=${row.created_at} />` },
 ];
 
 // What became of a rollout in training.
-function Fate({ row }) {
-  if (row.step !== null) return html`<a href=${link("rollouts", { step: row.step })}>step ${row.step}</a>`;
+export function Fate({ row }) {
+  if (typeof row.step === "number") return html`<a href=${link("rollouts", { step: row.step })}>step ${row.step}</a>`;
   if (row.dropped) return html`<span class="dropped" title=${row.dropped}>${row.dropped}</span>`;
-  return row.status === "completed" && row.mode === "train" ? html`<span class="muted">waits</span>` : null;
+  return row.status === "completed" && row.mode === "train" && html`<span class="muted">waits</span>`;
 }
 
 export function Rollouts({ params }) {
-  return html`<h1 class="hidden">Rollouts</h1><${Filters} key=${JSON.stringify(params)} params=${params} /><${List} key=${JSON.stringify(params)} params=${params} />`;
-}
-
-function Filters({ params }) {
-  const onSubmit = (event) => {
-    event.preventDefault();
-    const given = [...new FormData(event.currentTarget)].filter(([, value]) => value !== "");
-    location.hash = link("rollouts", given);
-  };
-  const onChange = (event) => event.currentTarget.form.requestSubmit();
-  const options = (all, chosen = "") => all.map(([value, label]) => html`<option value=${value} selected=${String(value) === chosen}>${label}</option>`);
-  const field = (name, label, attributes = {}) => html`<label>${label}<input name=${name} value=${params[name] ?? ""} ...${attributes} /></label>`;
-  const reward = { type: "number", step: "any", size: 6 };
-  const count = { type: "number", min: 0, size: 6 };
+  const field = (name, label, attributes) => html`<label>${label}<input name=${name} value=${params[name] ?? ""} ...${attributes} /></label>`;
   const folded = Object.keys(params).filter((name) => !["text", "sort"].includes(name)).length;
-  return html`<form class="filters" role="search" onSubmit=${onSubmit}>
-    ${field("text", "text", { type: "search", placeholder: "in requests and answers", maxlength: 200 })}
-    <${Folded} label=${folded > 0 ? `filters: ${folded}` : "filters"}>
-      ${field("prefix", "id begins with")} ${field("task_id", "task")} ${field("agent", "agent")}
-      <label>status<select name="status" onChange=${onChange}>${options(STATUS.map((one) => [one, one || "any"]), params.status)}</select></label>
-      <label>mode<select name="mode" onChange=${onChange}>${options([["", "any"], ["train", "train"], ["eval", "eval"]], params.mode)}</select></label>
-      ${field("min_reward", "reward from", reward)} ${field("max_reward", "to", reward)}
-      ${field("version", "version", count)} ${field("step", "step", count)} ${field("model", "model")} ${field("key", "key")}
-      <label>opened<select name="ago" onChange=${onChange}>${options(Object.entries(SINCE), params.ago)}</select></label>
+  const reward = { type: "number", step: "any" };
+  const count = { type: "number", min: 0 };
+  return html`<h1 class="hidden">Rollouts</h1>
+    <${Filters} key=${JSON.stringify(params)} view="rollouts">
+      ${field("text", "text", { type: "search", placeholder: "in requests and answers", maxlength: 200 })}
+      <${Folded} label=${folded > 0 ? `filters: ${folded}` : "filters"}>
+        ${field("prefix", "id begins with")} ${field("task_id", "task")} ${field("agent", "agent")}
+        <${Select} name="status" label="status" options=${STATUS} value=${params.status} />
+        <${Select} name="mode" label="mode" options=${MODES} value=${params.mode} />
+        ${field("min_reward", "reward from", reward)} ${field("max_reward", "to", reward)}
+        ${field("version", "version", count)} ${field("step", "step", count)} ${field("model", "model")} ${field("key", "key")}
+        <${Select} name="ago" label="opened" options=${SINCE} value=${params.ago} />
+      <//>
+      <button class="primary">Search</button>
+      ${Object.keys(params).length > 0 && html`<a class="button" href="#/rollouts">Clear</a>`}
     <//>
-    <button class="primary">Search</button>
-    ${Object.keys(params).length > 0 && html`<a class="button" href="#/rollouts">Clear</a>`}
-  </form>`;
+    <${List} key=${JSON.stringify(params)} params=${params} />`;
 }
 
 function List({ params }) {
@@ -79,50 +65,63 @@ function List({ params }) {
     const { ago, sort, ...others } = params;
     return { ...others, since: ago && Math.floor(Date.now() / 1000 - Number(ago)), limit: PAGE, words: true };
   }, []);
-  const first = useData("/rollouts", wanted);
-  const [rows, setRows] = useState(null);
-  const [next, setNext] = useState({ cursor: null, error: null });
-  useEffect(() => {
-    if (first.data === null) return;
-    if (rows === null) setNext({ cursor: first.data.next_cursor, error: null });
-    setRows((before) => joined(first.data.data, before ?? []));
-  }, [first.data]);
   // A search reads requests and answers: it is not done again by itself.
-  useFresh(params.text ? [] : ["call", "reward", "rollout", "step"], first.reload);
-  const onMore = () => get("/rollouts", { ...wanted, cursor: next.cursor }).then(
-    (page) => {
-      setRows((before) => joined(before, page.data));
-      setNext({ cursor: page.next_cursor, error: null });
-    },
-    (error) => setNext((before) => ({ ...before, error })),
-  );
-  const onSort = (sort) => history.replaceState(null, "", link("rollouts", { ...params, sort }));
-  return html`<${Loaded} of=${first}>${() => rows && html`<${Found} rows=${rows} order=${params.sort} onOrder=${onSort} path=${address("rollouts", wanted)} filtered=${Object.keys(params).length > 0} more=${next.cursor !== null} onMore=${onMore} />
-    <${Failure} error=${next.error} />`}<//>`;
+  const kinds = params.text ? [] : ["call", "reward", "rollout", "step"];
+  const { first, rows, onMore, error } = usePages("/rollouts", wanted, (row) => row.rollout_id, kinds);
+  const [chosen, setChosen] = useState([]);
+  const choose = (ids, isChosen) => setChosen((before) => [...before.filter((id) => !ids.includes(id)), ...(isChosen ? ids : [])]);
+  const box = (label, ids) => html`<input type="checkbox" aria-label=${label} checked=${ids.every((id) => chosen.includes(id))} onChange=${(event) => choose(ids, event.currentTarget.checked)} />`;
+  const [rollout, ...others] = COLUMNS;
+  const columns = [{ ...rollout, cell: (row) => html`${box(`choose ${row.rollout_id}`, [row.rollout_id])} ${rollout.cell(row)}` }, ...others];
+  const onOrder = (sort) => history.replaceState(null, "", link("rollouts", { ...params, sort }));
+  return html`<${Loaded} of=${first}>${() => (rows.length === 0 && !onMore ? html`<${Nothing} filtered=${Object.keys(params).length > 0} />` : html`
+    <p class="muted" role="status">${box("choose all", rows.map((row) => row.rollout_id))} ${plural(rows.length, "rollout")}${onMore && " so far; sorted are those on this page"}</p>
+    ${chosen.length > 0 && html`<${Chosen} rows=${rows.filter((row) => chosen.includes(row.rollout_id))} onClear=${() => setChosen([])} />`}
+    <${Table} label="Rollouts" columns=${columns} rows=${rows} rowKey=${(row) => row.rollout_id} order=${params.sort} onOrder=${onOrder} />
+    <div class="below">${onMore && html`<button onClick=${onMore}>Show older rollouts</button>`}
+      <button onClick=${() => save(rows, "json", "rollouts")}>this list as JSON</button> <button onClick=${() => save(rows, "jsonl", "rollouts")}>JSONL</button></div>
+    <${Failure} error=${error} />`)}<//>`;
 }
 
-// Two lists of rollouts, each once, as the first list that has it says.
-function joined(rows, others) {
-  const known = new Set(rows.map(({ rollout_id }) => rollout_id));
-  return [...rows, ...others.filter(({ rollout_id }) => !known.has(rollout_id))];
+function Nothing({ filtered }) {
+  if (filtered) return html`<${Empty}>No rollout is like that. <a href="#/rollouts">Show all rollouts</a><//>`;
+  return html`<${Empty}>No rollouts yet. Start your agent with the proxy's address: <code>OPENAI_BASE_URL=${location.origin}/v1 python agent.py</code><//>`;
 }
 
-function Found({ rows, order, onOrder, path, filtered, more, onMore }) {
-  const [chosen, setChosen] = useState(new Set());
-  const choose = (ids, isChosen) => setChosen((before) => new Set([...[...before].filter((id) => !ids.includes(id)), ...(isChosen ? ids : [])]));
-  const box = (label, ids) => html`<input type="checkbox" aria-label=${label} checked=${ids.length > 0 && ids.every((id) => chosen.has(id))} onChange=${(event) => choose(ids, event.currentTarget.checked)} />`;
-  const shown = COLUMNS.filter(({ name }) => !["agent", "key"].includes(name) || rows.some((row) => row[name]));
-  const [first, ...others] = shown;
-  const columns = [{ ...first, cell: (row) => html`${box(`choose ${row.rollout_id}`, [row.rollout_id])} ${first.cell(row)}` }, ...others];
-  const { sorted, sort, onSort } = useSort(COLUMNS, rows, order, onOrder);
-  if (rows.length === 0 && !more) {
-    return filtered
-      ? html`<${Empty}>No rollout is like that. <a href="#/rollouts">Show all rollouts</a><//>`
-      : html`<${Empty}>No rollouts yet. Start your agent with the proxy's address: <code>OPENAI_BASE_URL=${location.origin}/v1 python agent.py</code><//>`;
-  }
-  return html`<p class="muted" role="status">${box("choose all", rows.map(({ rollout_id }) => rollout_id))} ${plural(rows.length, "rollout")}${more ? " so far" : ""}${sort && more ? "; sorted are those on this page" : ""}</p>
-    ${chosen.size > 0 && html`<${Chosen} rows=${rows.filter(({ rollout_id }) => chosen.has(rollout_id))} onClear=${() => setChosen(new Set())} />`}
-    <${Table} label="Rollouts" columns=${columns} rows=${sorted} rowKey=${(row) => row.rollout_id} sort=${sort} onSort=${onSort} />
-    <div class="below">${more && html`<button onClick=${onMore}>Show older rollouts</button>`}
-      <${CopyAs} path=${path} /> <button onClick=${() => save(sorted, "json", "rollouts")}>this list as JSON</button> <button onClick=${() => save(sorted, "jsonl", "rollouts")}>JSONL</button></div>`;
+const NUMBER = /^\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*$/i;
+
+// One after the other; the first that is refused stops the rest, and is told.
+async function each(rows, work) {
+  const answers = [];
+  for (const row of rows) answers.push(await work(row.rollout_id));
+  return answers;
+}
+
+// Reward, note, discard, train again, download: rollouts that are chosen.
+function Chosen({ rows, onClear }) {
+  const [state, setState] = useState({ busy: false, error: null, done: "" });
+  const [value, setValue] = useState("");
+  const run = (work, done) => () => {
+    setState({ busy: true, error: null, done: "working…" });
+    work().then(() => setState({ busy: false, error: null, done }), (error) => setState({ busy: false, error, done: "" }));
+  };
+  const running = rows.filter(({ status }) => status === "running");
+  const rewarded = rows.filter(({ own_reward, mode }) => own_reward !== null && mode === "train");
+  const reward = () => post("/reward", rows.map(({ rollout_id }) => ({ rollout_id, reward: Number(value), source: "page" })));
+  const again = () => post("/reward", rewarded.map(({ rollout_id, own_reward }) => ({ rollout_id, reward: own_reward, retrain: true, source: "page" })));
+  const note = () => each(rows, (id) => post(route`/rollouts/${id}/events`, { kind: "note", value }));
+  const discard = () => each(running, (id) => post(route`/rollouts/${id}/end`, { status: "discarded", reason: value || "discarded on the page" }));
+  const download = (kind) => () => each(rows, (id) => get(route`/rollouts/${id}`, { requests: "whole" })).then((all) => save(all, kind, "rollouts"));
+  const button = (label, isPossible, work, done) => html`<button disabled=${state.busy || !isPossible} onClick=${run(work, done)}>${label}</button>`;
+  return html`<div class="chosen-rows" role="group" aria-label="Chosen rollouts">
+    <b>${plural(rows.length, "rollout")} chosen</b>
+    <label>number or note<input value=${value} onInput=${(event) => setValue(event.currentTarget.value)} maxlength="2000" /></label>
+    ${button("reward", NUMBER.test(value), reward, "rewarded")}
+    ${button("note", value !== "", note, "noted")}
+    ${button(`discard ${running.length || ""}`, running.length > 0, discard, "discarded")}
+    ${button(`train again ${rewarded.length || ""}`, rewarded.length > 0, again, "offered to the trainer again")}
+    ${button("JSON", true, download("json"), "saved")} ${button("JSONL", true, download("jsonl"), "saved")}
+    <button onClick=${onClear}>choose none</button>
+    <span role="status">${state.done}</span><${Failure} error=${state.error} />
+  </div>`;
 }

@@ -1,113 +1,97 @@
-// Versions: where each came from, whether it was seen to be served, what it earns; promote and roll back.
-import { post, seesAll, useData } from "./api.mjs";
-import { useFresh } from "./feed.mjs";
-import { number } from "./format.mjs";
-import { html, useMemo, useState } from "./html.mjs";
-import { Dialog } from "./keyboard.mjs";
-import { Badge, Empty, Failure, Loaded, Time, link } from "./parts.mjs";
-import { Test, outcome, underWay } from "./promotion.mjs";
+// Versions: where each came from, whether it was seen to be served, what it earns; promote, roll back, compare two.
+import { post, seesAll, useData } from "./data.mjs";
+import { Badge, Dialog, Empty, Failure, Filters, Loaded, Mean, Panel, Select, Stat, Table, Time, html, link, number, plural, signed, useState } from "./parts.mjs";
 
 const SHOWN = 100;
 const UNDER_WAY = ["publishing", "live"]; // agents' answers verify a live version that is not
 const STATUS_KIND = { live: "accent", candidate: "accent", failed: "bad", rejected: "bad" };
-const LANE = 14;
-const ROW = 38;
+const VERDICT_KIND = { safe: "good", worse: "bad" };
+const ONLY_BASE = html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>`;
+const BACK = { path: "/policy/rollback", verb: "Roll back", what: "Roll back to the version that was live before this one?" };
 
 export function Versions() {
-  const versions = useData("/policy/versions");
-  const steps = useData("/policy/steps", { limit: 1000, brief: true });
-  const near = useMemo(() => new Map((steps.data?.data ?? []).map(({ metrics }) => [metrics.version, metrics])), [steps.data]);
+  const versions = useData("/policy/versions", {}, ["version", "step"]);
+  const steps = useData("/policy/steps", { limit: 1000, brief: true }, ["step"]);
   const mayChange = seesAll(useData("/status").data);
-  useFresh(["version", "step"], versions.reload);
-  useFresh(["step"], steps.reload);
-  return html`<h1 class="hidden">Versions</h1><${Loaded} of=${versions}>${({ data }) => html`<${History} versions=${data} near=${near} mayChange=${mayChange} reload=${versions.reload} />`}<//>`;
+  const near = new Map((steps.data?.data ?? []).map(({ metrics }) => [metrics.version, metrics]));
+  return html`<h1 class="hidden">Versions</h1>
+    <${Loaded} of=${versions}>${({ data }) => html`<${History} versions=${data} near=${near} mayChange=${mayChange} reload=${versions.reload} />`}<//>`;
 }
 
 // `near`: by version, the numbers of its step, which say how near what was served was to the trainer's weights.
 function History({ versions, near, mayChange, reload }) {
   const [all, setAll] = useState(false);
   const [asking, setAsking] = useState(null);
-  const newest = useMemo(() => [...versions].reverse(), [versions]);
-  const shown = all ? newest : newest.slice(0, SHOWN);
-  const live = versions.find((version) => version.live);
-  const test = underWay(versions);
-  const canGoBack = mayChange && versions.some((version) => version.promotable && version.version < live?.version);
+  const newest = [...versions].reverse();
+  const live = versions.find((one) => one.live);
+  const test = versions.find(({ promotion }) => promotion?.status === "testing")?.promotion;
+  const canGoBack = mayChange && versions.some((one) => one.promotable && one.version < live?.version);
+  const promote = (version) => setAsking({ path: "/policy/promote", body: { version }, verb: "Promote", what: `Make version ${version} live? The trainer continues from it.` });
+  const onClose = () => setAsking(null);
   const onDone = () => {
-    setAsking(null);
+    onClose();
     reload();
   };
+  const columns = [
+    { name: "version", cell: ({ version, parent }) => html`<a class="pick" href=${link("compare", { a: parent ?? 0, b: version })} title="compare with the version it came from">${version}</a>` },
+    { name: "status", cell: (one) => html`<${Status} of=${one} />` },
+    { name: "verified", cell: (one) => html`<${Verified} version=${one} near=${near.get(one.version)} />` },
+    { name: "parent", label: "from", num: true },
+    { name: "step", num: true },
+    { name: "train", label: "train reward", num: true, cell: ({ rewards }) => html`<${Mean} of=${rewards?.train} />` },
+    { name: "eval", label: "eval reward", num: true, cell: ({ rewards, evaluation }) => html`<span title=${interval(evaluation)}><${Mean} of=${rewards?.eval} /></span>` },
+    { name: "made", num: true, cell: ({ created_at }) => created_at > 0 && html`<${Time} at=${created_at} />` },
+    { name: "action", cell: (one) => !one.live && (one.promotable ? mayChange && html`<button onClick=${() => promote(one.version)}>Promote…</button>` : html`<small class="why">${one.obstacle}</small>`) },
+  ];
   return html`<div class="title-line"><p>Version <b>${live?.version}</b> is live${live?.live_at > 0 && html` since <${Time} at=${live.live_at} />`}.</p>
-      ${canGoBack && html`<button onClick=${() => setAsking({ path: "/policy/rollback", what: "Roll back to the version that was live before this one?", verb: "Roll back" })}>Roll back…</button>`}</div>
+      ${canGoBack && html`<button onClick=${() => setAsking(BACK)}>Roll back…</button>`}</div>
     ${test && html`<${Test} test=${test} />`}
-    ${versions.length === 1 && html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>`}
-    <div class="table versions" tabindex="0" role="region" aria-label="Versions"><table>
-      <thead><tr><th scope="col">lineage</th><th scope="col" class="num">version</th><th scope="col">status</th><th scope="col">verified</th><th scope="col" class="num">from</th><th scope="col" class="num">step</th><th scope="col" class="num">train reward</th><th scope="col" class="num">eval reward</th><th scope="col" class="num">made</th><th scope="col">action</th></tr></thead>
-      <tbody>${shown.map((version, i) => html`<${Version} key=${version.version} version=${version} near=${near.get(version.version)} graph=${i === 0 && html`<${Lineage} versions=${shown} />`} count=${shown.length}
-        onPromote=${mayChange && (() => setAsking({ path: "/policy/promote", body: { version: version.version }, what: `Make version ${version.version} live? The trainer continues from it.`, verb: "Promote" }))} />`)}</tbody>
-    </table></div>
+    ${versions.length === 1 && ONLY_BASE}
+    <${Table} label="Versions" columns=${columns} rows=${all ? newest : newest.slice(0, SHOWN)} rowKey=${({ version }) => version} />
     ${newest.length > SHOWN && html`<button onClick=${() => setAll(!all)}>${all ? "Show the newest only" : `Show all ${number(newest.length)} versions`}</button>`}
-    ${asking && html`<${Confirm} ...${asking} onDone=${onDone} onClose=${() => setAsking(null)} />`}`;
+    ${asking && html`<${Confirm} ...${asking} onDone=${onDone} onClose=${onClose} />`}`;
 }
 
-function Version({ version, near, graph, count, onPromote }) {
-  const { rewards = {} } = version;
-  const reward = (one) => (one ? html`<b>${number(one.mean)}</b> <small>of ${number(one.rollouts)}</small>` : html`<span class="muted">–</span>`);
-  return html`<tr class=${version.live && "live"} style=${{ height: `${ROW}px` }}>
-    ${graph && html`<td class="lineage" rowspan=${count}>${graph}</td>`}
-    <td class="num head" data-label="version"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from">${version.version}</a></td>
-    <td title=${outcome(version.promotion)}><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.best && html` <${Badge} kind="good">best<//>`}${version.error && html` · <small class="reason" title=${version.error}>${version.error}</small>`}</td>
-    <td><${Verified} version=${version} near=${near} /></td>
-    <td class="num" data-label="from">${version.parent ?? ""}</td>
-    <td class="num" data-label="step">${version.step ?? ""}</td>
-    <td class="num" data-label="train">${reward(rewards.train)}</td>
-    <td class="num" data-label="eval" title=${interval(version.evaluation)}>${reward(rewards.eval)}</td>
-    <td class="num" data-label="made">${version.created_at > 0 && html`<${Time} at=${version.created_at} />`}</td>
-    <td>${!version.live && (version.promotable ? onPromote && html`<button onClick=${onPromote}>Promote…</button>` : html`<small class="why">${version.obstacle}</small>`)}</td>
-  </tr>`;
+function Status({ of: { status, publish, best, error, promotion } }) {
+  const outcome = promotion?.reason && `${promotion.status} after its test against version ${promotion.against}: ${promotion.reason}`;
+  return html`<span title=${outcome}><${Badge} kind=${STATUS_KIND[status]}>${status}<//> <small>${publish}</small>${best && html` <${Badge} kind="good">best<//>`}${error && html` · <small class="dropped" title=${error}>${error}</small>`}</span>`;
 }
 
 // How sure an evaluation beside training was (`evaluation`), or why it has no result.
-const interval = (found) => found && (found.reward === null ? (found.error ?? "is evaluated now") : `evaluated: ${number(found.reward)}, 95 %: ${number(found.low)} to ${number(found.high)}`);
+const interval = (of) => of && (of.reward === null ? (of.error ?? "is evaluated now") : `evaluated: ${number(of.reward)}, 95 %: ${number(of.low)} to ${number(of.high)}`);
 
 // Whether vLLM was seen to serve it, and how near.
 function Verified({ version, near }) {
   if (version.version === 0) return html`<small class="muted">the base model</small>`;
   if (!version.verified) return UNDER_WAY.includes(version.status) ? html`<${Badge} kind="accent">not verified yet<//>` : html`<${Badge}>not verified<//>`;
   const { verify_difference: nats, verify_deviations: deviations, verified_by: by } = near ?? {};
-  return html`<${Badge} kind="good">verified<//> ${typeof nats === "number" && html`<small title="mean difference of the served log-probabilities from the trainer's">within ${number(nats)} nats</small>`}
-    ${by ? html` <small>by ${by}</small>` : typeof deviations === "number" && html`<small> · ${number(deviations)} standard deviations from the old</small>`}`;
+  const told = [
+    typeof nats === "number" && `within ${number(nats)} nats`,
+    by ? `by ${by}` : typeof deviations === "number" && `${number(deviations)} standard deviations from the old`,
+  ];
+  return html`<${Badge} kind="good">verified<//> <small title="mean difference of the served log-probabilities from the trainer's">${told.filter(Boolean).join(" · ")}</small>`;
 }
 
-// The tree of versions, newest on top: each stands below those that were trained from it.
-function lineageOf(versions) {
-  const lanes = []; // by lane, the version that its line leads down to
-  return versions.map(({ version, parent }) => {
-    const taken = lanes.indexOf(version);
-    const lane = taken === -1 ? freeLane(lanes) : taken;
-    lanes.forEach((to, i) => to === version && (lanes[i] = undefined));
-    if (typeof parent === "number") {
-      lanes[lane] = parent;
-    }
-    return { version, parent, lane };
-  });
-}
-
-function freeLane(lanes) {
-  const free = lanes.indexOf(undefined);
-  return free === -1 ? lanes.length : free;
-}
-
-function Lineage({ versions }) {
-  const nodes = lineageOf(versions);
-  const at = new Map(nodes.map((node, i) => [node.version, { x: LANE * (node.lane + 0.5), y: ROW * (i + 0.5) }]));
-  const width = LANE * (Math.max(...nodes.map(({ lane }) => lane)) + 1);
-  const lines = nodes.map(({ version, parent, lane }) => {
-    const [from, end] = [at.get(version), at.get(parent)];
-    if (!end) return typeof parent === "number" && html`<path d=${`M${from.x},${from.y}V${ROW * versions.length}`} />`;
-    return html`<path d=${`M${from.x},${from.y}V${end.y - ROW / 2}L${end.x},${end.y}`} />`;
-  });
-  return html`<svg width=${width} height=${ROW * versions.length} role="img" aria-label="which version came from which">${lines}
-    ${versions.map((version) => html`<circle class=${version.live ? "live" : version.status} cx=${at.get(version.version).x} cy=${at.get(version.version).y} r="4"><title>version ${version.version}</title></circle>`)}</svg>`;
+// The test of a version that is under way: each metric's numbers, as they grow.
+function Test({ test: { version, against, evidence } }) {
+  const metrics = Object.entries(evidence.metrics ?? {}).map(([name, one]) => ({ name, ...one }));
+  const needed = 1 / evidence.level;
+  const columns = [
+    { name: "metric", cell: ({ name, margin }) => html`${name} <small>margin ${number(margin)}</small>` },
+    { name: "pairs", num: true },
+    { name: "live", num: true },
+    { name: "candidate", num: true },
+    { name: "difference", num: true, cell: ({ difference }) => signed(difference) },
+    { name: "interval", label: "may be", num: true, cell: (one) => one.interval && `${signed(one.interval[0])} to ${signed(one.interval[1])}` },
+    { name: "e_drop", label: "drop shown", num: true, cell: ({ e_drop }) => html`${number(e_drop)} <small>of ${number(needed * metrics.length)}</small>` },
+    { name: "e_safe", label: "drop excluded", num: true, cell: ({ e_safe }) => html`${number(e_safe)} <small>of ${number(needed)}</small>` },
+    { name: "verdict", label: "so far", cell: ({ verdict }) => html`<${Badge} kind=${VERDICT_KIND[verdict]}>${verdict}<//>` },
+  ];
+  return html`<${Panel} title=${`Version ${version} is tested against ${against}`}>
+    ${!evidence.metrics ? html`<p>Not weighed yet.</p>` : html`
+      <p>${number(evidence.rollouts)} of at most ${number(evidence.max_rollouts)} rollouts, ${number(evidence.groups)} groups compared; ${number(evidence.candidate.failed)} of the candidate's and ${number(evidence.live.failed)} of the live version's failed.</p>
+      ${evidence.waits && html`<p>It may go live, but ${evidence.waits}.</p>`}
+      <${Table} label="Evidence" columns=${columns} rows=${metrics} rowKey=${({ name }) => name} />`}<//>`;
 }
 
 function Confirm({ path, body, what, verb, onDone, onClose }) {
@@ -117,7 +101,58 @@ function Confirm({ path, body, what, verb, onDone, onClose }) {
     post(path, body).then(onDone, (error) => setState({ busy: false, error }));
   };
   return html`<${Dialog} label=${verb} onClose=${onClose}>
-    <h2>${verb}</h2><p>${what}</p><${Failure} error=${state.error} />
+    <p>${what}</p><${Failure} error=${state.error} />
     <form method="dialog"><button>Cancel</button><button type="button" class="primary" disabled=${state.busy} onClick=${onClick}>${state.busy ? "Working…" : verb}</button></form>
   <//>`;
+}
+
+// Two versions on the tasks that both were given, with the interval of the difference.
+export function Compare({ params }) {
+  const versions = useData("/policy/versions");
+  return html`<h1 class="hidden">Compare</h1><${Loaded} of=${versions}>${({ data }) => html`<${Comparison} versions=${data} params=${params} />`}<//>`;
+}
+
+function Comparison({ versions, params }) {
+  const chosen = { ...widest(versions), ...params };
+  const comparison = useData(chosen.b === undefined ? null : "/policy/compare", chosen);
+  const options = [...versions].reverse().map(({ version, live }) => [version, `version ${version}${version === 0 ? ", the base model" : ""}${live ? ", live" : ""}`]);
+  return html`<${Filters} view="compare">
+      <${Select} name="a" label="from" options=${options} value=${chosen.a} />
+      <${Select} name="b" label="to" options=${options} value=${chosen.b} />
+      <${Select} name="mode" label="mode" options=${[["", "eval if both have it"], "eval", "train"]} value=${chosen.mode} />
+    <//>
+    ${chosen.b === undefined ? ONLY_BASE : html`<${Loaded} of=${comparison}>${(found) => html`<${Difference} of=${found} />`}<//>`}`;
+}
+
+// The oldest and the newest version that were evaluated, or else that earned any reward.
+function widest(versions) {
+  const evaluated = versions.filter(({ rewards }) => rewards?.eval);
+  const rewarded = evaluated.length > 1 ? evaluated : versions.filter(({ rewards }) => rewards?.train);
+  const [first, last] = [rewarded[0] ?? versions[0], rewarded.length > 1 ? rewarded.at(-1) : versions.at(-1)];
+  return last === first ? { a: first.version } : { a: first.version, b: last.version };
+}
+
+function Difference({ of: { a, b, mode, tasks, interval: sure, mean_a, mean_b, difference, data } }) {
+  if (tasks === 0) {
+    return html`<${Empty}>No task has rewarded rollouts of both versions. <code>lightning-proxy eval --tasks FILE --models ${a},${b} -- COMMAND</code> gives both the same tasks.<//>`;
+  }
+  const apart = sure && (sure[0] > 0 || sure[1] < 0);
+  const gain = (pair) => pair.b.mean - pair.a.mean;
+  const count = (sign) => data.filter((pair) => Math.sign(gain(pair)) === sign).length;
+  const side = (name, version) => ({ name, label: `version ${version}`, num: true, value: (pair) => pair[name].mean, cell: (pair) => html`<${Mean} of=${pair[name]} />` });
+  const columns = [
+    { name: "task", value: ({ task_id }) => task_id, cell: ({ task_id }) => html`<a class="id pick" href=${link("rollouts", { task_id, mode })} title=${task_id}>${task_id}</a>` },
+    side("a", a),
+    side("b", b),
+    { name: "difference", num: true, value: gain, cell: (pair) => signed(gain(pair)) },
+  ];
+  return html`<dl class="stats">
+      <${Stat} label=${`version ${a}`} value=${number(mean_a)} note="on the paired tasks" />
+      <${Stat} label=${`version ${b}`} value=${number(mean_b)} note="on the paired tasks" />
+      <${Stat} label="difference" value=${signed(difference)} note=${sure ? `95 % interval ${signed(sure[0])} to ${signed(sure[1])}` : "too few tasks for an interval"} />
+      <${Stat} label="paired tasks" value=${number(tasks)} note=${`${mode} rollouts`} />
+    </dl>
+    <p>${apart ? `Version ${difference > 0 ? b : a} earns more.` : "The interval includes 0: these tasks do not tell them apart."}
+      <${Badge} kind="good">${plural(count(1), "task")} better<//> <${Badge} kind="bad">${plural(count(-1), "task")} worse<//> ${plural(count(0), "task")} equal</p>
+    <${Table} label="Tasks of both versions" columns=${columns} rows=${data} rowKey=${({ task_id }) => task_id} onOrder=${() => {}} />`;
 }

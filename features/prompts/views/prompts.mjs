@@ -1,9 +1,6 @@
 // Prompts: their versions, which one is live, and each text beside the one before it.
-import { useData } from "./api.mjs";
-import { useFresh } from "./feed.mjs";
-import { number } from "./format.mjs";
-import { html, useEffect, useMemo } from "./html.mjs";
-import { Badge, Empty, Facts, Loaded, LongText, Panel, Reward, RolloutLink, Start, Table, Time, link, to } from "./parts.mjs";
+import { route, useData } from "./data.mjs";
+import { Badge, Empty, Facts, Loaded, LongText, Mean, Panel, Reward, RolloutLink, Select, Start, Table, TaskLink, Time, html, to, useEffect, useMemo } from "./parts.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
 
 const EVERY_MS = 15_000; // their rewards are summed up over all rollouts
@@ -11,10 +8,10 @@ const MOST_LINES = 600; // that are compared one by one
 const MOST_CHARACTERS = 30_000;
 
 export const key = "p";
+export const filled = ["/prompts", {}, ({ data }) => data.length > 0];
 
 export function View({ more, params }) {
-  const prompts = useData("/prompts");
-  useFresh(["step", "version"], prompts.reload);
+  const prompts = useData("/prompts", {}, ["step", "version"]);
   useEffect(() => {
     const timer = setInterval(prompts.reload, EVERY_MS);
     return () => clearInterval(timer);
@@ -51,8 +48,6 @@ function Prompt({ prompt }) {
 
 const LIVE = html`<${Badge} kind="accent">live<//>`;
 
-const Mean = ({ of }) => html`<${Reward} value=${of?.mean} />${of && html` <small>of ${number(of.rollouts)}</small>`}`;
-
 // One version: its text beside another's, and the rollouts that kept it.
 function One({ prompt, version, beside }) {
   const { name, versions } = prompt;
@@ -61,7 +56,7 @@ function One({ prompt, version, beside }) {
   const others = versions.filter((one) => one !== version);
   const onChange = ({ target }) => (location.hash = `${to("prompts", name, version.version)}?${new URLSearchParams({ beside: target.value })}`);
   return html`<div class="title-line"><h1>${name} version ${version.version}</h1> ${version.live && LIVE} <a href="#/prompts">all prompts</a></div>
-    ${others.length > 0 && html`<form class="filters" onSubmit=${(event) => event.preventDefault()}><label>beside<select name="beside" onChange=${onChange}>${others.map((one) => html`<option value=${one.version} selected=${one === other}>version ${one.version}${one.live ? ", live" : ""}</option>`)}</select></label></form>`}
+    ${others.length > 0 && html`<div class="filters"><${Select} label="beside" options=${others.map((one) => [one.version, `version ${one.version}${one.live ? ", live" : ""}`])} value=${other?.version} onChange=${onChange} /></div>`}
     <${Texts} before=${other} after=${version} />
     <div class="grid">
       <${Panel} title="About this version"><${Facts} of=${{ made: html`<${Time} at=${version.created_at} />`, from: version.parent && `version ${version.parent}`, comment: version.comment, "train reward": rewards.train && html`<${Mean} of=${rewards.train} />`, "eval reward": rewards.eval && html`<${Mean} of=${rewards.eval} />`, ...version.metrics }} /><//>
@@ -73,13 +68,13 @@ const KEPT = [
   { name: "rollout", label: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
   { name: "reward", label: "reward", num: true, cell: ({ reward }) => html`<${Reward} value=${reward} />` },
   { name: "status", label: "status", cell: ({ status }) => html`<${RolloutStatus} status=${status} />` },
-  { name: "task", label: "task", cell: ({ task_id }) => task_id && html`<a class="id" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
+  { name: "task", label: "task", cell: ({ task_id }) => html`<${TaskLink} id=${task_id} />` },
   { name: "mode", label: "mode", cell: ({ mode }) => mode },
   { name: "opened", label: "opened", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
 ];
 
 function Kept({ name, version }) {
-  const kept = useData(`/prompts/${encodeURIComponent(name)}/versions/${version}/rollouts`);
+  const kept = useData(route`/prompts/${name}/versions/${version}/rollouts`);
   return html`<${Panel} title="Rollouts that kept it" note="The newest 100." wide><${Loaded} of=${kept}>${({ data }) => (data.length === 0
     ? html`<${Empty}>None yet. <${Start} /><//>`
     : html`<${Table} label="Rollouts" columns=${KEPT} rows=${data} rowKey=${({ rollout_id }) => rollout_id} />`)}<//><//>`;

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from random import Random
+from threading import Thread, current_thread
 from typing import Any
 
 import pytest
@@ -22,46 +22,46 @@ from support.byte_tokens import record, train
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-async def decode(ids: Sequence[int]) -> str:
+def decode(ids: Sequence[int]) -> str:
     """A byte is a token; 256 is `<s>`, and a first blank is left out, as SentencePiece does."""
     text = b"".join(b"<s>" if token == 256 else bytes([token]) for token in ids).decode(errors="replace")
     return text.removeprefix(" ")
 
 
-async def encode(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
     return [*f" {text}".encode()]
 
 
-async def test_a_characters_first_token_has_its_text() -> None:
+def test_a_characters_first_token_has_its_text() -> None:
     ids = [256, *" 5 €!".encode(), 0xF0, 0x9F]
-    assert await token_texts(ids, decode, encode) == ["<s>", " ", "5", " ", "€", None, None, "!", "�", "�"]
+    assert token_texts(ids, decode, encode) == ["<s>", " ", "5", " ", "€", None, None, "!", "�", "�"]
 
 
 @given(st.text(max_size=40).filter(lambda text: MARK[0] not in text and "�" not in text))
-async def test_the_texts_of_tokens_are_the_text(text: str) -> None:
-    texts = await token_texts([*text.encode()], decode, encode)
+def test_the_texts_of_tokens_are_the_text(text: str) -> None:
+    texts = token_texts([*text.encode()], decode, encode)
     assert "".join(one or "" for one in texts) == text
     assert [one is None for one in texts] == [byte & 0xC0 == 0x80 for byte in text.encode()]
 
 
-async def test_tokens_that_look_like_the_mark_have_no_texts() -> None:
-    async def as_mark(ids: Sequence[int]) -> str:
-        return await decode([token for one in ids for token in (await encode(MARK) if one == 1 else [one])])
+def test_tokens_that_look_like_the_mark_have_no_texts() -> None:
+    def as_mark(ids: Sequence[int]) -> str:
+        return decode([token for one in ids for token in (encode(MARK) if one == 1 else [one])])
 
     with pytest.raises(Undecodable):
-        await token_texts([1, 2], as_mark, encode)
+        token_texts([1, 2], as_mark, encode)
 
 
-async def test_tokens_that_are_never_characters_are_not_asked_about_for_long() -> None:
+def test_tokens_that_are_never_characters_are_not_asked_about_for_long() -> None:
     asked = 0
 
-    async def counted(ids: Sequence[int]) -> str:
+    def counted(ids: Sequence[int]) -> str:
         nonlocal asked
         asked += len(ids)
-        return await decode(ids)
+        return decode(ids)
 
     broken = Random(0).choices(range(128, 256), k=20_000)
-    assert len(await token_texts(broken, counted, encode)) == len(broken)
+    assert len(token_texts(broken, counted, encode)) == len(broken)
     assert asked < 5 * len(broken)
 
 
@@ -95,18 +95,18 @@ async def test_answers_and_rows_say_text_log_probability_and_advantage(running: 
 async def test_no_call_waits_while_texts_are_found(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loops: list[Any] = []
+    threads: list[Thread] = []
 
-    async def found(ids: Sequence[int], decode: Decode, encode: Encode) -> list[str | None]:
-        loops.append(asyncio.get_running_loop())
-        return await token_texts(ids, decode, encode)
+    def found(ids: Sequence[int], decode: Decode, encode: Encode) -> list[str | None]:
+        threads.append(current_thread())
+        return token_texts(ids, decode, encode)
 
     monkeypatch.setattr(page_texts, "token_texts", found)
     async with running(tmp_path) as system, system.store() as store:
         await record(store, "good", ["a€"], 1.0)
         (run,) = await shown(system)
-        assert (run["texts"], len(loops)) == (["a", "€", None, None], 1)
-        assert loops[0] is not asyncio.get_running_loop()
+        assert (run["texts"], len(threads)) == (["a", "€", None, None], 1)
+        assert threads[0] is not current_thread()
 
 
 async def test_an_answer_that_was_left_out_is_no_context(running: Running, tmp_path: Path) -> None:

@@ -1,0 +1,212 @@
+// What the page reads and writes: requests with the key that the person gave for this browser tab, and `GET /feed`,
+// which is read with fetch so that the key goes in a header.
+import { useCallback, useEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";
+
+const KEY = "lightning-proxy-key";
+export const LOGIN = "lightning-login"; // the event that says that a key is needed
+
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+
+export function keepKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+// Keeps the key that an address of `lightning-proxy dashboard` brings, and takes it out of the address.
+export function takeKey() {
+  const [view, query] = location.hash.split("?");
+  const given = new URLSearchParams(query);
+  if (!given.has("key")) return;
+  keepKey(given.get("key"));
+  history.replaceState(null, "", view);
+}
+
+const authorization = () => (hasKey() ? { Authorization: `Bearer ${sessionStorage.getItem(KEY)}` } : {});
+
+// A route's path, in which values may have any characters.
+export const route = (parts, ...values) => String.raw({ raw: parts }, ...values.map(encodeURIComponent));
+
+// The address of a route below the page, with those parameters that have a value.
+function address(path, params = {}) {
+  const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const query = new URLSearchParams(given).toString();
+  return path.slice(1) + (query && `?${query}`);
+}
+
+// Returns the JSON of an answer; throws an Error with the proxy's own words, and its `status`.
+async function ask(method, path, body, signal) {
+  const headers = { ...authorization(), ...(body && { "Content-Type": "application/json" }) };
+  const response = await fetch(path, { method, headers, body: JSON.stringify(body), signal }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("The proxy does not answer.");
+  });
+  const answer = await response.json().catch(() => null);
+  if (response.ok) return answer;
+  if (response.status === 401 && method === "GET") dispatchEvent(new Event(LOGIN));
+  const message = answer?.error?.message ?? `The proxy answered ${response.status}.`;
+  throw Object.assign(new Error(message), { status: response.status });
+}
+
+export const get = (path, params, signal) => ask("GET", address(path, params), undefined, signal);
+export const post = (path, body) => ask("POST", address(path), body);
+export const remove = (path) => ask("DELETE", address(path));
+
+// Whether the key sees all rollouts, by the answer of `/status`. Not before that is known.
+export const seesAll = (status) => Boolean(status?.verified);
+
+// Whether the proxy can answer calls. It says so with a 503 as well, which is no error here.
+export const readiness = () => fetch("readyz").then((response) => response.json()).catch(() => ({ status: "away" }));
+
+// The data of a route: what is there stays until the next answer has come. It is read again when an event of one of
+// these kinds has come that `concerns` it. `path` null: asks nothing.
+export function useData(path, params = {}, kinds = [], concerns = () => true) {
+  const [state, setState] = useState({ data: null, error: null });
+  const [turn, setTurn] = useState(0);
+  const wanted = path && address(path, params);
+  useEffect(() => {
+    if (!wanted) return undefined;
+    const abort = new AbortController();
+    setState((before) => ({ ...before, data: before.of === wanted ? before.data : null }));
+    ask("GET", wanted, undefined, abort.signal).then(
+      (data) => setState({ data, error: null, of: wanted }),
+      (error) => error.name !== "AbortError" && setState((before) => ({ ...before, error, of: wanted })),
+    );
+    return () => abort.abort();
+  }, [wanted, turn]);
+  const reload = useCallback(() => setTurn((n) => n + 1), []);
+  useFresh(kinds, reload, concerns);
+  return { ...state, reload };
+}
+
+// A list that comes in pages. The first page is read again; each row stands once, as it was read last.
+export function usePages(path, params, idOf, kinds) {
+  const first = useData(path, params, kinds);
+  const [older, setOlder] = useState({ rows: [], cursor: undefined, error: null });
+  const rows = useMemo(() => {
+    const newest = first.data?.data ?? [];
+    const known = new Set(newest.map(idOf));
+    return [...newest, ...older.rows.filter((row) => !known.has(idOf(row)))];
+  }, [first.data, older.rows]);
+  const cursor = older.cursor === undefined ? first.data?.next_cursor : older.cursor;
+  useEffect(() => {
+    if (first.data) setOlder((before) => ({ ...before, rows, cursor }));
+  }, [first.data]);
+  const onMore = () => get(path, { ...params, cursor }).then(
+    (page) => setOlder({ rows: [...rows, ...page.data], cursor: page.next_cursor, error: null }),
+    (error) => setOlder((before) => ({ ...before, error })),
+  );
+  return { first, rows, onMore: cursor ? onMore : null, error: older.error };
+}
+
+const FIRST_WAIT_MS = 500;
+const LONGEST_WAIT_MS = 15000;
+const SILENT_MS = 60000; // the proxy says something more often: a connection without a word is dead
+const POLL_MS = 5000; // where there is no feed
+const GATHER_MS = 1500; // several events are one reason to ask again
+
+const listeners = new Set();
+const watchers = new Set();
+let feedState = "connecting"; // or "live", "off": this key has no feed
+let cursor = null;
+let connection = null; // that is wanted
+
+export function listen(listener) {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+export function useFeedState() {
+  const [seen, setSeen] = useState(feedState);
+  useEffect(() => {
+    watchers.add(setSeen);
+    setSeen(feedState);
+    return () => watchers.delete(setSeen);
+  }, []);
+  return seen;
+}
+
+export function stopFeed() {
+  connection?.abort();
+  connection = null;
+}
+
+// A browser opens six connections to a host: a hidden tab gives its one back, and reconnects when it is shown.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) connection?.abort();
+  else if (connection) startFeed();
+});
+
+export async function startFeed() {
+  connection?.abort();
+  const mine = (connection = new AbortController());
+  let wait = FIRST_WAIT_MS;
+  while (!mine.signal.aborted) {
+    const before = cursor;
+    const status = await read(mine.signal).catch(() => null);
+    if (mine.signal.aborted) return;
+    become([401, 403, 404].includes(status) ? "off" : "connecting");
+    if (feedState === "off") return;
+    wait = cursor === before ? Math.min(2 * wait, LONGEST_WAIT_MS) : FIRST_WAIT_MS;
+    await new Promise((resolve) => setTimeout(resolve, wait));
+  }
+}
+
+function become(next) {
+  feedState = next;
+  for (const watcher of watchers) watcher(next);
+}
+
+// Reads until the connection ends. Returns the status of an answer that is no feed.
+async function read(signal) {
+  const response = await fetch(address("/feed", { cursor }), { headers: authorization(), signal });
+  if (!response.ok) return response.status;
+  become("live");
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const silence = setTimeout(() => reader.cancel(), SILENT_MS);
+    const { done, value } = await reader.read();
+    clearTimeout(silence);
+    if (done) return response.status;
+    const frames = (rest + value).split("\n\n");
+    rest = frames.pop();
+    frames.forEach(hear);
+  }
+}
+
+function hear(text) {
+  const frame = {};
+  for (const line of text.split("\n")) {
+    const [, name, value] = /^(id|event|data): (.*)$/.exec(line) ?? [];
+    if (name) frame[name] = value;
+  }
+  cursor = frame.id ?? cursor;
+  if (!frame.data) return;
+  const event = { kind: frame.event, data: JSON.parse(frame.data), at: Date.now() / 1000 };
+  for (const listener of listeners) listener(event);
+}
+
+// Calls `reload` when an event of one of these kinds has come, or every few seconds where there is no feed.
+export function useFresh(kinds, reload, concerns = () => true) {
+  const feed = useFeedState();
+  const latest = useRef(concerns);
+  latest.current = concerns;
+  useEffect(() => {
+    if (kinds.length === 0) return undefined;
+    if (feed === "off") {
+      const poll = setInterval(reload, POLL_MS);
+      return () => clearInterval(poll);
+    }
+    let timer = null;
+    const stop = listen(({ kind, data }) => {
+      if (timer !== null || !(kind === "missed" || (kinds.includes(kind) && latest.current(data)))) return;
+      timer = setTimeout(() => {
+        timer = null;
+        reload();
+      }, GATHER_MS);
+    });
+    return () => {
+      stop();
+      clearTimeout(timer);
+    };
+  }, [feed, reload]);
+}
