@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from ...commands.serve import UVICORN
@@ -74,9 +74,9 @@ def dashboard(find: Callable[[], Sequence[StoreConfig]], port: int, *, is_folder
         asyncio.run(_require_readable(store))
     require_free_port(HOST, port, "--port")
     stores = Stores(find, secrets.token_urlsafe(16), port)
-    if len(found) == 1 and not is_folder:
-        routes, what, where = [Mount("/", stores)], found[0].where, "#/"
-    else:
+    routes: list[BaseRoute] = [Mount("/", stores)]
+    what, where = found[0].where, "#/"
+    if len(found) > 1 or is_folder:
         routes = [Route("/", stores.listed), Route("/page/{name:path}", _page_file), Mount("/{n:int}", stores)]
         what, where = f"{len(found)} store{'s' * (len(found) > 1)}", ""
 

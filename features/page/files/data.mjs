@@ -104,7 +104,7 @@ const POLL_MS = 5000; // where there is no feed
 const GATHER_MS = 1500; // several events are one reason to ask again
 
 const listeners = new Set();
-const watchers = new Set();
+const tell = (kind, data) => listeners.forEach((listener) => listener({ kind, data, at: Date.now() / 1000 }));
 let feedState = "connecting"; // or "live", "off": this key has no feed
 let cursor = null;
 let connection = null; // that is wanted
@@ -117,9 +117,8 @@ export function listen(listener) {
 export function useFeedState() {
   const [seen, setSeen] = useState(feedState);
   useEffect(() => {
-    watchers.add(setSeen);
     setSeen(feedState);
-    return () => watchers.delete(setSeen);
+    return listen(({ kind, data }) => kind === "feed" && setSeen(data));
   }, []);
   return seen;
 }
@@ -152,7 +151,7 @@ export async function startFeed() {
 
 function become(next) {
   feedState = next;
-  for (const watcher of watchers) watcher(next);
+  tell("feed", next);
 }
 
 // Reads until the connection ends. Returns the status of an answer that is no feed.
@@ -181,8 +180,7 @@ function hear(text) {
   }
   cursor = frame.id ?? cursor;
   if (!frame.data) return;
-  const event = { kind: frame.event, data: JSON.parse(frame.data), at: Date.now() / 1000 };
-  for (const listener of listeners) listener(event);
+  tell(frame.event, JSON.parse(frame.data));
 }
 
 // Calls `reload` when an event of one of these kinds has come, or every few seconds where there is no feed.

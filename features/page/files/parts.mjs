@@ -69,7 +69,7 @@ export function Panel({ title, note, wide, children }) {
 
 export function Stat({ label, value, unit, note, warn }) {
   return html`<div class=${warn ? "stat warn" : "stat"}>
-    <dt>${label}</dt><dd>${value}${unit && html` <small>${unit}</small>`}</dd>${note && html`<dd class="note">${note}</dd>`}
+    <dt>${label}</dt><dd>${value}${unit && html` <small>${unit}</small>`}</dd>${note ? html`<dd class="note">${note}</dd>` : null}
   </div>`;
 }
 
