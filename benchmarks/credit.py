@@ -30,7 +30,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.trainer import TrainerConfig
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.core.returns import Earned
-from lightning_proxy.trainer.credit.strategies import ACROSS_TASKS, group_credit
+from lightning_proxy.trainer.credit.strategies import group_credit
 from lightning_proxy.trainer.step.losses import LossInputs, policy_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
@@ -68,7 +68,8 @@ NAMES = {"uniform (their sum)": BOTH_NAMES, "gdpo": {"credit": "gdpo", **BOTH_NA
 BASELINES = {
     name: {"credit": "discounted", "discount": 0.9, "baseline": name} for name in TrainerConfig.known("baseline")
 }
-BASELINE_GROUPS = 4  # in a step, each of another task: reinforce_pp compares all rollouts of it
+BASELINES["reinforce_pp"]["compare"] = "step"
+BASELINE_GROUPS = 4  # in a step, each of another task
 OF_LOSSES = {"credit": "discounted", "discount": 0.9}
 LOSSES = {
     **{name: {"loss_type": name, **OF_LOSSES} for name in ("cispo", "grpo", "sapo", "vespo")},
@@ -285,7 +286,7 @@ def trained(problem: Problem, config: TrainerConfig, way: Way, rate: float, seed
         groups = problem.groups(sampler, way.groups)
         played += groups
         rollouts = []
-        for group in [[*chain(*groups)]] if config.baseline in ACROSS_TASKS else groups:
+        for group in [[*chain(*groups)]] if config.compare == "step" else groups:
             credit = group_credit([problem.sibling(episode, config) for episode in group], config)
             for episode, own in zip(group, credit, strict=True):
                 calls = zip(episode.decisions, own, strict=True)

@@ -143,6 +143,7 @@ class TrainerConfig(WithFeatures):
     air: AirConfig = AirConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     baseline: str = "grpo"
+    compare: Literal["task", "step"] = "task"
     lone_rollouts: Literal["drop", "running"] = "drop"
     running_window: Annotated[int, Field(ge=MIN_EARLIER)] = 32
     failed_rollouts: Literal["drop", "zero"] | Number = "drop"

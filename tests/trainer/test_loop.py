@@ -108,7 +108,7 @@ async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Pat
         assert step is not None and (step.metrics["rows_too_long"], step.metrics["skipped"]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("settings", [{"baseline": "reinforce_pp"}, {"lone_rollouts": "running"}])
+@pytest.mark.parametrize("settings", [{"baseline": "reinforce_pp", "compare": "step"}, {"lone_rollouts": "running"}])
 async def test_the_reward_rises_with_other_baselines_too(base: Path, tmp_path: Path, settings: dict[str, str]) -> None:
     """Rewarded: the share of even tokens in an answer. Rollouts are sampled by what is served, as an agent's are."""
     async with bench(base, tmp_path, group_size=8, tasks_per_step=4, learning_rate=0.02, **settings) as b:

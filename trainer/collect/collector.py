@@ -22,7 +22,7 @@ from ...store.training import CallCredit
 from ...store.waiting import EQUAL_REWARDS
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.air import air_rewards
-from ..credit.strategies import ACROSS_TASKS, Credited, group_credit, training_rules
+from ..credit.strategies import Credited, group_credit, training_rules
 from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
 from ..rows.samples import RolloutSamples, rollout_samples
 from ..types import AskJudge, Batch, Guide, RolloutRewards, Sample, Sibling, Sift, Sifted
@@ -89,7 +89,7 @@ class Collector:
         while groups := await self._waiting.next(fewer=fewer, since=since):
             self._unverified = await self._store.versions.never_verified()
             takes = [await self._read(group, base) for group in groups]
-            if self._config.baseline in ACROSS_TASKS:
+            if self._config.compare == "step":
                 takes = [self._across_tasks(takes)]
             for take in takes:
                 for comparison in take.comparisons:

@@ -29,8 +29,6 @@ SHOWN = ("system", "instructions", "messages", "prompt", "input", "tools")
 CREDIT = "trainer.credit"
 JUDGE = "judge"  # the name of a judge's rewards
 STD_EPSILON = 1e-4
-# Baselines that compare all rollouts of a step, not only those of one task.
-ACROSS_TASKS = frozenset({"reinforce_pp"})
 
 Values = list[list[float]]
 
@@ -239,7 +237,7 @@ def rloo(returns: Sequence[float]) -> list[Baseline]:
 
 
 def reinforce_pp(returns: Sequence[float]) -> list[Baseline]:
-    """Compute (r - mean) / sqrt(variance + 1e-8) over the entire step, across tasks (REINFORCE++, arXiv 2501.03262).
+    """Compute (r - mean) / sqrt(variance + 1e-8) (REINFORCE++, arXiv 2501.03262, with `trainer.compare: step`).
 
     The paper takes the variance over tokens; here every rollout counts once, as in the loss.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -191,20 +191,50 @@ def _chunks(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens) -> Iterator
 
 
 def _scores(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of a chunk by ordinary autograd."""
-    logits, places = _logits(model, hidden).float(), tokens.places
+    """Log-probabilities and entropies of a chunk."""
+    logits, places = _logits(model, hidden), tokens.places
     if places is not None and tokens.shaper is not None:
-        logits = tokens.shaper.before_temperature(logits, places)
-    logp = (logits / tokens.temperatures[:, None]).log_softmax(-1)
-    if places is not None:
-        logp = truncate(logp, places)
-    chosen = logp.gather(1, tokens.labels[:, None])[:, 0]
-    logp = logp if entropy_gradient else logp.detach()
-    probs = logp.exp()
-    if places is not None:
-        lost = torch.tensor([place is not None and place.is_lost for place in places], device=chosen.device)
-        chosen, logp = chosen.masked_fill(lost, -torch.inf), logp.clamp(min=_LEAST)
-    return chosen, -torch.linalg.vecdot(probs, logp)
+        logits = tokens.shaper.before_temperature(logits.float(), places)
+    found: tuple[Tensor, Tensor] = _Scores.apply(logits, tokens, entropy_gradient)
+    return found
+
+
+class _Scores(torch.autograd.Function):
+    """Scores of (K, V) logits. Autograd would pass over all logits several times more to find the same slopes.
+
+    By a logit over the temperature, a log-probability has the slope 1 for its token minus p, an entropy H has
+    -p (log p + H). A token that the way of sampling leaves out has p = 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: _Tokens, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        logp, places = (logits.float() / tokens.temperatures[:, None]).log_softmax(-1), tokens.places
+        if places is not None:
+            logp = truncate(logp, places)
+        chosen, probs = logp.gather(1, tokens.labels[:, None])[:, 0], logp.exp()
+        if places is not None:
+            lost = torch.tensor([place is not None and place.is_lost for place in places], device=chosen.device)
+            chosen, logp = chosen.masked_fill(lost, -torch.inf), logp.clamp(min=_LEAST)
+        entropies = -torch.linalg.vecdot(probs, logp)
+        ctx.tokens = tokens
+        ctx.save_for_backward(probs, *((logp, entropies) if entropy_gradient else ()))
+        ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return chosen, entropies
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor, None, None]:
+        labels, temperatures = ctx.tokens.labels[:, None], ctx.tokens.temperatures[:, None]
+        probs, *saved = ctx.saved_tensors
+        slopes = torch.zeros((), device=probs.device)
+        if of_entropies is not None and saved:
+            logp, entropies = saved
+            slopes = (logp + entropies[:, None]).mul_(probs).mul_(of_entropies[:, None] / -temperatures)
+        if of_logprobs is not None:
+            by_token = of_logprobs[:, None] / temperatures
+            slopes = (probs * -by_token).add_(slopes).scatter_add_(1, labels, by_token)
+        return slopes, None, None
 
 
 def _head(model: PreTrainedModel) -> nn.Module:

@@ -71,7 +71,7 @@ async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running:
     [
         ({}, 1, 1, 0, "no step will be taken"),
         ({"lone_rollouts": "running"}, 1, 1, 0, None),
-        ({"baseline": "reinforce_pp"}, 1, 1, 0, None),
+        ({"compare": "step"}, 1, 1, 0, None),
         ({"group_size": 2, "tasks_per_step": 2}, 1, 2, 0, None),
         ({"group_size": 4}, 1, 2, 0, "a task gets 2 rollouts"),
         ({}, 8, 3, 0, "6 groups come of this, and a step takes 8"),

@@ -142,7 +142,13 @@ async def test_lone_rollouts_of_an_own_key_are_no_baseline_of_others(tenants: Te
     for name, key, value in (("a", plain, 1.0), ("b", plain, 0.0), ("c", own, 1000.0), ("d", own, 1000.0)):
         assert (await tenants.system.chat(name, **key))[0] == 200
         await tenants.reward(key, [name], [value])
-    settings = {"baseline": "reinforce_pp", "lone_rollouts": "running", "group_size": 2, "tasks_per_step": 2}
+    settings = {
+        "baseline": "reinforce_pp",
+        "compare": "step",
+        "lone_rollouts": "running",
+        "group_size": 2,
+        "tasks_per_step": 2,
+    }
     batch = await Collector(TrainerConfig.model_validate(settings), tenants.store).next_batch(0, fewer=True)
     assert batch is not None
     advantages = {value for sample in batch.samples for value in sample.advantages if value}

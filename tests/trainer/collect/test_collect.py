@@ -233,7 +233,7 @@ async def test_failed_rollouts_count_where_nobody_succeeded(traffic: Traffic) ->
     for i in range(2):
         await traffic.rollout(f"t{i}", "t", None, status="failed")
         await traffic.rollout(f"u{i}", "u", 1.0)
-    batch = await traffic.batch(failed_rollouts="zero", baseline="reinforce_pp", tasks_per_step=2)
+    batch = await traffic.batch(failed_rollouts="zero", baseline="reinforce_pp", compare="step", tasks_per_step=2)
     assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
 
 
@@ -347,19 +347,24 @@ async def test_retrain_offers_the_rollouts_own_group_again(traffic: Traffic, cha
     assert await traffic.dropped("x", "y") == ["all rewards of the group are equal"] * 2
 
 
-async def test_reinforce_pp_compares_all_rollouts_of_the_step(traffic: Traffic) -> None:
+@pytest.mark.parametrize("baseline", TrainerConfig.known("baseline"))
+async def test_no_baseline_decides_which_rollouts_are_compared(traffic: Traffic, baseline: str) -> None:
     for task, value in (("t", 0.0), ("u", 1.0)):
         for i in range(2):
             await traffic.rollout(f"{task}{i}", task, value)  # within each task they are equal
-    batch = await traffic.batch(baseline="reinforce_pp", tasks_per_step=2)
-    assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
+    found = advantages(await traffic.batch(baseline=baseline, compare="step", tasks_per_step=2))
+    assert found.keys() == {"t0-0", "t1-0", "u0-0", "u1-0"} and found["t0-0"] < 0 < found["u0-0"]
+    for i in range(4):
+        await traffic.rollout(f"v{i}", f"v{i % 2}", float(i % 2))
+    assert await traffic.batch(baseline=baseline, tasks_per_step=2) is None
+    assert await traffic.dropped("v0", "v1") == ["all rewards of the group are equal"] * 2
 
 
-async def test_reinforce_pp_compares_no_rollouts_that_only_a_teacher_keeps(traffic: Traffic) -> None:
+async def test_a_step_compares_no_rollouts_that_only_a_teacher_keeps(traffic: Traffic) -> None:
     for name, task, value in (("a", "t", 0.0), ("b", "t", 1.0), ("lone", None, 7.0)):
         await traffic.rollout(name, task, value)
     teacher = {"base_url": "http://127.0.0.1:1/v1"}
-    batch = await traffic.batch(baseline="reinforce_pp", tasks_per_step=2, teacher=teacher)
+    batch = await traffic.batch(baseline="reinforce_pp", compare="step", tasks_per_step=2, teacher=teacher)
     assert advantages(batch) == pytest.approx({"a-0": -1.0, "b-0": 1.0})
 
 

@@ -148,7 +148,7 @@ async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline:
     await of_key(traffic, first, "t", "a0", "a1")
     for name, reward in (("a0", 1e308), ("b0", 0.0), ("a1", -1e308), ("b1", 1.0)):
         await traffic.rollout(name, "t", reward)
-    settings = {"tasks_per_step": 2, "baseline": baseline}
+    settings = {"tasks_per_step": 2, "baseline": baseline, "compare": "step"}
     found = advantages(await traffic.batch(**settings))
     alone = {"grpo": 0.5 / (0.5**0.5 + 1e-4), "dr_grpo": 0.5, "rloo": 1.0, "reinforce_pp": 1.0}[baseline]
     assert found["b1-0"] == pytest.approx(alone, rel=1e-3) and found["b0-0"] == pytest.approx(-alone, rel=1e-3)
