@@ -203,7 +203,8 @@ class _Scores(torch.autograd.Function):
     """Scores of (K, V) logits. Autograd would pass over all logits several times more to find the same slopes.
 
     By a logit over the temperature, a log-probability has the slope 1 for its token minus p, an entropy H has
-    -p (log p + H). A token that the way of sampling leaves out has p = 0.
+    -p (log p + H). Tokens that the way of sampling leaves out have p = 0. The slope of a log-probability of -inf means
+    nothing: the loss takes such tokens out.
     """
 
     @staticmethod
