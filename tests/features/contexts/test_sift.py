@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -21,9 +20,6 @@ from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.credit.strategies import Credited, group_credit
-from lightning_proxy.trainer.rows.prefix_tree import build_tree
-from lightning_proxy.trainer.rows.samples import rollout_samples
-from lightning_proxy.trainer.step.losses import token_weights
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
 from support.sections import TrainerConfig
@@ -126,7 +122,7 @@ async def recorded(store: Store, rollout: str, reward: float, answer: int) -> No
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
-@pytest.mark.parametrize(("rejected", "is_taught"), [("leave_out", False), ("negative", False), ("as_others", True)])
+@pytest.mark.parametrize(("rejected", "is_taught"), [("negative", False), ("as_others", True)])
 async def test_no_method_teaches_an_attempt_that_was_rejected(
     tmp_path: Path, method: str, rejected: str, is_taught: bool
 ) -> None:
@@ -142,58 +138,3 @@ async def test_no_method_teaches_an_attempt_that_was_rejected(
     taught = {token for one in lessons.train for row in one.rows for token in compress(row.token_ids, row.mask)}
     assert (21 in taught) == is_taught and (30 in taught) != (method == "dpo" and is_taught)
     assert lessons.metrics["calls_rejected"] == (1 if method == "sft" else 2)
-
-
-def tokens(place: int, prompt: tuple[int, ...], answer: tuple[int, ...], agent: str | None = None) -> ModelCall:
-    choice = Choice(0, answer, (-1.0,) * len(answer), "stop")
-    return call(f"t{place}", agent, prompt, seq=place, choices=(choice,))
-
-
-MAIN, HELPER = tuple(range(100)), tuple(range(500, 600))
-# The main context and a sub-agent's, two calls each; each answer is two tokens.
-CONTEXTS = [
-    tokens(0, MAIN, (1, 2), "lead"),
-    tokens(1, HELPER, (3, 4), "helper"),
-    tokens(2, (*HELPER, 3, 4, 9), (5, 6), "helper"),
-    tokens(3, (*MAIN, 1, 2, 8), (7, 7), "lead"),
-]
-
-
-def test_tokens_that_contexts_share_are_computed_once_whatever_interleaves() -> None:
-    for seed in range(5):
-        mixed = random.Random(seed).sample(range(2), 2)
-        order = [CONTEXTS[i] for i in ((0, 3, 1, 2) if mixed == [0, 1] else (1, 0, 2, 3))]
-        made = rollout_samples(order, [0.5] * 4, task_id="t", max_tokens=1000)
-        assert len(made.samples) == 2 and made.counts["calls_merged"] == 2
-        assert len(build_tree([sample.token_ids for sample in made.samples])) == 2 * (100 + 2 + 1 + 2)
-    compacted = tokens(4, (*MAIN, 42), (7, 8))  # begins with the main context's prompt
-    rows = rollout_samples([*CONTEXTS, compacted], [0.5] * 5, task_id="t", max_tokens=1000).samples
-    assert len(build_tree([sample.token_ids for sample in rows])) == 210 + 3
-
-
-@pytest.mark.parametrize("weighting", ["auto", "rollout"])
-def test_a_rollout_weighs_the_same_however_many_contexts_it_has(weighting: str) -> None:
-    one = [tokens(0, MAIN, (1, 2)), tokens(1, (*MAIN, 1, 2, 8), (7, 7))]
-    four = [tokens(i, tuple(range(1000 * i, 1000 * i + 50)), (1, 2)) for i in range(4)]
-    rows = [
-        sample
-        for name, calls in (("one", one), ("four", four))
-        for sample in rollout_samples(
-            [replace(one, rollout_id=name) for one in calls], [0.5] * len(calls), task_id="t", max_tokens=1000
-        ).samples
-    ]
-    weights = token_weights(rows, TrainerConfig.model_validate({"weighting": weighting}))
-    total = {
-        name: sum(weights[name] * row.trained_tokens for row in rows if row.rollout_id == name) for name in weights
-    }
-    assert len(rows) == 5 and total == {"one": pytest.approx(0.5), "four": pytest.approx(0.5)}
-
-
-def test_a_sub_agents_calls_get_their_parents_return_or_what_agent_credit_says() -> None:
-    rewards = [RolloutRewards(1.0, {"t2": 3.0}), RolloutRewards(0.0)]
-    group = [Sibling(CONTEXTS, one) for one in rewards]
-    team = group_credit(group, TrainerConfig.model_validate({"baseline": "dr_grpo"}))[0]
-    assert team == [Credited(1.0, 0.5)] * 4
-    settings = {"agents": ["lead", "helper"], "agent_credit": "own", "credit": "discounted"}
-    own = group_credit(group, TrainerConfig.model_validate({"baseline": "dr_grpo", **settings}))[0]
-    assert [one and one.returned for one in own] == [1.0, 4.0, 4.0, 1.0]  # only the helper has the reward of its call

@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.http import Compression
@@ -224,15 +223,19 @@ async def test_without_a_name_a_trace_is_a_rollout_and_tool_results_are_paired(
     assert rollout["status"] == "running"
 
 
-async def test_a_tool_that_no_answer_asked_for_is_an_action_once(running: Running, tmp_path: Path) -> None:
+async def test_tools_that_no_answer_asked_for_and_retrievers_are_actions_once(running: Running, tmp_path: Path) -> None:
     tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "retrieve", "lightning.rollout_id": "r1"}
     told = tool | {"gen_ai.tool.call.arguments": '{"query": "cats"}', "gen_ai.tool.call.result": '["a"]'}
     failed = by_hand(tool, "00000000000000cc", status={"code": 2, "message": "no index"})
+    asked = {"gen_ai.operation.name": "retrieval", "gen_ai.request.model": "e", "lightning.rollout_id": "r1"}
+    asked |= {"gen_ai.data_source.id": "cats", "gen_ai.retrieval.top_k": 2, "gen_ai.retrieval.query.text": "who purrs?"}
+    asked |= {"gen_ai.retrieval.documents": json.dumps([{"id": "a", "score": 0.5}])}
     async with running(tmp_path) as system:
         for body in (
             by_hand(told),
             by_hand(told),
             failed,
+            by_hand(asked, "00000000000000ee"),
             by_hand(tool | {"gen_ai.tool.call.id": "c1"}, "0" * 15 + "d"),
         ):
             assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
@@ -241,21 +244,11 @@ async def test_a_tool_that_no_answer_asked_for_is_an_action_once(running: Runnin
     assert actions == [
         ("tool", "retrieve", {"query": "cats"}, {"result": ["a"], "is_error": False}),
         ("tool", "retrieve", None, {"result": "no index", "is_error": True}),
-    ]
-
-
-async def test_what_a_retriever_found_is_an_action(running: Running, tmp_path: Path) -> None:
-    asked = {"gen_ai.operation.name": "retrieval", "gen_ai.request.model": "e", "lightning.rollout_id": "r1"}
-    asked |= {"gen_ai.data_source.id": "cats", "gen_ai.retrieval.top_k": 2, "gen_ai.retrieval.query.text": "who purrs?"}
-    found = [{"id": "a", "score": 0.5}]
-    async with running(tmp_path) as system:
-        body = by_hand(asked | {"gen_ai.retrieval.documents": json.dumps(found)})
-        assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
-        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
-    (action,) = transitions["data"]
-    assert (action["kind"], action["action"]["name"]) == ("tool", "retrieval")
-    assert action["action"]["arguments"] == {"query": "who purrs?", "top_k": 2, "data_source": "cats"}
-    assert action["next_state"] == {"result": found, "is_error": False}
+        (
+            "tool", "retrieval", {"query": "who purrs?", "top_k": 2, "data_source": "cats"},
+            {"result": [{"id": "a", "score": 0.5}], "is_error": False},
+        ),
+    ]  # fmt: skip
 
 
 async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(running: Running, tmp_path: Path) -> None:
@@ -334,16 +327,6 @@ async def test_what_is_sent_again_or_went_through_the_proxy_counts_once(running:
         )
         _, rollout = await system.call("GET", "/rollouts/r1")
     assert [call["upstream"] for call in rollout["calls"]] == ["otlp", "policy"], "by their times"
-
-
-async def test_a_call_whose_end_was_not_written_gets_it_when_it_is_sent_again(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        await system.call("POST", "/otlp/v1/traces", by_hand(CHAT))
-        async with system.store() as store:
-            await store.database.commit([("UPDATE calls SET status = 'incomplete', response = NULL", [{}])])
-        assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT)))[0] == 200
-        _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
-    assert [(call["status"], call["response"]["id"]) for call in rollout["calls"]] == [("ok", "resp-1")]
 
 
 async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(running: Running, tmp_path: Path) -> None:
@@ -439,20 +422,22 @@ async def test_keys_are_asked_for_and_a_rollouts_key_is_for_that_rollout(running
         assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT), Authorization="Bearer k"))[0] == 200
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["at once", "its end on a second try"])
-async def test_redaction_applies_and_takes_the_tokens_with_it(running: Running, tmp_path: Path, again: bool) -> None:
+async def test_redaction_applies_also_to_an_end_that_comes_on_a_second_try(running: Running, tmp_path: Path) -> None:
     secret = {
         "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "pin 123456"}]}])
     }
     async with running(tmp_path, recording={"redact": {"patterns": [r"\d{6}"]}}) as system:
         spans = by_hand({**CHAT, **TOKENS, **secret, "lightning.policy_version": 0})
-        await system.call("POST", "/otlp/v1/traces", spans)
-        if again:
+        for _ in range(2):
+            await system.call("POST", "/otlp/v1/traces", spans)
+            _, first = await system.call("GET", f"/rollouts/{TRACE}")
             async with system.store() as store:
                 await store.database.commit([("UPDATE calls SET status = 'incomplete', response = NULL", [{}])])
-            await system.call("POST", "/otlp/v1/traces", spans)
+        await system.call("POST", "/otlp/v1/traces", spans)
         _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
+    assert first["calls"] == rollout["calls"]
     (call,) = rollout["calls"]
+    assert (call["status"], call["response"]["id"]) == ("ok", "resp-1")
     assert call["request"]["messages"][0]["content"] == "pin [redacted]"
     assert (call["prompt_token_ids"], call["untrainable_reason"]) == ([], "redacted")
 
