@@ -187,11 +187,6 @@ class Graph:
         """Return the calls whose answer stands in a later prompt in place of history."""
         return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
 
-    def counts(self) -> Counter[str]:
-        """Count the edges by kind, the calls without one (`new`), and the rejected ones."""
-        kinds = Counter[str](edge.kind for one in self.calls for edge in one.edges)
-        return kinds + Counter(new=sum(not one.edges for one in self.calls), rejected=len(self.rejected()))
-
     def _attempts(self, call: ModelCall, node: Node) -> list[_Call]:
         """The calls so far with the same request: of the same agent, and for an answer of the same form."""
         if (earlier := self._again.get(call.call_id)) is not None:

@@ -239,12 +239,3 @@ class Table:
 
     def recall(self, name: str) -> float:
         return self.right[name] / (self.right[name] + self.missed[name])
-
-
-def test_the_status_counts_contexts_of_rollouts_that_have_ended(tmp_path: Path) -> None:
-    (session,) = (one for one in SESSIONS if one.label == "the best of three, at once")
-    with scripted(tmp_path) as model:
-        rollout = replay(model, session, "counted").rollouts[0]
-        assert not any(model.proxy.get("/status")["contexts"].values())
-        model.proxy.post("/reward", {"rollout_id": rollout, "reward": 1.0})
-        assert model.proxy.get("/status")["contexts"] == {"new": 1, "continues": 4, "rejected": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -164,12 +165,11 @@ async def per_call(directory: Path, contexts: int) -> dict[str, float]:
         assert stored is not None and large is not None
         rollout, short = await store.rollouts.get("r"), await store.calls.of("r", short=True)
         whole = await store.calls.of("r")
-    counts, helpers = (
-        [graph.counts() for calls in (short, whole) if (graph := graph_of(calls))],
-        len(range(1, contexts, 5)),
-    )
-    assert counts[0] == counts[1] == {
-        "new": 1, "continues": agent.calls - contexts - helpers, "compacts": contexts - 1,
+    helpers = len(range(1, contexts, 5))
+    edges = [[one.edges for one in graph.calls] for calls in (short, whole) if (graph := graph_of(calls))]
+    assert edges[0] == edges[1]
+    assert Counter(edge.kind for found in edges[0] for edge in found) == {
+        "continues": agent.calls - contexts - helpers, "compacts": contexts - 1,
         "delegates": helpers, "returns": helpers,
     }  # fmt: skip
     samples = rollout_samples(whole, [0.5] * len(whole), task_id="t", max_tokens=10**6).samples
