@@ -15,7 +15,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,8 @@ CANNOT_START = 126  # what a shell answers
 PRCTL, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36  # of Linux
 
 
-def guard(
-    ended: Callable[[int | None], int], lifeline: int | None, grace_s: float, limit_s: float | None = None
-) -> None:
-    """Return in a child process, in a session of its own. This one guards it, and exits with `ended(code)`.
-
-    A negative code is the signal that killed the child; None means that it ran for `limit_s` and was ended. Without a
-    `lifeline`, the signals that would be passed on end it as a closed lifeline does.
-    """
+def guard(lifeline: int, grace_s: float) -> None:
+    """Return in a child process, in a session of its own. This one guards it, and ends as the child did."""
     this = os.getpid()
     adopt_orphans()
     wake, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -42,45 +35,45 @@ def guard(
     for number in (signal.SIGCHLD, *PASSED_ON):
         signal.signal(number, lambda *_: None)
     if child := os.fork():
-        status = 1
+        code = 1
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-            code = _wait(child, lifeline, wake, grace_s, limit_s)
+            code = _wait(child, lifeline, wake, grace_s)
             end_children()
-            status = ended(code)
+            if code < 0:
+                with suppress(OSError):
+                    signal.signal(-code, signal.SIG_DFL)
+                os.kill(this, -code)
         finally:
-            os._exit(status)
+            os._exit(code)
     os.setsid()
     PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != this:
         os._exit(1)
     signal.set_wakeup_fd(-1)
     for held in (wake, writing, lifeline):
-        if held is not None:
-            os.close(held)
+        os.close(held)
     for number in (signal.SIGCHLD, *PASSED_ON):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _wait(child: int, lifeline: int | None, wake: int, grace_s: float, limit_s: float | None) -> int | None:
-    until, is_ending, is_late = math.inf if limit_s is None else time.monotonic() + limit_s, False, False
-    watched = [wake] if lifeline is None else [wake, lifeline]
+def _wait(child: int, lifeline: int, wake: int, grace_s: float) -> int:
+    """Return the child's exit code, negative for a signal. Once the lifeline closes, end it."""
+    watched, until = [wake, lifeline], math.inf
     while True:
         left = None if until == math.inf else max(until - time.monotonic(), 0.0)
         ready, _, _ = select.select(watched, [], [], left)
         signals = {*os.read(wake, 512)} & {*PASSED_ON} if wake in ready else set()
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
-                return None if is_late else os.waitstatus_to_exitcode(ended[1])
-        if lifeline is not None:
-            for number in signals:
-                os.kill(child, number)
-        is_over = time.monotonic() >= until
-        if is_ending and is_over:
-            return None if is_late else -signal.SIGKILL
-        if not is_ending and (is_over or lifeline in ready or (lifeline is None and signals)):
-            is_ending, is_late, until, watched = True, is_over, time.monotonic() + grace_s, [wake]
+                return os.waitstatus_to_exitcode(ended[1])
+        for number in signals:
+            os.kill(child, number)
+        if time.monotonic() >= until:
+            return -signal.SIGKILL
+        if lifeline in ready:
+            watched, until = [wake], time.monotonic() + grace_s
             with suppress(ProcessLookupError):  # not yet a group of its own
                 os.killpg(child, signal.SIGTERM)
 
@@ -137,16 +130,6 @@ async def start_guarded(*command: str, grace_s: float, **options: Any) -> tuple[
     return process, lifeline
 
 
-def end_alike(code: int | None) -> int:
-    """End this process as its child has ended."""
-    assert code is not None  # there is no limit
-    if code < 0:
-        with suppress(OSError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    return code
-
-
 if __name__ == "__main__":
-    guard(end_alike, int(sys.argv[1]), float(sys.argv[2]))
+    guard(int(sys.argv[1]), float(sys.argv[2]))
     sys.exit(become(sys.argv[3:]))

@@ -90,7 +90,7 @@ def results_in(item: Any) -> Iterator[ToolResult]:
         return
     if (role := item.get("role")) in ("tool", "function"):
         yield ToolResult(_text(item.get("tool_call_id")) or None, item.get("content"))
-    elif str(item.get("type")).endswith("_call_output"):
+    elif "type" in item and str(item["type"]).endswith("_call_output"):
         called = item.get("call_id", item.get("id"))  # OpenAI's local shell names this field `id`
         yield ToolResult(_text(called) or None, item.get("output"))
     elif role == "user" and isinstance(content := item.get("content"), list):

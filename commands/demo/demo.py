@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 
 from ...core.config.file import load_config
+from ...core.config.section import Section
 from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
 from ..eval.report import save
@@ -41,8 +40,7 @@ STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 POLL_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
+class DemoOptions(Section):
     """`repeat` is the number of answers per held-out task and evaluation. `ahead` is that of `run`.
 
     With `ahead` above 0 the agent keeps running during a step. Its answers are then one version old and teach less.
@@ -127,22 +125,19 @@ class Demo(Trial):
     async def ended(self, api: ApiClient) -> None:
         """Show the steps. Return when the newest rollouts of several steps had equal rewards, or at a collapse."""
         bar, several = self.view.bar("training steps", self._options.steps), PERFECT_STEPS * STEP_ROLLOUTS
-        try:
-            while True:
-                with suppress(ApiError):  # a busy machine; the next look will do
-                    policy = await api.policy()
-                    newest = (await api.rollouts(mode="train", limit=several + STEP_ROLLOUTS))["data"]
-                    completed = [one for one in newest if one["status"] == "completed"][:several]
-                    self._steps = policy["steps"]
-                    self._steps_before = self._steps if self._steps_before is None else self._steps_before
-                    self._newest = [one["reward"] for one in completed[:STEP_ROLLOUTS] if one["reward"] is not None]
-                    failed = sum(one["status"] == "failed" for one in newest)
-                    bar.show(self._steps, _mean(self._newest), failed)
-                    if policy["collapse"] or (len(completed) == several and all(one["dropped"] for one in completed)):
-                        return
-                await asyncio.sleep(POLL_S)
-        finally:
-            bar.print_line()
+        is_over = False
+        while not is_over:
+            with suppress(ApiError):  # a busy machine; the next look will do
+                policy = await api.policy()
+                newest = (await api.rollouts(mode="train", limit=several + STEP_ROLLOUTS))["data"]
+                completed = [one for one in newest if one["status"] == "completed"][:several]
+                self._steps = policy["steps"]
+                self._steps_before = self._steps if self._steps_before is None else self._steps_before
+                self._newest = [one["reward"] for one in completed[:STEP_ROLLOUTS] if one["reward"] is not None]
+                bar.show(self._steps, _mean(self._newest), sum(one["status"] == "failed" for one in newest))
+                nothing_left = len(completed) == several and all(one["dropped"] for one in completed)
+                is_over = nothing_left or policy["collapse"] is not None
+            await asyncio.sleep(POLL_S)
 
     def reached(self) -> str:
         """Return a line about how far it came."""
@@ -168,9 +163,9 @@ def begin(options: DemoOptions) -> DemoOptions:
             raise ConfigError(f"{directory} is not empty and not an earlier demo's: choose another --dir")
         shutil.rmtree(directory)
         directory.mkdir()
-    options = replace(options, directory=directory, model=options.model and options.model.absolute())
-    paths = {"directory": str(directory), "model": options.model and str(options.model)}
-    save(asdict(options) | paths, directory / OPTIONS)
+    absolute = {"directory": directory, "model": options.model and options.model.absolute()}
+    options = options.model_copy(update=absolute)
+    (directory / OPTIONS).write_text(options.model_dump_json())
     return options
 
 
@@ -178,15 +173,14 @@ def resumed(directory: Path) -> DemoOptions:
     """Return the options with which the demo in `directory` began. ConfigError if none did."""
     if (kept := _kept_options(directory)) is None:
         raise ConfigError(f"--resume: no demo was begun in {directory}")
-    return DemoOptions(**kept | {"directory": directory.absolute(), "model": kept["model"] and Path(kept["model"])})
+    return kept
 
 
-def _kept_options(directory: Path) -> dict[str, Any] | None:
-    try:
-        kept: dict[str, Any] = json.loads((directory / OPTIONS).read_text())
-        return kept if kept["directory"] == str(directory.absolute()) else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+def _kept_options(directory: Path) -> DemoOptions | None:
+    with suppress(OSError, ValueError):
+        kept = DemoOptions.model_validate_json((directory / OPTIONS).read_bytes())
+        return kept if kept.directory == directory.absolute() else None
+    return None
 
 
 def settings(model: Path, steps: int) -> Json:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -17,7 +16,7 @@ from ..api_client import ApiClient, ApiError
 from ..formats import print_json
 from ..run.command import programs, run_options
 from ..run.limits import Observer
-from ..run.report import ProgressView
+from ..run.report import Bar, ProgressView
 from ..run.run import RolloutResult, RunOptions, require_success, run_tasks
 from ..run.runner import Runner, runner_for
 from ..run.tasks import Task, read_tasks
@@ -48,9 +47,9 @@ def eval_command(
     logs: Path | None,
     as_json: bool,
 ) -> None:
-    """Run all tasks. What is known is shown and saved, however it ends.
+    """Run the command. What is known is shown and saved, however it ends.
 
-    Raise what `evaluate` does, and LightningError at the end if every program failed.
+    Raise LightningError if it fails, or if every program failed.
     """
     rows, read = parse_models(models), read_tasks(tasks)
     if out is not None:
@@ -60,8 +59,14 @@ def eval_command(
     view = ProgressView(Console(stderr=True))
     runner = runner_for(config, command, preload, view.say)
     options = run_options(config, samples, concurrency, "eval", logs)
+
+    async def work() -> None:
+        api = ApiClient.of(config, patience_s=60)
+        async with programs(api, runner, view):
+            await evaluate(api, read, runner, options, rows, view, Observer(), promote=promote)
+
     try:
-        run_until_signal(evaluate(config, read, runner, options, rows, view, promote=promote))
+        run_until_signal(work())
     finally:
         if any(row.results for row in rows):
             about = {"created_at": time.time(), "tasks": str(tasks), "samples": samples, "command": command}
@@ -78,89 +83,70 @@ def eval_command(
 
 
 async def evaluate(
-    config: Config,
+    api: ApiClient,
     tasks: Sequence[Task],
     runner: Runner,
     options: RunOptions,
     rows: Sequence[EvalRow],
     view: ProgressView,
-    *observers: Observer,
+    gate: Observer,
+    *,
     promote: bool,
 ) -> None:
-    """Run all tasks, one model after another: vLLM on a CPU mixes up base model and adapters that share a batch.
+    """Run all tasks, one row after another: vLLM on a CPU mixes up base model and adapters that share a batch.
 
-    However it ends, results are in `rows`, and the version that was live before is live again. `promote`: make versions
-    live one after the other if they are not served side by side. Raise LightningError before anything starts if a model
-    cannot answer, and at once if another model answered.
+    Raises before anything starts if a model cannot answer, and at once if another model answered. However it ends, the
+    results are in `rows`, and the version that was live before is live again. `promote`: make versions live one after
+    the other if they are not served side by side.
     """
-    api = ApiClient.of(config, patience_s=60)
-    async with programs(api, runner, view), LivePolicy(api, view, may_promote=promote) as policy:
+    policy = await api.policy()
+    alias, before = policy["alias"], int(policy["live_version"])
+    live, promote = before, promote and policy["publish"] == "merged"
+    await _check(api, rows, promote=promote)
+    try:
         for row in rows:
-            await policy.check(row)
-        for row in rows:
-            await policy.serve(row)
+            needed = before if row.model == LIVE else row.version
+            if promote and needed is not None and needed != live:
+                view.say(f"making policy version {needed} live; version {before} will be live again at the end")
+                live = needed  # even if the next line is cut short, it may be live by then
+                await api.request("POST", "/policy/promote", {"version": needed})
             bar = view.bar(row.model, len(tasks) * options.group_size)
 
-            def take(result: RolloutResult, row: EvalRow = row, add: Any = bar.add) -> None:
-                row.results.append(answered_by(row, result, policy.alias))
-                add(result)
+            def take(result: RolloutResult, row: EvalRow = row, bar: Bar = bar) -> None:
+                row.results.append(_answered_by(row, result, alias))
+                bar.add(result)
 
-            await run_tasks(api, tasks, runner, replace(options, choice=row.choice), take, *observers)
+            await run_tasks(api, tasks, runner, replace(options, choice=row.choice), take, gate)
             row.complete = True
+    finally:
+        if live != before:
+            await asyncio.shield(_restore(api, before, view))
 
 
-class LivePolicy:
-    """Makes versions live one after the other where they are not served side by side, and the first again at the end.
-
-    `alias`: the policy's.
-    """
-
-    def __init__(self, api: ApiClient, view: ProgressView, *, may_promote: bool) -> None:
-        self._api, self._view, self._may_promote = api, view, may_promote
-        self.alias = ""
-
-    async def __aenter__(self) -> LivePolicy:
-        policy = await self._api.policy()
-        self.alias, self._before = policy["alias"], int(policy["live_version"])
-        self._live = self._before
-        self._may_promote &= policy["publish"] == "merged"
-        return self
-
-    async def check(self, row: EvalRow) -> None:
-        """Raise LightningError if the model cannot answer: open 0 rollouts with it, or look up the version."""
-        if not self._may_promote or row.version is None:
-            await self._api.open_rollouts("eval", "eval", 0, **row.choice)
-            return
-        versions = (await self._api.request("GET", "/policy/versions"))["data"]
+async def _check(api: ApiClient, rows: Sequence[EvalRow], *, promote: bool) -> None:
+    """Check that each model can answer: open 0 rollouts with it, or look up the version to promote."""
+    versions = (await api.request("GET", "/policy/versions"))["data"] if promote else []
+    for row in rows:
+        if not promote or row.version is None:
+            await api.open_rollouts("eval", "eval", 0, **row.choice)
+            continue
         version = next((one for one in versions if one["version"] == row.version), None)
         if version is None:
             raise LightningError(f"no policy version {row.version}")
         if row.version and (version["path"] is None or version["status"] not in ("ready", "live")):
             raise LightningError(f"policy version {row.version} is {version['status']} and has no files to serve")
 
-    async def serve(self, row: EvalRow) -> None:
-        """Make the row's version live, if it has to be."""
-        needed = self._before if row.model == LIVE else row.version
-        if self._may_promote and needed is not None and needed != self._live:
-            self._view.say(f"making policy version {needed} live; version {self._before} will be live again at the end")
-            self._live = needed  # even if the next line is cut short, it may be live by then
-            await self._api.request("POST", "/policy/promote", {"version": needed})
 
-    async def __aexit__(self, *_: object) -> None:
-        if self._live != self._before:
-            await asyncio.shield(self._restore())
-
-    async def _restore(self) -> None:
-        version = self._before
-        try:
-            await self._api.request("POST", "/policy/promote", {"version": version})
-            self._view.say(f"policy version {version} is live again")
-        except ApiError as error:
-            again = f"lightning-proxy policy promote {version}"
-            raise LightningError(f"version {version} is not live again: {error.message}; try `{again}`") from None
+async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
+    try:
+        await api.request("POST", "/policy/promote", {"version": version})
+        view.say(f"policy version {version} is live again")
+    except ApiError as error:
+        again = f"lightning-proxy policy promote {version}"
+        raise LightningError(f"version {version} is not live again: {error.message}; try `{again}`") from None
 
 
-def answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:
+def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:
     """Return the result with what answered for the alias alone: other calls belong to agents that are not trained.
 
     Raise LightningError if another model answered: the agent asked for it by name, or the live version changed.

@@ -22,7 +22,7 @@ from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .limits import Backlog, Budget, Observer
 from .report import ProgressView, by_name, names_table, sentences, summarize
-from .resume import KeptResults, kept_results
+from .resume import OpenedRollouts, opened_rollouts
 from .run import RolloutResult, RunOptions, require_success, run_tasks
 from .runner import Runner, runner_for
 from .tasks import Task, read_tasks
@@ -49,7 +49,7 @@ def run_command(
     """Run the command. Raise LightningError if it fails, or if every program failed.
 
     `group_size` None means the trainer's, or 1 in mode eval. `ahead`: how many of the trainer's steps the rollouts may
-    be ahead of the live version; None: any number. `resume`: the file that keeps results.
+    be ahead of the live version; None: any number. `resume`: the file that keeps which rollouts were opened.
     """
     trains, trainer, view = mode == "train", config.trainer, ProgressView(Console(stderr=True))
     if ahead is not None and not trains:
@@ -64,29 +64,24 @@ def run_command(
         gate = Backlog(api, int((1 + ahead) * trainer.group_size * trainer.tasks_per_step), size, view.say)
     budget, notes = Budget(api, budget_usd), list[str]()
 
-    async def work(kept: KeptResults) -> list[RolloutResult]:
+    async def work(earlier: OpenedRollouts) -> list[RolloutResult]:
         async with programs(api, runner, view):
-            if failed := await kept.look(api):
+            if failed := await earlier.look(api):
                 view.say(f"{failed} rollouts of the run that was stopped have failed; their tasks begin anew")
             if trains:
                 waiting = (await api.request("GET", "/status")).get("waiting", 0)
                 if (wrong := problem(trainer, every, size, waiting)) is not None:
                     view.say(wrong, "yellow")
-            left, budget.earlier = kept.left(every, size), kept.usd
+            left, budget.earlier = earlier.left(every, size), earlier.usd
             bar = view.bar("rollouts", sum(size - len(task.siblings) for task in left))
-
-            def on_result(result: RolloutResult) -> None:
-                bar.add(result)
-                kept.add(result)
-
-            await run_tasks(api, left, runner, options, on_result, budget, gate, kept)
+            results = await run_tasks(api, left, runner, options, bar.add, budget, gate, earlier)
             with suppress(ApiError):
                 await budget.look()
                 notes.extend(standing(await api.request("GET", "/status")) if trains else ())
-        return kept.results
+        return earlier.results + results
 
-    with kept_results(resume) as kept:
-        results = run_until_signal(work(kept))
+    with opened_rollouts(resume) as earlier:
+        results = run_until_signal(work(earlier))
     if as_json:
         print_json(summarize(results) | ({} if budget_usd is None else {"usd": budget.spent}))
     else:

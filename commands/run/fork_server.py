@@ -81,7 +81,7 @@ class Server:
         if pid == 0:
             for held in (self._requests, self._reports, lifeline, *self._lifelines.values(), *self._running):
                 os.close(held)
-            self._guard.guard(self._guard.end_alike, watched, GRACE_S)
+            self._guard.guard(watched, GRACE_S)
             os._exit(self._run(request))
         os.close(watched)
         file = os.pidfd_open(pid)

@@ -1,13 +1,13 @@
-"""`--resume FILE`: keeps results, so that the same command asks for no rollout again that has its reward."""
+"""`--resume FILE`: keeps which rollouts were opened, so that none that has its reward is run again."""
 
 from __future__ import annotations
 
 import fcntl
-import json
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import TextIO
@@ -18,15 +18,15 @@ from .limits import Observer
 from .run import RolloutResult, result_of
 from .tasks import Task
 
-BEGINS = '{"rollout_id": '  # each line, the last too, if its run was killed
+LINE = re.compile(r"rollout (\S+) of the group of (\S+)")
 GONE = 404
 
 
 @contextmanager
-def kept_results(path: Path | None) -> Iterator[KeptResults]:
+def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
     """Open the file for one run at a time; None: keep nothing. ConfigError if it cannot be used."""
     if path is None:
-        yield KeptResults(StringIO())
+        yield OpenedRollouts(StringIO())
         return
     try:
         file = path.open("a+", encoding="utf-8", newline="")
@@ -35,45 +35,40 @@ def kept_results(path: Path | None) -> Iterator[KeptResults]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            kept = KeptResults(file)
+            opened = OpenedRollouts(file)
         except BlockingIOError:
             raise ConfigError(f"--resume: another run has {path}") from None
-        except (ValueError, TypeError, KeyError):
+        except ValueError:
             raise ConfigError(f"--resume: {path} is no file of results") from None
-        yield kept
+        yield opened
 
 
-class KeptResults(Observer):
-    """The results of the runs that had this file: those with a reward, and those that await one.
+class OpenedRollouts(Observer):
+    """A line for each rollout of the runs that had this file: its id, and that of the first of its group.
 
-    `usd`: what the rollouts of earlier runs have cost.
+    `results`: of those that have a reward, or await one. `usd`: what all rollouts of earlier runs have cost.
     """
 
     def __init__(self, file: TextIO) -> None:
-        """Raise ValueError, TypeError or KeyError if a line is neither a result nor a rollout that was opened."""
+        """Raise ValueError if a line is no rollout. The last line may be cut off: its run was killed."""
         self._file = file
         file.seek(0)
         *lines, cut_off = file.read().split("\n")
-        if not BEGINS.startswith(cut_off[: len(BEGINS)]):
-            raise ValueError(cut_off)
-        self._groups: dict[str, str] = {}  # the first rollout of each one's
-        results: dict[str, RolloutResult | None] = {}
-        for line in map(json.loads, lines):
-            name = line["rollout_id"]
-            self._groups[name] = line.pop("group", name)
-            results[name] = RolloutResult(**line) if len(line) > 1 else None
-        self._opened = [name for name, result in results.items() if result is None]
-        self.results = [result for result in results.values() if result is not None]
-        self.usd = sum(result.usd for result in self.results)
-        file.truncate(sum(len(line.encode()) + 1 for line in lines))
+        found = [LINE.fullmatch(line) for line in lines]
+        if None in found or not "rollout ".startswith(cut_off[:8]):
+            raise ValueError
+        file.truncate(sum(len(line) + 1 for line in lines))
+        self._groups = {line[1]: line[2] for line in found if line}
+        self.results: list[RolloutResult] = []
+        self.usd = 0.0
 
     async def look(self, api: ApiClient) -> int:
-        """Add what was rewarded, or awaits it, since its run ended or was killed.
+        """Add the results of those that have a reward, or await one.
 
         Fail what still runs without a reward, since a sibling takes its place. Return how many these are.
         """
         failed = 0
-        for name in self._opened:
+        for name in self._groups:
             try:
                 rollout = await api.rollout(name)
             except ApiError as error:
@@ -91,19 +86,9 @@ class KeptResults(Observer):
         return failed
 
     def opened(self, rollout_ids: Sequence[str], sibling_of: str | None) -> None:
-        """Keep the rollouts, which may have their reward only when their run has ended."""
         group = rollout_ids[0] if sibling_of is None else self._groups[sibling_of]
         self._groups |= dict.fromkeys(rollout_ids, group)
-        self._write({"rollout_id": name, "group": group} for name in rollout_ids)
-
-    def add(self, result: RolloutResult) -> None:
-        """Keep a result. One without a reward is looked at again."""
-        self.results.append(result)
-        if result.reward is not None:
-            self._write([{**asdict(result), "answers": {}, "group": self._groups[result.rollout_id]}])
-
-    def _write(self, kept: Iterable[dict[str, object]]) -> None:
-        self._file.write("".join(json.dumps(one) + "\n" for one in kept))
+        self._file.write("".join(f"rollout {name} of the group of {group}\n" for name in rollout_ids))
         self._file.flush()
 
     def left(self, tasks: Sequence[Task], group_size: int) -> list[Task]:

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 from ...core.records import ModelCall
 from ...core.tools import conversation
 from ...proxy.dialects.atoms import (
+    TELLING,
     TELLING_ORDER,
     Atom,
     Key,
@@ -79,7 +80,8 @@ class _Order(NamedTuple):
 class _Call:
     """A call as later ones are compared with it. Its request ends at `node`.
 
-    `attempts`: the calls with the same request. `order`: the tool call that began it, or seems to have.
+    `attempts`: the calls with the same request. `order`: the tool call that seems to have begun it; `is_ordered`: a
+    telling part of its prompt shows it.
     `root`: the call that began its context. `told`: texts that its answer alone has. `used`: its answer stands in a
     later context; `kept`: as an answer. `has`: the calls whose answers its request has, once that was asked.
     """
@@ -90,6 +92,7 @@ class _Call:
     attempts: list[_Call]
     root: _Call = field(init=False)
     order: _Order | None = None
+    is_ordered: bool = False
     edges: list[Edge] = field(default_factory=list)
     said: list[Atom] = field(default_factory=list)
     told: frozenset[str] = frozenset()
@@ -158,6 +161,8 @@ class Graph:
             there.kept |= kind in ("continues", "edits")
             if kind in SAME and mine.root is mine:
                 mine.root = there.root
+        if mine.root is not mine and mine.root.is_ordered:
+            self._delegate(mine.root)
         self._last[mine.root] = mine
         mine.said = self._tree.answered(call, mine, node)
         self._remember(mine)
@@ -204,7 +209,7 @@ class Graph:
         came = Edge("continues", continued.place) if continued is not None and not held else None
         new = [*mine.node.up_to(None if came is None else mine.node.tip)][::-1]
         asked = "\n".join(one.atom.what for one in new if _is_asked(one))
-        order, is_sure = self._order_of(mine, asked) if continued is None and not held else (None, False)
+        order, size = self._order_of(mine, asked) if continued is None and not held else (None, 0)
         ordered = "\n".join(order.texts) if order is not None else ""
         quoted = self._quoted(_texts(filter(_is_prompt, new)) - telling(Atom("text", "user", ordered)))
         summaries = set[_Call]()
@@ -224,8 +229,8 @@ class Graph:
         earlier = self._tried(mine, order)
         if order is not None:
             self._begun.setdefault(order.name, mine)
-            mine.order = order
-            if is_sure:
+            mine.order, mine.is_ordered = order, size >= TELLING
+            if size == len(asked) >= TELLING_ORDER:
                 edges.append(Edge("delegates", order.by.place))
         if earlier is not None:
             edges.append(Edge("retries", earlier.place))
@@ -324,10 +329,14 @@ class Graph:
                 if came.kind == "edits" and one.used:
                     continue
                 found.add(one)
-                if not one.root.edges:  # its order was not found in its prompt, or only as a part of that
-                    by = caller if one.root.order is None else one.root.order.by
-                    one.root.edges = [Edge("delegates", by.place)]
+                self._delegate(one.root, caller)
                 yield Edge("returns", one.place)
+
+    def _delegate(self, root: _Call, caller: _Call | None = None) -> None:
+        """Note that a tool call began a context, whose prompt has the order only as a part, or not at all."""
+        by = caller if root.order is None else root.order.by
+        if by is not None and not root.edges:
+            root.edges = [Edge("delegates", by.place)]
 
     def _ordered(self, result: Atom) -> list[_Call]:
         """The last call of the context that a result's tool call began, if the result is its answer, or that's end."""
@@ -337,19 +346,21 @@ class Graph:
         is_same = text and (text in what or (len(what) >= BY_NAME and text.endswith(what)))
         return [self._last[root]] if is_same else []
 
-    def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, bool]:
-        """The tool call that gave this new context its order, of several one that began none; whether that is sure.
+    def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, int]:
+        """The tool call that gave this new context its order, of several one that began none, and how much shows it.
 
-        It is, if the order is all that is asked. Where it is a part, an answer that returns has to show it.
+        It is sure if the order is all that is asked. Where it is a part, the context has to show more.
         """
         whole = self._orders[asked] if len(asked) >= TELLING_ORDER else []
-        newest = chain.from_iterable(self._given[: -NEWEST - 1 : -1])
-        part = (one for one in newest if any(len(text) >= BY_NAME and text in asked for text in one.texts))
-        for orders in (whole, part):
-            given = [one for one in orders if one.by.is_over_for(mine)]
-            if given:
-                return min(given, key=lambda one: (one.name in self._begun, -one.by.place)), orders is whole
-        return None, False
+        given = [(len(asked), one) for one in whole if one.by.is_over_for(mine)]
+        for one in chain.from_iterable(self._given[: -NEWEST - 1 : -1]) if not given else ():
+            size = max((len(text) for text in one.texts if text in asked), default=0)
+            if size >= BY_NAME and one.by.is_over_for(mine):
+                given.append((size, one))
+        if not given:
+            return None, 0
+        size, order = max(given, key=lambda found: (found[1].name not in self._begun, found[0], found[1].by.place))
+        return order, size
 
     def _tried(self, mine: _Call, order: _Order | None) -> _Call | None:
         """The call that this one repeats: it failed, or its answer is not used, and no other order began it."""

@@ -22,6 +22,7 @@ from typing import Any
 import typer
 import yaml
 
+from ...core import guard
 from ...core.config.file import read_yaml
 from ...core.errors import ConfigError, LightningError
 from .inside.alone import ROLLOUT
@@ -29,6 +30,7 @@ from .inside.arguments import Wrong, require_known
 
 KINDS = ("reasoning_gym", "textarena", "verifiers")
 ROOT = Path(__file__).parents[2]
+GRACE_S = "1"
 CLIENT = "tenacity>=9,<10"
 OF_PACKAGES = ("bin", "include", "lib")  # all else in the folder stays
 PYTHON = f"""#!/bin/sh
@@ -163,8 +165,14 @@ class KindsEnvironment:
     def ask(self, *what: str, given: str = "") -> list[str]:
         """Return the lines that the kind's program prints, with `given` as its input. ConfigError: what is wrong."""
         self.require()
-        command, env = [*self.program, *what], {k: v for k, v in os.environ.items() if k != ROLLOUT}
-        done = subprocess.run(command, check=False, capture_output=True, input=given.encode(), env=env)
+        watched, lifeline = os.pipe()  # under a guard, which ends it with us
+        command = [sys.executable, "-I", "-S", guard.__file__, str(watched), GRACE_S, *self.program, *what]
+        env = {name: value for name, value in os.environ.items() if name != ROLLOUT}
+        done = subprocess.run(
+            command, check=False, capture_output=True, input=given.encode(), env=env, pass_fds=(watched,)
+        )
+        os.close(watched)
+        os.close(lifeline)
         said = done.stderr.decode(errors="replace").strip()
         if done.returncode:
             raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {done.returncode}'}")

@@ -16,9 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
+from ...commands.api_client import ApiClient
 from ...commands.eval.eval import evaluate
 from ...commands.eval.report import EvalRow, report
-from ...commands.run.command import run_options
+from ...commands.run.command import programs, run_options
 from ...commands.run.limits import Observer
 from ...commands.run.report import ProgressView
 from ...commands.run.run import require_success
@@ -167,7 +168,8 @@ class Evaluator(BackgroundWork):
         runner = runner_for(config, [*prefix, *own.command], (), view.say)
         options = run_options(config, 1, CONCURRENCY, "eval", None)
         pace = Pace(self.evaluations, own.timeout_s, len(tasks))
-        await evaluate(config, tasks, runner, options, [row], view, pace, promote=False)
+        async with programs(api := ApiClient.of(config, patience_s=60), runner, view):
+            await evaluate(api, tasks, runner, options, [row], view, pace, promote=False)
         require_success(row.results)
         numbers: dict[str, Any] = report([row], 1.0, {})["rows"][0]
         return numbers

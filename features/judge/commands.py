@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,7 +26,7 @@ def rescore(
     ] = "function",
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
     agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
-    mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
+    mode: Annotated[Literal["train", "eval"] | None, typer.Option(help="only those of this mode")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
     max_reward: Annotated[float | None, typer.Option(help="only those with at most this reward")] = None,
     since: Annotated[
@@ -39,7 +39,7 @@ def rescore(
     retrain: Annotated[bool, typer.Option("--retrain", help="offer what is scored to the trainer again")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it would give, and why; post nothing")] = False,
     out: Annotated[Path | None, typer.Option(help="a file to append a line of JSON to for each rollout")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+    as_json: Json = False,
 ) -> None:
     """Ask a rewarder about completed rollouts of the store, and record its rewards beside the old ones.
 
@@ -81,7 +81,7 @@ def rate(
         typer.Argument(metavar="[ID]...", help="rollouts, in place of a queue", autocompletion=rollout_ids),
     ] = None,
     order: Annotated[
-        str, typer.Option(help="newest, uncertain (first those with a middling reward) or random")
+        Literal["newest", "uncertain", "random"], typer.Option(help="uncertain: first those with a middling reward")
     ] = "newest",
     person: Annotated[
         str, typer.Option("--as", metavar="NAME", help="who rates; each person has a queue", show_default="your user")

@@ -56,6 +56,8 @@ Ordered = tuple[dict[Attempt, int], dict[Attempt, str]]  # the greater, the bett
 RUBRIC_SYSTEM = """You answer one question about what an agent did. {data}
 Answer with one of {choices}. Say why in one or two sentences that name what you saw."""
 SCALES = {"yes/no": {"yes": 1.0, "no": 0.0}, "0-4": {str(i): i / 4 for i in range(5)}}
+HELPED = {"-1": -1.0, "0": 0.0, "1": 1.0}
+OF_TEN = {str(i): i / 10 for i in range(11)}
 NEXT_MESSAGE_SYSTEM = """You read a request, an assistant's answer, and what the user wrote next. {data}
 Did the answer help? Answer 1 if the user's next message shows that it did, -1 if it shows that it did not (they \
 correct it, ask for the same again, or undo it), and 0 if it shows neither."""
@@ -172,7 +174,7 @@ class Rank(ModelRewarder):
         given: list[Sequence[GivenScore] | str] = ["the judge refuses what it wrote, and that alone" for _ in rollouts]
         for places, reasons in ordered:
             for i, score in by_place({i: places[one] for i, one in enumerate(shown) if one in places}).items():
-                given[i] = [GivenScore(score, reasons[shown[i]][:500])]
+                given[i] = [GivenScore(score, reasons[shown[i]])]
         return given
 
     def order(self, rollouts: Sequence[Json]) -> list[int]:
@@ -295,11 +297,10 @@ class Rubric(ModelRewarder):
             if len(scores) != 1 or not 0 <= scores[0].value <= 1:
                 raise NoReward(f"{one.name}: its program returns no number from 0 to 1")
             return scores[0].value, f"{one.name}: {scores[0].value:g}"
-        scale = SCALES[one.scale]
-        system = RUBRIC_SYSTEM.format(data=IS_DATA.format(mark=mark), choices=", ".join(scale))
-        text = f"{happened}\n\nThe question: {one.question}"
-        answer, reason = await self.model.choose(system, text, [*scale], [rollout["rollout_id"]])
-        return scale[answer], f"{one.name} {answer}: {reason[:500]}"
+        scale, text = SCALES[one.scale], f"{happened}\n\nThe question: {one.question}"
+        value, reason = await self.model.choose(RUBRIC_SYSTEM, mark, text, scale, [rollout["rollout_id"]])
+        answer = next(name for name in scale if scale[name] == value)
+        return value, f"{one.name} {answer}: {reason}"
 
     async def close(self) -> None:
         await together(program.close() for program in self._programs.values())
@@ -328,12 +329,13 @@ class NextMessage(ModelRewarder):
         most, titles = self._config.longest // 3, ("The request", "The answer", "The user's next message")
         texts = [[shortened(text, most) for text in one[1:]] for one in found]
         mark = mark_for(texts)
-        system = NEXT_MESSAGE_SYSTEM.format(data=IS_DATA.format(mark=mark))
 
         async def asked(one: UserReply, texts: Sequence[str]) -> GivenScore:
             text = "\n\n".join(fenced(mark, title, text) for title, text in zip(titles, texts, strict=True))
-            answer, reason = await self.model.choose(system, text, ["-1", "0", "1"], [rollout["rollout_id"]])
-            return GivenScore(float(answer), reason[:500], one.call_id)
+            about = [rollout["rollout_id"]]
+            return GivenScore(
+                *await self.model.choose(NEXT_MESSAGE_SYSTEM, mark, text, HELPED, about), call_id=one.call_id
+            )
 
         return await together(asked(*pair) for pair in zip(found, texts, strict=True))
 
@@ -404,14 +406,15 @@ class Judge(ModelRewarder):
         if not wanted:
             return []
         mark, shown = await asyncio.to_thread(transcript, steps, self.model.clean)
-        system, choices = JUDGE_SYSTEM.format(data=IS_DATA.format(mark=mark)), [*map(str, range(11))]
 
         async def score(i: int) -> GivenScore:
             try:
-                answer, reason = await self.model.choose(system, question(shown, i), choices, [rollout["rollout_id"]])
+                value, reason = await self.model.choose(
+                    JUDGE_SYSTEM, mark, question(shown, i), OF_TEN, [rollout["rollout_id"]]
+                )
             except NoReward as error:
-                return GivenScore(UNDECIDED, f"no score: {str(error)[:300]}", steps[i]["call_id"])
-            return GivenScore(int(answer) / 10, reason[:500], steps[i]["call_id"])
+                value, reason = UNDECIDED, f"no score: {str(error)[:300]}"
+            return GivenScore(value, reason, steps[i]["call_id"])
 
         return await together(map(score, wanted))
 

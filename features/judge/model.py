@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -62,15 +62,20 @@ class JudgeModel:
         self._more: Json = {"temperature": 0}
         self._answered, self._refused = 0, dict[str, int]()  # for each question: how many were answered before
 
-    async def choose(self, system: str, text: str, choices: Sequence[str], about: Sequence[str]) -> tuple[str, str]:
-        """Return which of the choices the model answers, and its reason. Raise as `ask`."""
+    async def choose(
+        self, system: str, mark: str, text: str, scale: Mapping[str, float], about: Sequence[str]
+    ) -> tuple[float, str]:
+        """Return the value of the model's answer on the scale, and its reason. Raise as `ask`."""
+        choices = ", ".join(scale)
 
-        def read(answer: str) -> str:
-            if answer not in choices:
-                raise ValueError(f"the answer is one of {', '.join(choices)}")
-            return answer
+        def read(answer: str) -> float:
+            if answer not in scale:
+                raise ValueError(f"the answer is one of {choices}")
+            return scale[answer]
 
-        return await self.ask(system, text, about, "answer", TEXT | {"enum": choices}, f'"({"|".join(choices)})"', read)
+        schema, pattern = TEXT | {"enum": [*scale]}, f'"({"|".join(scale)})"'
+        system = system.format(data=IS_DATA.format(mark=mark), choices=choices)
+        return await self.ask(system, text, about, "answer", schema, pattern, read)
 
     async def ask(
         self,
@@ -93,7 +98,7 @@ class JudgeModel:
             try:
                 said = answer if answer.lstrip().startswith("{") else answer.rpartition("</think>")[2]
                 found = loads(said[max(0, said.find("{")) : said.rfind("}") + 1])
-                return read(found[name]), str(found.get("reason", ""))
+                return read(found[name]), str(found.get("reason", ""))[:500]
             except UNREADABLE as error:
                 wrong = error
                 again = f"This cannot be read: {error}. Answer again."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import quote
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from ...commands.show.find import find
 from ...commands.show.rollout_view import rollout_detail
 from ...core.config.root import Config
 from ...core.errors import ConfigError
-from .table import HUMAN, Order
+from .table import HUMAN
 
 HELP = "+, - or a number, and a comment; `call 2 -` for a call; Enter: next; u: undo; q: quit"
 _RATED = re.compile(r"(?:call (?P<seq>\d+) )?(?P<value>[+-]|[+-]?\d+(?:\.\d+)?)(?: (?P<comment>.*))?")
@@ -24,8 +24,6 @@ _THUMBS = {"+": 1.0, "-": -1.0}
 
 def rate_rollouts(config: Config, ids: Sequence[str], order: str, person: str, limit: int) -> None:
     """Ask about each rollout until the queue, or the input, ends."""
-    if order not in get_args(Order):
-        raise ConfigError(f"--order is {', '.join(get_args(Order))}, got {order!r}")
 
     def request(method: str, path: str, **more: Any) -> Any:
         return ask(config, lambda api: api.request(method, path, **more))

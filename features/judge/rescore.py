@@ -16,13 +16,12 @@ import typer
 
 from ...commands.api_client import ApiClient, ApiError
 from ...commands.formats import number, print_json, progress_bar
-from ...commands.show.find import PAGE, checked, since_of
+from ...commands.show.find import PAGE, since_of
 from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.json_text import dumps_readable
 from ...core.prices import Prices
-from ...store.requests import full_calls
 from ...trainer.waiting import all_of
 from .config import JudgeConfig
 from .function import Function
@@ -144,7 +143,6 @@ def rescore_command(config: Config, options: RescoreOptions, *, as_json: bool) -
     """Run the command. Raise ConfigError for a wrong option; exit with 1 if the rewarder failed."""
     if options.rewarder == "function" and config.rewards.function is None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
-    checked(options.filters["mode"], None)
     if run_until_signal(_run(config, options, as_json)):
         raise typer.Exit(1)
 
@@ -209,8 +207,6 @@ def show(work: _Rescore, *, as_json: bool) -> None:
           f"{'; nothing was posted' if dry else ''}")  # fmt: skip
     for one in failed[:SHOWN]:
         typer.echo(f"lightning-proxy: no reward for rollout {one.rollout_id}: {one.error}", err=True)
-    if len(failed) > SHOWN:
-        typer.echo(f"lightning-proxy: and for {len(failed) - SHOWN} more", err=True)
     if line := not_counted({change["name"] for change in found}, work.config.trainer):
         typer.echo(f"lightning-proxy: {line}", err=True)
 
@@ -241,10 +237,10 @@ async def read_rollouts(api: ApiClient, rollout_ids: Sequence[str]) -> list[Json
     found = []
     for rollout_id in rollout_ids:
         try:
-            rollout = await api.rollout(quote(rollout_id, safe=""))
+            rollout = await api.request("GET", f"/rollouts/{quote(rollout_id, safe='')}?requests=whole")
         except ApiError as error:
             if error.status_code != GONE:
                 raise
         else:
-            found.append(rollout | {"calls": full_calls(rollout["calls"])})
+            found.append(rollout)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -79,47 +79,34 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
         spans, problems = await asyncio.to_thread(read_spans, body, encoding)
         told, odd = await asyncio.to_thread(read_all, spans)
         problems += odd
-        for one in await _admitted(p, caller, told, problems):
-            await _recorded(p, one, problems)
+        admitted, refusal = 0, None
+        for one in told:
+            try:
+                await p.keys.require(caller, [one.rollout.rollout_id])
+                name = caller.admit(one.rollout)
+            except LightningError as error:
+                if error.status >= 500:
+                    raise
+                refusal = error
+                problems.append(error.message)
+                continue
+            admitted += 1
+            await _recorded(p, one._replace(rollout=name), caller, problems)
+        if refusal is not None and not admitted:
+            raise refusal
     return accepted(encoding, len(problems), "; ".join(problems[:3]))
 
 
-async def _admitted(
-    p: Parts, caller: Caller, told: Iterable[Imported | Action], problems: list[str]
-) -> list[Imported | Action]:
-    """What the caller may report of this, as it may. `problems` gets the others; if there are only these, raise one.
-
-    The policy's code can read a rollout's own key: it is no proof.
-    """
-    admitted: list[Imported | Action] = []
-    refusal: LightningError | None = None
-    for one in told:
-        try:
-            await p.keys.require(caller, [one.rollout.rollout_id])
-            name = caller.admit(one.rollout)
-        except LightningError as error:
-            if error.status >= 500:
-                raise
-            refusal = error
-            problems.append(error.message)
-            continue
-        own = one._replace(rollout=name)
-        if isinstance(own, Imported) and caller.rollout is not None:
-            own = own._replace(end=own.end._replace(untrainable_reason=BY_ITS_OWN_KEY))
-        admitted.append(own)
-    if refusal is not None and not admitted:
-        raise refusal
-    return admitted
-
-
-async def _recorded(p: Parts, one: Imported | Action, problems: list[str]) -> None:
+async def _recorded(p: Parts, one: Imported | Action, caller: Caller, problems: list[str]) -> None:
     """Record one. What is wrong with it is a problem of it alone; raise StoreUnavailable."""
     try:
         if isinstance(one, Action):
             event = await asyncio.to_thread(p.redactor.event, one.event)
             await p.store.events.post(one.rollout, [event], one.key, at=one.at)
-        else:
-            await _record_call(p, one.start._replace(rollout=one.rollout), one.end)
+            return
+        end = one.end  # the policy's code can read a rollout's own key: it is no proof
+        end = end if caller.rollout is None else end._replace(untrainable_reason=BY_ITS_OWN_KEY)
+        await _record_call(p, one.start._replace(rollout=one.rollout), end)
     except StoreUnavailable:
         raise
     except Exception as error:

@@ -335,7 +335,7 @@ def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_reward(pla
         found = plain.summary(*options, arguments=(str(seen),))
         assert (found["rollouts"], found["failed"], found["mean_reward"]) == (6, failed, 1.0)
         assert "".join(name[-1] for name in seen.read_text().split()) == ran
-        kept.write_text(kept.read_text() + '{"rollout_id": "cut o')  # as when the run is killed
+        kept.write_text(kept.read_text() + "rollout cut o")  # as when the run is killed
     assert found["by_name"] == {"style": {"mean": 0.5, "rollouts": 6}}
     for name in "abc":
         rewarded = [one for one in plain.rollouts(f"{plain.task}-{name}") if one["reward"] is not None]
@@ -351,6 +351,8 @@ def test_a_run_that_is_resumed_counts_what_was_rewarded_after_the_earlier_one(pl
     plain.proxy.post("/reward", {"rollout_id": first["rollout_id"], "reward": 1})
     found = plain.summary(*options)
     assert (found["rollouts"], found["without_reward"]) == (2, 1)
+    plain.tasks({"task_id": f"{plain.task}-a"})
+    assert plain.summary(*options)["rollouts"] == 1, "those of other tasks are forgotten"
     assert (plain.directory / "seen").read_text() == "xxx", "one ran again"
 
 

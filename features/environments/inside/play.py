@@ -5,34 +5,32 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from typing import Any
 
 from ....client import Rollout, current, task
-from .alone import alone, watched
+from .alone import alone, own_folder
 from .arguments import Arguments, Json, Wrong
 
 MOST_WORDS = 1000  # characters of an error
-LISTING_S = 3600.0  # some generators take 10 s for a question
 
 
 def main() -> None:
     """Run the program. What is wrong is one line; what fails in an episode is a traceback, its last line the reason."""
     alone()
     name, *rest = sys.argv[1:]
-    if rest:
-        watched(LISTING_S, f"listing {' '.join(rest)}")
-    else:
-        watched(task()["limit_s"], "the episode (limit_s in --environment-args)")
     kind = importlib.import_module(f".{name}", __package__)
     try:
-        if not rest:
-            episode(kind)
-            return
-        with redirect_stdout(io.StringIO()):  # games print
-            lines = list(names(kind) if rest[0] == "names" else tasks(kind, rest[1]))
+        with own_folder():
+            if not rest:
+                episode(kind)
+                return
+            with redirect_stdout(io.StringIO()):  # games print
+                lines = list(names(kind) if rest[0] == "names" else tasks(kind, rest[1]))
         sys.stdout.writelines(f"{line}\n" for line in lines)
     except Wrong as error:
         sys.exit(str(error))
@@ -60,8 +58,16 @@ def tasks(kind: Any, name: str) -> Iterator[str]:
 
 
 def episode(kind: Any) -> None:
-    """Play the task of this rollout, post its rewards, and end it."""
+    """Play the task of this rollout, post its rewards, and end it. What it started ends with it: `run` sees to that."""
     played, run = task(), current()
+
+    def late(*_: object) -> None:
+        said = f"the episode took longer than {played['limit_s']:g} s (limit_s in --environment-args)"
+        print(said, file=sys.stderr, flush=True)
+        os._exit(1)  # others' threads may never end
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, played["limit_s"])
     run.event("note", name="environment", value=played.get("environment"))
     found = kind.play(played, run)
     measured = [{"name": name, "reward": value} for name, value in found.measured.items()]

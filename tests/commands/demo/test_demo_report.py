@@ -12,7 +12,6 @@ from rich.console import Console
 
 from lightning_proxy.commands.demo.demo import Demo, DemoOptions, begin, demo, resumed, show
 from lightning_proxy.commands.signals import Interrupted
-from lightning_proxy.commands.trial import draw
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError, LightningError
 from lightning_proxy.store.opening import opened
@@ -38,24 +37,11 @@ def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
     assert max(len(line) for line in output.getvalue().splitlines()) <= 100
 
 
-def test_the_curve_is_saved_as_a_picture(tmp_path: Path) -> None:
-    draw([RESULT], tmp_path / "reward.png")
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_demo_never_empties_a_directory_that_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="choose another --dir"):
         begin(DemoOptions(directory=tmp_path))
     assert (tmp_path / "thesis.txt").exists()
-
-
-def test_a_checkout_with_tasks_is_no_earlier_demo(tmp_path: Path) -> None:
-    """examples/addition/README.md has them written there, beside config.yaml."""
-    (tmp_path / "config.yaml").write_text("proxy:\nstore:\n  url: sqlite:///lightning.db\n")
-    (tmp_path / "tasks").mkdir()
-    with pytest.raises(ConfigError, match="choose another --dir"):
-        begin(DemoOptions(directory=tmp_path))
 
 
 def test_an_earlier_demos_directory_is_emptied(tmp_path: Path) -> None:

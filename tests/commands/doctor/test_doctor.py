@@ -23,9 +23,8 @@ from support.command_line import lightning
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-async def outcomes(system: Any) -> tuple[int, dict[str, str]]:
-    code, out, _ = await system.lightning("doctor", "--json")
-    return code, {check["name"]: check["outcome"] for check in json.loads(out)}
+async def checks(system: Any) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads((await system.lightning("doctor", "--json")).stdout)}
 
 
 async def test_what_an_agents_key_cannot_delete_is_told(
@@ -33,81 +32,55 @@ async def test_what_an_agents_key_cannot_delete_is_told(
 ) -> None:
     monkeypatch.setenv("LIGHTNING_API_KEY", "agent")
     async with running(tmp_path, api_keys=["agent"], admin_keys=["admin"]) as system:
-        code, out, _ = await system.lightning("doctor", "--json")
-        alias = next(check for check in json.loads(out) if check["name"] == "alias")
-        assert (code, alias["outcome"]) == (0, "ok")
-        assert "stays: only an admin's key deletes it" in alias["found"]
+        alias = (await checks(system))["alias"]
+        assert alias["outcome"] == "ok" and "stays: only an admin's key deletes it" in alias["found"]
 
 
 async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Running, tmp_path: Path) -> None:
-    async def checks() -> dict[str, Any]:
-        return {check["name"]: check for check in json.loads((await system.lightning("doctor", "--json"))[1])}
-
     async with running(tmp_path) as system, system.store() as store:
-        size, wanted = system.config.trainer.group_size, system.config.trainer.tasks_per_step
-        for task in range(wanted):
-            names = [f"r{task}-{i}" for i in range(size)]
+        for task in range(system.config.trainer.tasks_per_step):
+            names = [f"r{task}-{i}" for i in range(system.config.trainer.group_size)]
             await store.rollouts.open([(RolloutName(name, f"t{task}"), f"hash of {name}") for name in names], {})
-            ended = [name for name in names if name != "r0-0"]
-            await store.rewards.post([Reward(name, 0.5) for name in ended])
-            for name in ended:
+            for name in set(names) - {"r0-0"}:
+                await store.rewards.post([Reward(name, 0.5)])
                 await system.chat(name)
-        found = await checks()
+        found = await checks(system)
         assert found["trainer"]["outcome"] == "ok"
         assert found["next step"]["found"].endswith("; 1 more has begun, 1 rollout short")
         await store.rewards.post([Reward("r0-0", 0.5)])
-        found = await checks()
-        assert (found["trainer"]["outcome"], found["trainer"]["found"]) == (
-            "warning", "none runs, and a step could be made"
-        )  # fmt: skip
-        assert found["next step"]["found"].endswith("it can be made")
+        found = await checks(system)
+        assert found["trainer"]["outcome"] == "warning" and found["next step"]["found"].endswith("it can be made")
         with only_trainer(tmp_path / "policy", system.config.store.path):
-            assert (await checks())["trainer"]["found"] == "one runs on this store"
+            assert (await checks(system))["trainer"]["found"] == "one runs on this store"
 
 
-async def test_looking_makes_no_store(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/new/s.db'}}\n")
-    found = {check.name: check for check in await run_checks(path)}
-    assert (found["store"].outcome, "not there yet" in found["store"].found) == ("ok", True)
-    assert lightning("--config", path, "keys", "list").returncode == 0
-    assert lightning("--config", path, "keys", "purge").returncode == 0
-    assert lightning("--config", path, "keys", "revoke", "nobody").returncode == 1
-    assert [one.name for one in tmp_path.iterdir()] == ["config.yaml"]
-
-
-async def test_token_continuity_is_checked_where_it_is_wanted(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, continuity="exact") as system:
-        assert (await outcomes(system))[1]["continuity"] == "ok"
-        system.vllm.takes_tokens = False
-        assert (await outcomes(system))[1]["continuity"] == "failed"
-        system.vllm.renders = False
-        code, out, _ = await system.lightning("doctor")
-        assert code == 1
-        assert "add --enable-scale-out" in " ".join(out.split())
-
-
-async def test_it_tells_what_the_server_adds_to_requests_and_whether_grammars_are_known(
+async def test_what_the_server_adds_to_requests_is_told_and_continuity_is_checked_where_it_is_wanted(
     running: Running, tmp_path: Path
 ) -> None:
-    async def sampling() -> dict[str, Any]:
-        checks = json.loads((await system.lightning("doctor", "--json"))[1])
-        return next(check for check in checks if check["name"] == "sampling")
-
-    async with running(tmp_path) as system:
-        assert (await sampling())["found"] == "as requests say, without defaults of the server's own"
+    async with running(tmp_path, continuity="exact") as system:
+        found = await checks(system)
+        assert found["continuity"]["outcome"] == "ok"
+        assert found["sampling"]["found"] == "as requests say, without defaults of the server's own"
         system.vllm.defaults = {"temperature": 0.7, "top_k": 20, "top_p": 1.0}
-        assert "defaults: temperature 0.7, top_k 20; the trainer" in (await sampling())["found"]
+        system.vllm.takes_tokens = False
+        found = await checks(system)
+        assert "defaults: temperature 0.7, top_k 20; the trainer" in found["sampling"]["found"]
+        assert found["continuity"]["outcome"] == "failed"
         system.vllm.renders = False
-        assert (await sampling())["outcome"] == "warning"
-        assert "--enable-scale-out" in (await sampling())["fix"]
+        found = await checks(system)
+        assert (found["sampling"]["outcome"], found["continuity"]["outcome"]) == ("warning", "failed")
+        assert all("--enable-scale-out" in found[name]["fix"] for name in ("sampling", "continuity"))
 
 
 async def test_where_nothing_was_ever_started_it_asks_whether_the_system_runs_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/s.db'}}\n")
-    proxy = {check.name: check for check in await run_checks(path)}["proxy"]
-    assert "if it runs already, run doctor where it was started" in (proxy.fix or "")
+    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/new/s.db'}}\n")
+    found = {check.name: check for check in await run_checks(path)}
+    assert (found["store"].outcome, "not there yet" in found["store"].found) == ("ok", True)
+    assert "if it runs already, run doctor where it was started" in (found["proxy"].fix or "")
+    codes = [lightning("--config", path, "keys", *words).returncode for words in (["list"], ["purge"], ["revoke", "x"])]
+    assert codes == [0, 0, 1]
+    assert [one.name for one in tmp_path.iterdir()] == ["config.yaml"], "looking makes no store"
 
 
 @pytest.mark.parametrize("kind", ["openai", "anthropic", "litellm"])

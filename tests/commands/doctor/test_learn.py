@@ -158,30 +158,6 @@ async def test_what_is_broken_is_named_with_what_to_do(
         assert (found.outcome, advice in (found.fix or "")) == (outcome, True), found
 
 
-@pytest.mark.long
-async def test_merged_weights_that_are_not_taken_are_named_and_those_of_before_come_back(
-    base: Path, tmp_path: Path
-) -> None:
-    async with patient(base, tmp_path, "merged", deaf=True) as one:
-        found = await one.checks()
-        assert found["new weights"].outcome == "failed"
-        assert one.server.loads[-1] == f"base {base}"
-
-
-async def test_a_vllm_without_operator_routes_cannot_get_merged_weights(base: Path, tmp_path: Path) -> None:
-    async with patient(base, tmp_path, "merged", plain=True) as one:
-        assert "VLLM_SERVER_DEV_MODE" in str((await one.checks())["publishing"].fix)
-
-
-async def test_a_provider_cannot_be_trained(base: Path, tmp_path: Path) -> None:
-    async with patient(base, tmp_path) as one:
-        settings = yaml.safe_load(one.file.read_text())
-        settings["upstreams"][0]["kind"] = "openai"
-        one.file.write_text(yaml.safe_dump(settings))
-        found = (await one.checks())["policy"]
-        assert (found.outcome, "kind: vllm" in str(found.fix)) == ("failed", True)
-
-
 async def test_a_trainer_that_is_not_installed_is_named(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

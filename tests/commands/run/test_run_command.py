@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from rich.console import Console
 
 from lightning_proxy.commands.run.command import problem
 from lightning_proxy.commands.run.report import ProgressView
-from lightning_proxy.commands.run.resume import kept_results
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task
 from lightning_proxy.core.records import Reward, RolloutName
@@ -145,17 +143,6 @@ async def test_groups_of_one_task_are_resumed_each_on_its_own(
         async with system.store() as store:
             groups = await store.waiting.groups()
     assert [(group.task_id, group.rewarded) for group in groups] == [("a", 2), ("a", 2)]
-
-
-def test_results_of_other_tasks_are_forgotten(tmp_path: Path) -> None:
-    file, task = tmp_path / "kept", Task("a", "{}")
-    opened = [{"rollout_id": name, "group": group} for name, group in (("1", "1"), ("2", "1"), ("3", "3"), ("z", "z"))]
-    results = [asdict(RolloutResult(one["rollout_id"], "a", 0, None, 1.0)) | one for one in opened]
-    results[3]["task_id"] = "gone"
-    file.write_text("".join(json.dumps(one) + "\n" for one in [*opened, *results]))
-    with kept_results(file) as kept:
-        assert kept.left([task, task], 2) == [replace(task, siblings=("3",))]
-        assert [result.rollout_id for result in kept.results] == ["1", "2", "3"]
 
 
 async def test_a_reward_function_that_always_fails_is_told_at_the_end_of_a_run(

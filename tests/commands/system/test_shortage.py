@@ -71,25 +71,6 @@ async def test_its_patience_ends_and_other_deaths_count_as_ever(tmp_path: Path, 
         assert (directory / "tries").read_text() == "xx"
 
 
-async def test_what_an_earlier_start_said_is_no_reason_to_be_patient(tmp_path: Path, quick: pytest.MonkeyPatch) -> None:
-    (tmp_path / "first").touch()
-    script = f"""
-import pathlib, sys
-first = pathlib.Path({str(tmp_path / "first")!r})
-if first.exists():
-    first.unlink()
-    sys.exit({WORDS!r})
-sys.exit({KILLED!r})
-"""
-    said: list[str] = []
-    async with Supervisor(tmp_path, said.append) as children:
-        await children.start(ChildSpec("vllm", [sys.executable, "-c", script], restarts=1, shortage=NO_MEMORY))
-        with pytest.raises(ChildDied):
-            await children.guard(asyncio.sleep(1000))
-    assert sum("for want of memory" in line for line in said) == 1
-    assert sum("starting it again" in line for line in said) == 1
-
-
 @pytest.mark.parametrize(("progress", "ready"), [(count().__next__, True), (lambda: 7, False)])
 async def test_the_time_to_start_begins_anew_while_a_download_goes_on(
     tmp_path: Path, quick: pytest.MonkeyPatch, progress: Callable[[], int], ready: bool

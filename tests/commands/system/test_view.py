@@ -87,13 +87,6 @@ async def test_what_is_added_to_the_proxys_log_is_shown_also_after_it_began_anew
     assert out.getvalue().splitlines() == ["one", "two", "new"]
 
 
-async def test_how_long_a_child_took_is_said(tmp_path: Path) -> None:
-    said: list[str] = []
-    async with Supervisor(tmp_path, said.append) as children:
-        await children.wait_healthy(await children.start(ChildSpec("one", ["sleep", "100"])))
-    assert re.fullmatch(r"one is ready after [\d.]+s", said[1])
-
-
 @pytest.mark.parametrize("live", [True, False], ids=["terminal", "pipe"])
 async def test_what_a_part_does_while_it_starts_is_shown_beside_the_time(
     live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,7 @@ async def test_an_episode_is_ended_after_its_time_with_its_children(running: Run
         system.vllm.answer = lambda _: {"role": "assistant", "content": "sleep"}
         given = '{"tasks": 1, "limit_s": 3, "system": ""}'
         code, _, err = await system.lightning("run", *SUMS, given, "--group-size", "1", "--logs", "logs")
-    assert (code, "the episode (limit_s in --environment-args) took longer than 3 s" in err) == (1, True), err
+    assert (code, "the episode took longer than 3 s (limit_s in --environment-args)" in err) == (1, True), err
     (log,) = Path("logs").glob("*.log")
     assert left_of(log.read_text()) == []
 
@@ -134,9 +134,10 @@ async def test_an_episode_ends_with_its_command(
         await until(lambda: any(" in " in one.read_text() for one in Path("logs").glob("*.log")))
         (log,) = Path("logs").glob("*.log")
         assert len(left_of(log.read_text())) == 2
+        child, _ = left_of(log.read_text())
         command.kill()
         await command.wait()
-        await until(lambda: left_of(log.read_text()) == [])
+        await until(lambda: not child.exists())
 
 
 async def test_the_making_of_tasks_ends_with_its_command() -> None:
@@ -173,11 +174,8 @@ def left_of(log: str) -> list[Path]:
         (["--environment", "gym:sums"], "there is no kind of environments 'gym'; nearest: reasoning_gym; there are"),
         (["--environment", "reasoning_gym:sum"], "reasoning_gym: there is no generator 'sum'; nearest: sums"),
         ([*SUMS, "{"], "--environment-args is not JSON: "),
-        ([*SUMS, "[]"], "--environment-args is a JSON object, got []"),
         ([*SUMS, '{"many": 1}'], "reasoning_gym: unknown in --environment-args: many; sums takes most"),
         ([*SUMS, '{"tasks": "1"}'], "reasoning_gym: tasks is int, as in 100; got '1'"),
-        ([*SUMS, '{"limit_s": -1}'], "reasoning_gym: limit_s is more than 0, got -1"),
-        ([*SUMS, '{"shots": -1}'], "reasoning_gym: shots is 0 or more, got -1"),
         (
             ["--environment", "reasoning_gym:open", "--environment-args", '{"shots": 1}'],
             "shots: this generator stores no",
@@ -185,8 +183,6 @@ def left_of(log: str) -> list[Path]:
         ([*SUMS, '{"split": "test"}'], "reasoning_gym: split is train or held_out"),
         ([*SUMS, '{"most": 0}'], "reasoning_gym: ZeroDivisionError: "),
         ([*SUMS, "{}", "--", "true"], "--environment stands in place of --tasks and of the program after `--`"),
-        ([*SUMS, "{}", "--tasks", "x"], "--environment stands in place of --tasks and of the program after `--`"),
-        (["--environment-args", "{}"], "needs --tasks FILE and a program after `--`"),
         ([], "needs --tasks FILE and a program after `--`, or --environment KIND:NAME"),
     ],
     ids=str,

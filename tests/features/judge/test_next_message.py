@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import gzip
-import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -26,8 +23,6 @@ REQUEST = "Please write a short poem about the sea"
     ("message", "worth"),
     [
         ("No, that is not what I meant.", -1),
-        ("that's wrong", -1),
-        ("it doesn't work", -1),
         ("Nein, das stimmt nicht", -1),
         ("Non, ce n'est pas ça", -1),
         ("Está mal, deshaz eso", -1),
@@ -37,28 +32,20 @@ REQUEST = "Please write a short poem about the sea"
         ("아니요", -1),
         ("please write a short poem about the sea.", -1),
         ("Thanks!", 1),
-        ("Perfect, now add a title", 1),
         ("Super, danke", 1),
-        ("merci beaucoup", 1),
         ("谢谢你", 1),
         ("ありがとう", 1),
         ("no problem, thanks", 1),
         ("No, gracias", 1),
         ("不错，谢谢", 1),
-        ("没问题，谢谢", 1),
         ("That is not exactly what I asked for.", 0),
         ("I don't think that works.", 0),
         ("Das ist nicht perfekt", -1),
-        ("Ce n'est pas génial", -1),
         ("No, that works!", 0),
-        ("It doesn't matter.", 0),
         ("Danke, aber kürzer bitte", 0),
-        ("Now one about the mountains", 0),
         ("ok", 0),
         ("Is that the great wall?", 0),
-        ("Non-profit organisations: list ten", 0),
         ("No changes needed there, now write the tests", 0),
-        ("This is not urgent: sort the list", 0),
         ("Thanks! " + "word " * 2000, 1),
         ("word " * 2000 + ". Thanks!", 1),
         ("no" + " " * 100_000 + "x", 0),
@@ -171,43 +158,6 @@ async def test_calls_are_rewarded_and_their_sum_is_the_return(running: Running, 
         assert found[0]["comment"] == "No, shorter" and found[0]["source"].startswith("next_message@")
         assert (await system.call("GET", "/rollouts/r"))[1]["reward"] == 0.0
         assert [one.get("reward") for one in await conversation(system, "single", REQUEST)] == [None]
-
-
-async def test_a_long_conversation_of_long_messages_holds_nobody_up(running: Running, tmp_path: Path) -> None:
-    """Messages that are nearly the same are the slowest to compare: in the event loop they took 20 s and more."""
-    said: list[dict[str, Any]] = []
-    spans = []
-    for turn in range(120):
-        said = [*said, {"role": "user", "content": "a " * 495 + str(turn)}]
-        spans.append(
-            {"traceId": "1" * 32, "spanId": f"{turn + 1:016x}", "startTimeUnixNano": f"{turn + 1}", "attributes": [
-                {"key": name, "value": {"stringValue": value}} for name, value in {
-                    "gen_ai.operation.name": "chat", "lightning.rollout_id": "r",
-                    "gen_ai.input.messages": json.dumps(said),
-                    "gen_ai.output.messages": json.dumps([{"role": "assistant", "content": str(turn)}]),
-                }.items()
-            ]}
-        )  # fmt: skip
-        said = [*said, {"role": "assistant", "content": str(turn)}]
-    longest = 0.0
-
-    async def waiting() -> None:
-        nonlocal longest
-        while True:
-            began = time.monotonic()
-            await asyncio.sleep(0.01)
-            longest = max(longest, time.monotonic() - began)
-
-    async with running(tmp_path, rewards={"use": [{"kind": "next_message"}]}) as system:
-        body = gzip.compress(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode())
-        assert await system.call("POST", "/otlp/v1/traces", body, Content_Encoding="gzip") == (200, {})
-        others = asyncio.create_task(waiting())
-        await system.call("POST", "/rollouts/r/end", {"status": "completed"})
-        while (found := (await system.call("GET", "/rollouts/r"))[1])["awaits_reward"]:
-            await asyncio.sleep(0.1)
-        others.cancel()
-    assert [one["reward"] for one in found["rewards"]] == [-1.0] * 119, "the same request again"
-    assert longest < 5, "the event loop was held up"
 
 
 async def test_a_judge_may_read_the_message_which_is_data(running: Running, tmp_path: Path) -> None:

@@ -111,7 +111,6 @@ async def test_the_group_is_offered_to_the_trainer_again_once_all_of_it_is_score
         (["--reward", "gone.py:reward"], "cannot read"),
         ([], "--reward FILE.py:NAME"),
         (["--reward", "SCORING", "--out", "gone/out.jsonl"], "cannot write gone/out.jsonl"),
-        (["--reward", "SCORING", "--mode", "test"], "--mode is train or eval"),
     ],
 )
 async def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, running: Running, asked: list[str], said: str) -> None:

@@ -19,10 +19,8 @@ import yaml
 from lightning_proxy.core.records import Event, Reward
 from lightning_proxy.features.judge.table import Spoken
 from lightning_proxy.store.calls import Events
-from lightning_proxy.trainer.collect.collector import Collector
 from support.command_line import lightning
 from support.paths import ROOT
-from support.sections import TrainerConfig
 from support.served import Client, proxy_in_front
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -196,27 +194,6 @@ async def test_a_name_that_does_not_count_in_training_is_told_of_once(
             await completed(system, name)
             assert [r["name"] for r in await scored(system, name)] == ["exact"]
     assert caplog.text.count("exact does not count in training, only reward does") == 1
-
-
-async def test_no_step_takes_a_rollout_before_its_function_was_asked(running: Running, tmp_path: Path) -> None:
-    """People have rewarded them, and two of a group are there: all that is missing is the function's answer."""
-    gate = tmp_path / "gate"
-    body = (
-        f"while not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\nreturn float(rollout['rollout_id'] == 'r1')"
-    )
-    async with running(tmp_path, rewards={"function": written(tmp_path, body)}) as system, system.store() as store:
-        for name in ("r0", "r1"):
-            await system.chat(name, X_Task_Id="t")
-            assert (await system.call("POST", "/reward", {"rollout_id": name, "reward": 0.5}))[0] == 200
-        collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1), store)
-        assert await collector.next_batch(0, fewer=True) is None
-        assert await store.waiting.count(lone=True) == 0
-        gate.touch()
-        await scored(system, "r0")
-        await scored(system, "r1")
-        batch = await collector.next_batch(0, fewer=True)
-    assert batch is not None and sorted(batch.rollout_ids) == ["r0", "r1"]
-    assert {s.rollout_id: s.advantages[-1] > 0 for s in batch.samples} == {"r0": False, "r1": True}
 
 
 async def test_without_the_function_nothing_waits_for_it_any_more(running: Running, tmp_path: Path) -> None:

@@ -403,10 +403,10 @@ async def test_a_judge_that_is_away_ends_no_epoch(
 ) -> None:
     asked = itertools.count()
 
-    async def choose(self: JudgeModel, *question: object) -> tuple[str, str]:
+    async def choose(self: JudgeModel, *question: object) -> tuple[float, str]:
         if 20 < next(asked) < 30:  # for the second step
             raise Away("judge.calls: no answer")
-        return "8", "it helped"
+        return 0.8, "it helped"
 
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     monkeypatch.setattr(JudgeModel, "choose", choose)
