@@ -13,7 +13,7 @@ from playwright.async_api import Page, expect
 from lightning_proxy.core.records import RolloutName
 from support.browser import browsing, needs_browser
 from support.dashboards import dashboard
-from support.views import HOSTILE, STEPS, Running, every, learned, say_everything, show
+from support.views import STEPS, Running, every, learned, say_everything, show
 
 pytestmark = needs_browser
 
@@ -36,18 +36,6 @@ async def test_rollouts_are_filtered_and_sorted_and_the_address_says_how(running
         await expect(page.locator("tbody tr")).to_have_count(100)
         await page.get_by_role("button", name="Show older rollouts").click()
         await expect(page.locator("tbody tr")).to_have_count(19 * STEPS)
-        assert wrong.seen == []
-
-
-async def test_what_happens_appears_by_itself(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, browsing(system.url) as (page, wrong):
-        await show(page, system, "rollouts")
-        await expect(page.locator(".empty")).to_contain_text(f"{system.url}/v1")
-        await expect(page.locator(".feed")).to_have_text("live")
-        await system.chat("r1")
-        await expect(page.locator("tbody tr")).to_contain_text("r1")
-        await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 0.25})
-        await expect(page.locator("tbody tr")).to_contain_text("0.25")
         assert wrong.seen == []
 
 
@@ -132,45 +120,29 @@ async def test_a_key_that_sees_little_breaks_nothing(running: Running, tmp_path:
                 assert wrong.seen == []
 
 
-ODD_PLACES = ["%E0%A4%A", "rollouts/%00", "rollouts?text=" + HOSTILE[1], "__proto__", "compare?a=x&b=y"]
+ELEMENT = {"type": "img", "props": {"src": "x", "onerror": "window.hurt = 1"}, "key": None, "ref": None, "__v": 1}
 
 
 async def test_nothing_that_an_agent_or_a_model_says_runs(running: Running, tmp_path: Path) -> None:
+    fields = ("rollout_id", "task_id", "agent", "mode", "status", "dropped", "calls", "tokens", "policy_version")
+    lies = [dict.fromkeys(fields, forged) for forged in (ELEMENT, ELEMENT | {"constructor": None})]
     async with running(tmp_path) as system:
         await say_everything(system)
         async with browsing(system.url) as (page, wrong):
             for view in ("overview", "rollouts", "tasks", "rollouts/javascript:hurt"):
                 await show(page, system, view)
-                for button in await page.locator("main button").all():
-                    await button.evaluate("button => button.click()")
+                await page.locator("main button").evaluate_all("all => all.forEach(one => one.click())")
                 await page.wait_for_timeout(100)
-                ours = "main :is(script, img, iframe, object, embed, base, link, style, [onerror], [onload], [onclick])"
-                assert await page.locator(ours).count() == 0, view
-                links = "[...document.querySelectorAll('main [href]')].every(a => a.href.startsWith(`${origin}/#/`))"
-                assert await page.evaluate(links)
+                assert (
+                    await page.locator("main :is(script, img, iframe, object, embed, base, link, style)").count() == 0
+                )
                 assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
-            await show(page, system, "rollouts/javascript:hurt")
-            await expect(page.locator("main")).to_contain_text(HOSTILE[0])
-            for place in (*HOSTILE[:5], *ODD_PLACES):
-                await page.evaluate("place => { location.hash = '#/' + place }", place)
-                await page.wait_for_timeout(100)
-            assert await page.evaluate("window.hurt") is None
             assert wrong.seen == []
-
-
-async def test_json_that_looks_like_an_element_is_none(running: Running, tmp_path: Path) -> None:
-    element = {"type": "img", "props": {"src": "x", "onerror": "window.hurt = 1"}, "key": None, "ref": None, "__v": 1}
-    fields = ("rollout_id", "task_id", "agent", "mode", "status", "dropped", "calls", "tokens", "policy_version")
-    lies = [dict.fromkeys(fields, forged) | {"step": None} for forged in (element, element | {"constructor": None})]
-
-    async with running(tmp_path) as system, browsing("about:blank") as (page, _):
-        await page.route(
-            re.compile(r"/rollouts\?"), lambda route: route.fulfill(json={"data": lies, "next_cursor": None})
-        )
-        await show(page, system, "rollouts")
-        await expect(page.locator("tbody tr")).to_have_count(2)
-        assert await page.locator("main img").count() == 0
-        assert await page.evaluate("window.hurt") is None
+            await page.route(re.compile(r"/rollouts\?"), lambda route: route.fulfill(json={"data": lies}))
+            await show(page, system, "rollouts")
+            await expect(page.locator("tbody tr")).to_have_count(2)
+            assert await page.locator("main img").count() == 0
+            assert await page.evaluate("window.hurt") is None
 
 
 FIRST_PAINT_MS = 1000
