@@ -27,6 +27,7 @@ export function Chart({ label, x, xLabel, series, range, bare, height = 200 }) {
   const [at, setAt] = useState(null);
   const [low, high] = range ?? rangeOf(series);
   const last = x.length - 1;
+  const rungs = ticks(low, high, height / 35);
   const left = (value) => (last > 0 ? (100 * (value - x[0])) / (x[last] - x[0]) : 50);
   const top = (value) => (100 * (high - value)) / (high - low || 1);
   const points = (values) => values.map((value, i) => (value === null ? null : `${left(x[i]).toFixed(2)},${top(value).toFixed(2)}`)).filter(Boolean);
@@ -34,10 +35,10 @@ export function Chart({ label, x, xLabel, series, range, bare, height = 200 }) {
     const [own, edges] = [points(values), (band ?? []).map(points)];
     return html`${band && html`<polygon class=${`area ${colour}`} points=${[...edges[0], ...edges[1].reverse()].join(" ")} />`}
       ${!scatter && html`<polyline class=${`line ${colour}`} points=${own.join(" ")} />`}
-      ${(scatter || own.length < FEW) && html`<path class=${`dots ${colour}`} d=${own.map((one) => `M${one}h0`).join("")} />`}`;
+      ${(scatter || own.length < FEW) && html`<path class=${`dots ${colour} ${scatter && "large"}`} d=${own.map((one) => `M${one}h0`).join("")} />`}`;
   });
   const drawn = html`<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">
-    ${!bare && ticks(low, high, 4).map((value) => html`<path class="grid-line" d=${`M0,${top(value)}H100`} />`)}
+    ${!bare && rungs.map((value) => html`<path class="grid-line" d=${`M0,${top(value)}H100`} />`)}
     ${shapes}${at !== null && html`<path class="cursor" d=${`M${left(x[at])},0V100`} />`}
   </svg>`;
   if (bare) return html`<div class="chart bare" role="img" aria-label=${label}>${drawn}</div>`;
@@ -62,7 +63,7 @@ export function Chart({ label, x, xLabel, series, range, bare, height = 200 }) {
   return html`<figure class="chart" tabindex="0" aria-label=${summary} onKeyDown=${onKeyDown} onBlur=${() => setAt(null)}>
     <div class="plot" style=${{ height: `${height}px` }} onPointerMove=${onPointerMove} onPointerLeave=${() => setAt(null)}>
       ${drawn}
-      ${ticks(low, high, 4).map((value) => html`<span class="y tick" style=${{ top: percent(top(value)) }}>${number(value)}</span>`)}
+      ${rungs.map((value) => html`<span class="y tick" style=${{ top: percent(top(value)) }}>${number(value)}</span>`)}
       ${(last > 0 ? ticks(x[0], x[last], 6).filter(Number.isInteger) : x).map((value) => html`<span class="x tick" style=${{ left: percent(left(value)) }}>${value}</span>`)}
     </div>
     <figcaption>${xLabel} ${at === null ? x[last] : x[at]}${series.map((one) => html`<span class="legend"><i class=${one.colour}></i>${one.label} ${shown(one)}</span>`)}</figcaption>

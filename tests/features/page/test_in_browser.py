@@ -57,7 +57,7 @@ async def test_axes_of_rewards_begin_at_0_and_a_single_version_has_its_place(run
             await system.call("POST", "/reward", {"rollout_id": name, "reward": reward})
         async with browsing(system.url) as (page, wrong):
             chart = page.get_by_label("Reward by policy version,")
-            await expect(chart.locator(".y.tick")).to_have_text(["0", "0.02", "0.04"])
+            await expect(chart.locator(".y.tick")).to_have_text(["0", "0.01", "0.02", "0.03", "0.04"])
             await expect(chart.locator(".x.tick")).to_have_text(["0"])
             await chart.locator(".plot").hover()
             await expect(chart.locator("figcaption")).to_have_text("version 0train 0.0445")
