@@ -17,7 +17,6 @@ from rich.console import Console
 
 from ....core.config.file import load_config
 from ....core.config.root import Config
-from ....core.config.upstreams import UpstreamConfig
 from ....core.errors import LightningError
 from ....proxy.gateway.routing import difference
 from ....serving.mode import publish_mode
@@ -26,7 +25,7 @@ from ....serving.vllm import VllmFleet, operator_session
 from ....store.opening import opened
 from ....store.store import Store
 from ....trainer.plugins import Run
-from ...api_client import ApiClient, ApiError
+from ...api_client import ApiClient
 from ...formats import print_json
 from ...put_back import FRESH, alone, forget, journal_path, put_back, put_back_if_left
 from ...run.runner import LocalRunner, runner_for
@@ -115,9 +114,12 @@ def own_tasks() -> list[Task]:
 async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task], report: Report) -> None:
     """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back."""
     config = load_config(path, {"policy.model": request.model})
-    await report.row("your proxy", _own_proxy(config), "")
-    fix = "add an upstream with kind: vllm; providers' models are recorded and never trained"
-    await report.row("policy", _policy(config), fix)
+    if (upstream := config.policy_upstream) is None:
+        names = ", ".join(upstream.name for upstream in config.upstreams)
+        found = f"{names}: no upstream of kind vllm, so nothing can be trained"
+        fix = "add an upstream with kind: vllm; providers' models are recorded and never trained"
+        report(Check("policy", "failed", found, fix))
+        return
     async with AsyncExitStack() as stack:
 
         async def trainer() -> str:
@@ -130,7 +132,6 @@ async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task],
         quiet()
         await put_back_if_left(config, lambda line: report(Check("learn", "ok", line)))
         async with open_session() as session:
-            upstream = _policy_upstream(config)
             for one in await check_servers(config, session, upstream):
                 report(one)
             async for one in VllmChecks(config, session, upstream).run():
@@ -139,28 +140,6 @@ async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task],
             fix = "start `lightning-proxy serve`, which loads what is live, or vLLM again"
             await report.row("weights", _weights(config, yes=request.yes), fix)
         await _learn(config, request, tasks, report)
-
-
-async def _own_proxy(config: Config) -> str:
-    """Say whether the user's own proxy answers. It is asked for nothing that it would record."""
-    async with ApiClient.of(config) as api:
-        try:
-            policy = await api.policy()
-        except ApiError as error:
-            return f"not needed: {error.message.partition(';')[0]}"
-    found = f"{api.url} answers, policy version {policy['live_version']}, and records in {config.store.where}"
-    return f"{found}; nothing of what follows goes through it"
-
-
-def _policy_upstream(config: Config) -> UpstreamConfig:
-    if config.policy_upstream is None:
-        names = ", ".join(upstream.name for upstream in config.upstreams)
-        raise Finding(f"{names}: no upstream of kind vllm, so nothing can be trained")
-    return config.policy_upstream
-
-
-async def _policy(config: Config) -> str:
-    return f"{_policy_upstream(config).name} is trained"
 
 
 async def _weights(config: Config, *, yes: bool) -> str:

@@ -266,6 +266,6 @@ def test_it_can_be_read_by_programs(base: Path, tmp_path: Path) -> None:
     file.write_text("upstreams: [{name: gpt, kind: openai, base_url: 'http://127.0.0.1:9/v1'}]\nproxy: {port: 9}\n")
     done = lightning("--config", file, "doctor", "--learn", "--json")
     assert done.returncode == 1
-    assert [check["name"] for check in json.loads(done.stdout)] == ["your proxy", "policy"]
+    assert [check["name"] for check in json.loads(done.stdout)] == ["policy"]
     assert lightning("--config", file, "doctor", "--yes").returncode == 2
     assert lightning("--config", file, "doctor", "--preload", "json").returncode == 2

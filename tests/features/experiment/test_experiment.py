@@ -109,12 +109,6 @@ def start_up_to_the_third_run(place: Path) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"variants": {"a": {"trainer": {"credt": "anchor"}}}}, "variant a: trainer.credt: unknown key; did you mean"),
-        ({"variants": {"a": {"trainer": {"weights": "full"}, "policy": {"publish": "lora"}}}}, "variant a: "),
-        ({"variants": {"a": {"trainer": {"seed": 3}}}}, "variant a: trainer.seed: each run has its own"),
-        ({"variants": {"a": {"upstreams": [{"name": "p", "base_url": "http://h:1/v1"}]}}}, "variant a: upstreams: "),
-        ({"variants": {"a": {"trainer": {"group_size": 5}}}}, "variant a: trainer.group_size: 16 rollouts"),
-        ({"variants": {"a": {"trainer": {"credit": "no.py:x"}}}}, "variant a: trainer.credit: there is no file "),
         ({"variants": {"../a": {}}}, "variants.../a"),
         ({"minutes": 3}, "rollouts or minutes"),
         ({"rollouts": None}, "rollouts or minutes"),
@@ -123,23 +117,32 @@ def start_up_to_the_third_run(place: Path) -> subprocess.Popen[str]:
         ({"tasks": "none.jsonl"}, "cannot read none.jsonl"),
         ({"agent": "nowhere agent.py"}, "agent: there is no program 'nowhere' to start"),
         ({"agent": "python agnt.py"}, "agent: there is no file 'agnt.py' for python to run"),
+        ({"variants": {"a": {"trainer": {"loss": "agent.py:x"}}}}, "variant a: trainer.loss: "),
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_starts(place: Path, changes: dict[str, Any], named: str) -> None:
-    done = lightning("experiment", write(place, **changes))
-    assert (done.returncode, named in done.stderr) == (2, True), done.stderr
-    assert not (place / "lightning-experiments").exists()
+    with pytest.raises(ConfigError) as refused:
+        module.experiment(write(place, **changes), place / "config.yaml", place / "out", 1, dry_run=False)
+    assert named in refused.value.message and not (place / "out").exists()
 
 
 def test_all_wrong_variants_are_told_at_once_and_a_variable_that_hides_one(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LIGHTNING_TRAINER__CREDIT", "anchor")
-    wrong = {"a": {"trainer": {"credit": "uniform"}}, "b": {"vlm": {}}}
-    done = lightning("experiment", write(place, variants=wrong))
-    assert done.returncode == 2
-    assert "variant a: the variable LIGHTNING_TRAINER__CREDIT would hide trainer.credit" in done.stderr
-    assert "variant b: vlm: unknown key" in done.stderr
+    monkeypatch.setenv("LIGHTNING_TRAINER__DISCOUNT", "0.5")
+    wrong: dict[str, tuple[Any, str]] = {
+        "a": ({"trainer": {"discount": 0.9}}, "the variable LIGHTNING_TRAINER__DISCOUNT would hide trainer.discount"),
+        "b": ({"vlm": {}}, "vlm: unknown key"),
+        "c": ({"trainer": {"credt": "anchor"}}, "trainer.credt: unknown key; did you mean"),
+        "d": ({"trainer": {"weights": "full"}, "policy": {"publish": "lora"}}, ""),
+        "e": ({"trainer": {"seed": 3}}, "trainer.seed: each run has its own"),
+        "f": ({"upstreams": [{"name": "p", "base_url": "http://h:1/v1"}]}, "upstreams: "),
+        "g": ({"trainer": {"group_size": 5}}, "trainer.group_size: 16 rollouts"),
+        "h": ({"trainer": {"credit": "no.py:x"}}, "trainer.credit: there is no file "),
+    }
+    done = lightning("experiment", write(place, variants={name: changes for name, (changes, _) in wrong.items()}))
+    assert done.returncode == 2 and not (place / "lightning-experiments").exists()
+    assert [name for name, (_, told) in wrong.items() if f"variant {name}: {told}" not in done.stderr] == []
 
 
 def test_it_resumes_after_a_kill_also_elsewhere_and_refuses_another_file(place: Path) -> None:
