@@ -25,7 +25,7 @@ from .api_client import ApiClient
 from .run.tasks import read_tasks
 from .system.processes import ChildDied, ChildSpec, Supervisor, free_port, reason
 from .system.steps import report_standstill
-from .system.system import RESTARTS, Launch, System
+from .system.system import RESTARTS, Launch, running_system
 
 Json = dict[str, Any]
 OF_EVALUATION = ("mean_reward", "interval", "policy_versions", "rollouts", "failed", "without_reward", "tokens")
@@ -73,8 +73,8 @@ class Trial:
         config = load_config(self.launch.path)
         async with AsyncExitStack() as stack:
             with self.timed("start"):
-                system = System(config, self.launch, self.logs, self.say, trains=False)
-                await stack.enter_async_context(system)
+                parts = running_system(config, self.launch, self.logs, self.say, trains=False)
+                system = await stack.enter_async_context(parts)
             return await system.guard(self.stages(config))
 
     async def stages(self, config: Config) -> Json:

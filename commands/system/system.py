@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from ...core.config.root import Config
@@ -21,7 +21,6 @@ from ..formats import address
 from ..vllm import VLLM_HOST, other_port, vllm_program
 from .processes import ChildSpec, Supervisor, require_free_port
 
-T = TypeVar("T")
 # How often each part is started again when it dies; it resumes where it was.
 RESTARTS = 3
 PROXY_START_S = 60.0
@@ -52,70 +51,54 @@ class Launch:
         return {**options, **self.variables}
 
 
-class System:
-    """`async with System(…) as system:` has vLLM and proxy ready, and, with `trains`, the trainer started.
+@asynccontextmanager
+async def running_system(
+    config: Config,
+    launch: Launch,
+    logs: Path,
+    say: Callable[[str], None],
+    *,
+    trains: bool,
+    serve_options: Sequence[str] = (),
+) -> AsyncIterator[Supervisor]:
+    """Have vLLM and proxy ready in the block, and, with `trains`, the trainer started; yield who guards them.
 
     Agents are still served while the trainer keeps dying.
     """
-
-    def __init__(
-        self,
-        config: Config,
-        launch: Launch,
-        logs: Path,
-        say: Callable[[str], None],
-        *,
-        trains: bool,
-        serve_options: Sequence[str] = (),
-    ) -> None:
-        self._config, self._launch, self._trains, self._serve_options = config, launch, trains, serve_options
-        self._supervisor = Supervisor(logs, say)
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> System:
-        config, launch, start = self._config, self._launch, self._supervisor.start
-        await require_keys(config)
-        await check_plugins(config)
-        check_addresses(config)
-        vllm_program(config)  # what it refuses is one line, before anything starts
-        env = launch.env()
-        vllm = ChildSpec(
-            "vllm",
-            launch.argv("vllm"),
-            env,
-            f"http://{VLLM_HOST}:{config.vllm.port}/health",
-            VLLM_START_S,
-            restarts=RESTARTS,
-            shortage=NO_MEMORY,
-            progress=partial(downloaded, str(config.policy.model), config.vllm.extra_args),
-        )
-        proxy = ChildSpec(
-            "proxy",
-            launch.argv("serve", *self._serve_options),
-            env,
-            f"http://{address(config.proxy.host, config.proxy.port)}/readyz",
-            PROXY_START_S,
-            restarts=RESTARTS,
-            grace_s=config.proxy.stop_timeout_s + AFTERWARDS_S,
-        )
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._supervisor)
-            for spec in (vllm, proxy):
-                await self._supervisor.wait_healthy(await start(spec))
-            if self._trains:
-                steps = config.trainer.max_steps
-                done = None if steps is None else f"trainer.max_steps ({steps}) are done; agents are still served"
-                train = launch.argv("train")
-                await start(ChildSpec("trainer", train, env, may_end=True, restarts=RESTARTS, vital=False, done=done))
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work`, and stop it when a part dies for good."""
-        return await self._supervisor.guard(work)
+    await require_keys(config)
+    await check_plugins(config)
+    check_addresses(config)
+    vllm_program(config)  # what it refuses is one line, before anything starts
+    env, steps = launch.env(), config.trainer.max_steps
+    vllm = ChildSpec(
+        "vllm",
+        launch.argv("vllm"),
+        env,
+        f"http://{VLLM_HOST}:{config.vllm.port}/health",
+        VLLM_START_S,
+        restarts=RESTARTS,
+        shortage=NO_MEMORY,
+        progress=partial(downloaded, str(config.policy.model), config.vllm.extra_args),
+    )
+    proxy = ChildSpec(
+        "proxy",
+        launch.argv("serve", *serve_options),
+        env,
+        f"http://{address(config.proxy.host, config.proxy.port)}/readyz",
+        PROXY_START_S,
+        restarts=RESTARTS,
+        grace_s=config.proxy.stop_timeout_s + AFTERWARDS_S,
+    )
+    done = None if steps is None else f"trainer.max_steps ({steps}) are done; agents are still served"
+    trainer = ChildSpec(
+        "trainer", launch.argv("train"), env, may_end=True, restarts=RESTARTS, vital=False, done=done
+    )  # fmt: skip
+    async with Supervisor(logs, say) as supervisor:
+        for spec in (vllm, proxy):
+            await supervisor.wait_healthy(await supervisor.start(spec))
+        if trains:
+            await supervisor.start(trainer)
+        yield supervisor
 
 
 def check_addresses(config: Config) -> None:

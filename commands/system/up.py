@@ -30,7 +30,7 @@ from ..show.steps import step_line
 from ..vllm import without_tools
 from .processes import STILL, WAITING, last_line
 from .steps import print_steps, report_standstill
-from .system import Launch, System
+from .system import Launch, running_system
 
 POLL_S = 0.5
 DATE = re.compile(r"^\d{4}-\d\d-\d\d (?=\d\d:)")
@@ -45,7 +45,7 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
         if warning := without_tools(config):
             view.say(warning, "yellow")
         await put_back_left(config, view.say)
-        parts = System(config, launch, logs, view.say, trains=True, serve_options=view.serve_options)
+        parts = running_system(config, launch, logs, view.say, trains=True, serve_options=view.serve_options)
         async with AsyncExitStack() as stack:
             if not config.store.is_postgres:  # the lock tells other commands why the proxy is not there yet
                 config.store.path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_proxy.commands import train as train_module
 from lightning_proxy.commands.doctor.doctor import probe_memory
-from lightning_proxy.commands.system.system import Launch, System
+from lightning_proxy.commands.system.system import Launch, running_system
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
@@ -110,7 +110,7 @@ async def test_up_refuses_what_cannot_fit_before_it_starts_anything(on: Any, tmp
     config = config.model_copy(update={"vllm": config.vllm.model_copy(update={"port": 8100})})
     logs = tmp_path / "logs"
     with pytest.raises(ConfigError, match="does not fit"):
-        async with System(config, Launch(None), logs, lambda _: None, trains=True):
+        async with running_system(config, Launch(None), logs, lambda _: None, trains=True):
             pass
     assert not list(logs.glob("*"))
 
