@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...core.json_text import dumps, loads
@@ -16,13 +16,12 @@ BEGIN = """
 INSERT INTO evaluations (version, step, began_at) VALUES (:version, :step, :at)
 ON CONFLICT (version) DO UPDATE SET began_at = excluded.began_at
 """
-ENDED = """
-UPDATE evaluations SET ended_at = :at, reward = :reward, low = :low, high = :high, difference = :difference,
-    difference_low = :difference_low, difference_high = :difference_high, tasks = :tasks, rollouts = :rollouts,
-    failed = :failed, by_task = :by_task
+RESULT = ("error", "reward", "low", "high", "difference", "difference_low", "difference_high", "tasks", "rollouts",
+          "failed")  # fmt: skip
+ENDED = f"""
+UPDATE evaluations SET ended_at = :at, by_task = :by_task, {", ".join(f"{name} = :{name}" for name in RESULT)}
 WHERE version = :version
 """
-FAILED = "UPDATE evaluations SET ended_at = :at, error = :error WHERE version = :version"
 FIRST = "SELECT version, by_task FROM evaluations WHERE reward IS NOT NULL ORDER BY step LIMIT 1"
 LAST = "SELECT * FROM evaluations ORDER BY step DESC LIMIT 1"
 # That went live, and were seen to be served where their weights took others' place (`VERSIONS_NEVER_VERIFIED`).
@@ -125,13 +124,10 @@ class Evaluations:
         """Note that an evaluation begins, or begins anew."""
         await self._db.commit([(BEGIN, [{"version": version, "step": step, "at": time.time()}])])
 
-    async def ended(self, found: HeldOut, by_task: Mapping[str, float]) -> None:
-        """Keep the result of an evaluation, and the mean reward of each task."""
-        await self._db.commit([(ENDED, [asdict(found) | {"at": time.time(), "by_task": dumps(dict(by_task))}])])
-
-    async def failed(self, version: int, error: str) -> None:
-        """Note why an evaluation has no result."""
-        await self._db.commit([(FAILED, [{"version": version, "error": error, "at": time.time()}])])
+    async def ended(self, version: int, by_task: Mapping[str, float], **result: float | str | None) -> None:
+        """Keep the result of an evaluation, by the names of `HeldOut`, or its `error`; and the mean of each task."""
+        row = dict.fromkeys(RESULT) | result | {"version": version, "at": time.time(), "by_task": dumps({**by_task})}
+        await self._db.commit([(ENDED, [row])])
 
     async def forget_broken_off(self, live: int) -> None:
         """Delete what a killed trainer left under way, but for the live version's."""

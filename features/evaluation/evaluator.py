@@ -32,7 +32,7 @@ from ...trainer.plugins import TrainerCore
 from ...trainer.types import BackgroundWork
 from ...trainer.waiting import Stopped, pause
 from .config import EvaluationConfig
-from .evaluations import Evaluations, HeldOut
+from .evaluations import Evaluations
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
@@ -142,15 +142,13 @@ class Evaluator(BackgroundWork):
             late = f"it was not done after {self._config.timeout_s:g} s (evaluation.timeout_s)"
             why = late if isinstance(error, TimeoutError) else str(error)
             log.warning("policy version %d is not evaluated: %s", version, why)
-            await self.evaluations.failed(version, why)
+            await self.evaluations.ended(version, {}, error=why)
             return
         by_task = {task: float(of_task["mean_reward"]) for task, of_task in row["by_task"].items()}
         reward, low, high = row["mean_reward"], row["interval"]["low"], row["interval"]["high"]
-        found = HeldOut(
-            version, step, 0.0, reward=reward, low=low, high=high, tasks=row["tasks"], rollouts=row["rollouts"],
-            failed=row["failed"], **_above_first(by_task, await self.evaluations.first()),
-        )  # fmt: skip
-        await self.evaluations.ended(found, by_task)
+        counts = {name: row[name] for name in ("tasks", "rollouts", "failed")}
+        above = _above_first(by_task, await self.evaluations.first())
+        await self.evaluations.ended(version, by_task, reward=reward, low=low, high=high, **counts, **above)
         numbers = {"eval_reward": reward, "eval_low": low, "eval_high": high, "eval_step": step}
         self._core.engine.trackers.report(numbers)
         log.info("policy version %d: held-out reward %.3f (%.3f to %.3f)", version, reward, low, high)
@@ -175,7 +173,7 @@ class Evaluator(BackgroundWork):
         return numbers
 
 
-def _above_first(by_task: Mapping[str, float], first: tuple[int, Mapping[str, float]] | None) -> dict[str, Any]:
+def _above_first(by_task: Mapping[str, float], first: tuple[int, Mapping[str, float]] | None) -> dict[str, float]:
     """How far rewards are above those of the first version, paired by task; nothing for the first one itself."""
     differences = [by_task[task] - first[1][task] for task in by_task if task in first[1]] if first else []
     if not differences:

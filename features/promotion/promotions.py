@@ -192,15 +192,19 @@ class Promotions:
             name: getattr(rollout, name) for name in ("rollout_id", "task_id", "agent", "mode", "key_id", "evidence")
         }
 
+        if (kept := await self._db.one(KEPT, row)) is not None:
+            return int(kept["version"])
+        known = await self._db.one(KNOWN, row)
+        if known is not None and known["comes_late"]:
+            return test.against
+        opened = row
+        if known is not None:
+            opened = {"key_id": known["key_id"], "evidence": known["evidence"]}
+            opened["task_id"] = known["task_id"] or rollout.task_id
+
         async def work(db: Transaction) -> int:
             if (kept := await db.one(KEPT, row)) is not None:
                 return int(kept["version"])
-            opened = row
-            if (known := await db.one(KNOWN, row)) is not None:
-                if known["comes_late"]:
-                    return test.against
-                opened = {name: known[name] for name in ("key_id", "evidence")}
-                opened["task_id"] = known["task_id"] or rollout.task_id
             # In whose name it is counted, and whether it is evidence already.
             evidence = bool(opened["evidence"])
             of_task = row | {"task_id": opened["task_id"], "evidence": evidence}

@@ -221,11 +221,11 @@ class LessonReader:
             rule = f"compares siblings whose rewards differ by {config.margin:g} or more (tune.dpo.margin)"
         else:
             rule = "needs two rows to learn from"
-        seen = f", from {min(rewards):g} to {max(rewards):g}" if rewards else ""
+        seen = f"; theirs are from {min(rewards):g} to {max(rewards):g}" if rewards else ""
         reasons = [f"{self._seen.counts[name]} {what}" for name, what in LEFT_OUT.items() if self._seen.counts[name]]
         left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
         return (
-            f"nothing to learn from: {len(rewards)} rollouts of mode train are completed and have a reward{seen}, and "
+            f"nothing to learn from: {len(rewards)} rollouts of mode train are completed and have a reward{seen}; "
             f"--method {self._method} {rule}{left_out}"
         )
 

@@ -20,7 +20,6 @@ from ...trainer.loop import TrainingLoop
 from ...trainer.plugins import Offline, Run, TrainerCore, TrainerHooks, open_plugins, plugins_of
 from ...trainer.step.engine import TrainingEngine
 from ...trainer.train import open_engine
-from ...trainer.waiting import JudgeError, Stopped, pause
 from . import data
 
 log = logging.getLogger(__name__)
@@ -44,37 +43,21 @@ class OfflineRun:
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
-        await self._loop.resume(stop)
         steps = await self._store.steps.all()
         self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in steps), default=0)
         # An earlier run ended with its last epoch, and `epochs` is higher now. Fine-tuning since began no other.
         own = [step for step in steps if EPOCHS_DONE in step.metrics or "method" not in step.metrics]
         if own and own[-1].metrics.get(EPOCHS_DONE) == self._done < self._epochs:
             await self._store.steps.end_epoch(own[-1].step, own[-1].metrics, True)
-        while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():
-            try:
-                trained = await self._loop.train_once(fewer=True)
-            except JudgeError as error:
-                log.warning("the step waits: %s", error)
-                await pause(stop)
-                continue
-            except Stopped:
-                log.warning("stopped while something was missing: the next start goes on from there")
-                break
-            last = await self._store.steps.last()
-            if trained and last is not None:
-                left, m = (await self._loop.collector.waiting())[0], last.metrics
-                log.info(
-                    "epoch %d of %d, step %d: reward %.3f ± %.3f over %d rollouts, loss %.4g, %d tokens, %.1f s; "
-                    "%d left", self._done + 1, self._epochs, last.step, m["reward_mean"], m["reward_std"],
-                    m["rollouts"], m.get("loss", float("nan")), m["trained_tokens"], m["step_s"], left,
-                )  # fmt: skip
-            elif stop.is_set() or not await self._end_epoch(last):
+        while self._done < self._epochs:
+            await self._loop.run(stop, once=True)
+            if stop.is_set() or await self._loop.is_done() or not await self._end_epoch():
                 break
         return await self._store.steps.last()
 
-    async def _end_epoch(self, last: Step | None) -> bool:
+    async def _end_epoch(self) -> bool:
         """Note that an epoch is done. False if nothing in it could be learned from. Its last step may be one of SFT."""
+        last = await self._store.steps.last()
         if last is None or not await self._store.steps.took_any():
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
             lone = await self._store.waiting.lone(self._config.failed_reward is not None)

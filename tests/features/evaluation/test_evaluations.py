@@ -13,7 +13,7 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import Reward, RolloutName
-from lightning_proxy.features.evaluation.evaluations import Evaluations, HeldOut
+from lightning_proxy.features.evaluation.evaluations import Evaluations
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
@@ -39,8 +39,8 @@ async def published(store: Store, count: int) -> None:
 async def evaluated(store: Store, version: int, reward: float) -> None:
     evaluations = Evaluations(store)
     await evaluations.begin(version, version)
-    found = HeldOut(version, version, 0.0, reward=reward, low=reward - 0.1, high=reward + 0.1, tasks=1, rollouts=4)
-    await evaluations.ended(found, {"t": reward})
+    numbers = {"reward": reward, "low": reward - 0.1, "high": reward + 0.1, "tasks": 1, "rollouts": 4}
+    await evaluations.ended(version, {"t": reward}, **numbers)
 
 
 async def rewarded(store: Store, version: int, *rewards: float, mode: Any = "train", n: int = 4) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from playwright.async_api import expect
 
-from lightning_proxy.features.evaluation.evaluations import Evaluations, HeldOut
+from lightning_proxy.features.evaluation.evaluations import Evaluations
 from support.browser import browsing, needs_browser
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -27,16 +27,14 @@ async def evaluated(system: Any, directory: Path) -> None:
             await store.versions.saved(version, str(directory / f"v{version}"), "base")
             await store.versions.set_live(version, step, verified=True)
         for version, (reward, above) in enumerate(RESULTS):
-            found = HeldOut(version, version, 0.0, None, None, reward, reward - 0.06, reward + 0.06)
+            found = {"reward": reward, "low": reward - 0.06, "high": reward + 0.06}
             if above is not None:
-                found = HeldOut(
-                    version, version, 0.0, None, None, reward, reward - 0.06, reward + 0.06, above, above - 0.05,
-                    above + 0.05, 40, 80, 2,
-                )  # fmt: skip
+                found |= {"difference": above, "difference_low": above - 0.05, "difference_high": above + 0.05}
+                found |= {"tasks": 40, "rollouts": 80, "failed": 2}
             await evaluations.begin(version, version)
-            await evaluations.ended(found, {})
+            await evaluations.ended(version, {}, **found)
         await evaluations.begin(3, 3)
-        await evaluations.failed(3, HOSTILE)
+        await evaluations.ended(3, {}, error=HOSTILE)
 
 
 @needs_browser

@@ -161,7 +161,13 @@ def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) 
     code, text = run.train("--data", recorded, "--epochs", "2")
     assert code == 0, text
     assert files(recorded.parent) == before, "the store was only to be read"
-    said = ("epoch 1 of 2, step 1: reward", "epoch 2 of 2 is done after step 6", "vllm serve", "lightning-proxy up")
+    said = (
+        "step 1  reward",
+        "epoch 1 of 2 is done after step 3",
+        "epoch 2 of 2 is done after step 6",
+        "vllm serve",
+        "lightning-proxy up",
+    )
     assert [one for one in said if one not in text] == [], text
     assert "promote best" not in text, "no version was published"
     yield run
