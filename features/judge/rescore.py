@@ -16,7 +16,7 @@ import typer
 
 from ...commands.api_client import ApiClient, ApiError
 from ...commands.formats import number, print_json, progress_bar
-from ...commands.show.find import PAGE, since_of
+from ...commands.show.find import PAGE, find, since_of
 from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
@@ -92,7 +92,7 @@ class _Rescore:
         """
         options, groups = self.options, defaultdict[str, list[str]](list)
         if options.ids:
-            return [[*options.ids]]
+            return [[(await find(self.api, one))["rollout_id"] for one in options.ids]]
         filters = options.filters | {"since": since_of(options.filters["since"]), "status": "completed"}
         async with aclosing(self.api.every_rollout(PAGE, **filters)) as rollouts:
             async for one in rollouts:

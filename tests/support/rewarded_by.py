@@ -11,7 +11,7 @@ def answers(system: Any, text: str) -> None:
     system.vllm.answer = lambda _: {"role": "assistant", "content": text}
 
 
-async def completed(system: Any, rollout_id: str, answer: str, **headers: str) -> None:
+async def completed(system: Any, rollout_id: str, answer: str = "yes", **headers: str) -> None:
     """A rollout with one call, ended without a reward."""
     answers(system, answer)
     assert (await system.chat(rollout_id, **headers))[0] == 200
@@ -30,14 +30,17 @@ async def group(system: Any, *texts: str, task: str = "t", ended: bool = True) -
     return ids
 
 
+async def given(system: Any, rollout_id: str) -> list[dict[str, Any]]:
+    """The rewards of a rollout, once none is awaited."""
+    async with asyncio.timeout(20):
+        while (found := (await system.call("GET", f"/rollouts/{rollout_id}"))[1])["awaits_reward"]:
+            await asyncio.sleep(0.05)
+    return list(found["rewards"])
+
+
 async def rewards(system: Any, ids: list[str]) -> list[dict[str, Any]]:
     """The newest reward of each, once nothing is awaited; one of None where there is none."""
-    async with asyncio.timeout(20):
-        while True:
-            found = [(await system.call("GET", f"/rollouts/{one}"))[1] for one in ids]
-            if not any(one["awaits_reward"] for one in found):
-                return [one["rewards"][-1] if one["rewards"] else {"reward": None} for one in found]
-            await asyncio.sleep(0.05)
+    return [[{"reward": None}, *await given(system, one)][-1] for one in ids]
 
 
 async def values(system: Any, ids: list[str]) -> list[float | None]:

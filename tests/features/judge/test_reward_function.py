@@ -21,6 +21,7 @@ from lightning_proxy.features.judge.table import Spoken
 from lightning_proxy.store.calls import Events
 from support.command_line import lightning
 from support.paths import ROOT
+from support.rewarded_by import completed, given
 from support.served import Client, proxy_in_front
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -43,24 +44,6 @@ async def until(found: Callable[[], Awaitable[Any]]) -> Any:
     pytest.fail("it did not come")
 
 
-async def completed(system: Any, rollout_id: str, **headers: str) -> None:
-    """A rollout with one call, ended without a reward."""
-    assert (await system.chat(rollout_id, **headers))[0] == 200
-    assert (await system.call("POST", f"/rollouts/{rollout_id}/end", {"status": "completed"}))[0] == 200
-
-
-async def scored(system: Any, rollout_id: str) -> list[dict[str, Any]]:
-    """The rollout's rewards, once the function was asked."""
-    async with system.store() as store:
-
-        async def asked() -> bool:
-            return not await store.rollouts.awaiting([rollout_id])
-
-        await until(asked)
-    rewards: list[dict[str, Any]] = (await system.call("GET", f"/rollouts/{rollout_id}"))[1]["rewards"]
-    return rewards
-
-
 async def test_a_completed_rollout_gets_what_the_function_returns(running: Running, tmp_path: Path) -> None:
     """A number has the function's name; a dict has several; None is no reward. What it prints is for the log."""
     body = """
@@ -77,17 +60,16 @@ return {
     expected = {"number": {"reward": 5.0}, "dict": {"reward": 1.0, "short": 0.5}, "none": {}}
     expected |= {"bool": {"reward": 1.0}, "scalar": {"reward": 1.0}, "async": {"reward": 0.25}}
     async with running(tmp_path, rewards={"function": written(tmp_path, body)}) as system:
-        system.vllm.answer = lambda _: {"role": "assistant", "content": "four"}
         for name, worth in expected.items():
-            await completed(system, name)
-            found = await scored(system, name)
+            await completed(system, name, "four")
+            found = await given(system, name)
             assert {r["name"]: r["reward"] for r in found} == worth
             assert all(re.fullmatch("function:reward@[0-9a-f]{12}", r["source"]) for r in found)
         assert (await system.call("GET", "/rollouts/number"))[1]["reward"] == 5.0
         for status in ("failed", "discarded"):
             await system.chat(status)
             assert (await system.call("POST", f"/rollouts/{status}/end", {"status": status}))[0] == 200
-            assert await scored(system, status) == [], "it is not asked about"
+            assert await given(system, status) == [], "it is not asked about"
 
 
 async def test_a_reader_sees_the_reward_of_a_rollout_that_awaits_none(
@@ -134,7 +116,7 @@ async def test_a_fault_of_the_function_is_a_line_in_the_log_and_no_reward(
     async with running(tmp_path, rewards={"function": written(tmp_path, body), "timeout_s": 0.5}) as system:
         for i in range(len(FAULTS) + 1):
             await completed(system, str(i))
-            assert [r["reward"] for r in await scored(system, str(i))] == ([1.0] if i == len(FAULTS) else [])
+            assert [r["reward"] for r in await given(system, str(i))] == ([1.0] if i == len(FAULTS) else [])
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "rewards." in r.getMessage()]
     for i, (line, said) in enumerate(zip(lines, FAULTS.values(), strict=True)):
         assert line.startswith(f"rewards.function: no reward for rollout {i}: ") and said in line and "\n" not in line
@@ -151,7 +133,7 @@ async def test_what_the_function_starts_ends_with_it_and_sees_none_of_our_keys(
     body += "return float('SECRET' in str(os.environ))"
     async with running(tmp_path, rewards={"function": written(tmp_path, body), "timeout_s": 3}) as system:
         await completed(system, "r")
-        assert [r["reward"] for r in await scored(system, "r")] == ([] if how == "late" else [0.0])
+        assert [r["reward"] for r in await given(system, "r")] == ([] if how == "late" else [0.0])
         if how == "late":
             await until(gone(pid))
     await until(gone(pid))
@@ -171,7 +153,7 @@ async def test_a_changed_file_is_another_version_and_a_broken_one_is_waited_for(
     monkeypatch.setattr("lightning_proxy.features.judge.scoring.RETRY_S", 0.05)
     async with running(tmp_path, rewards={"function": written(tmp_path, "return 1.0")}) as system:
         await completed(system, "r1")
-        (first,) = await scored(system, "r1")
+        (first,) = await given(system, "r1")
         written(tmp_path, "return (")
         await completed(system, "r2")
 
@@ -180,7 +162,7 @@ async def test_a_changed_file_is_another_version_and_a_broken_one_is_waited_for(
 
         await until(told)
         written(tmp_path, "return 2.25")
-        (second,) = await scored(system, "r2")
+        (second,) = await given(system, "r2")
     assert (first["reward"], second["reward"]) == (1.0, 2.25)
     assert first["source"] != second["source"]
     assert caplog.text.count("rollouts wait for it") == 1
@@ -192,7 +174,7 @@ async def test_a_name_that_does_not_count_in_training_is_told_of_once(
     async with running(tmp_path, rewards={"function": written(tmp_path, "return 1.0", name="exact")}) as system:
         for name in ("r1", "r2"):
             await completed(system, name)
-            assert [r["name"] for r in await scored(system, name)] == ["exact"]
+            assert [r["name"] for r in await given(system, name)] == ["exact"]
     assert caplog.text.count("exact does not count in training, only reward does") == 1
 
 
@@ -260,8 +242,7 @@ async def test_the_example_of_the_documents_works(running: Running, tmp_path: Pa
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "add-5-2", "answer": "7"}\n')
     async with running(tmp_path, rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
         for name, text, worth in (("r1", " 7", [1.0]), ("r2", "It is 7, of course", [0.1]), ("r3", "8", [0.0])):
-            system.vllm.answer = lambda _, text=text: {"role": "assistant", "content": text}
-            await completed(system, name, X_Task_Id="add-5-2")
-            assert [r["reward"] for r in await scored(system, name)] == worth
+            await completed(system, name, text, X_Task_Id="add-5-2")
+            assert [r["reward"] for r in await given(system, name)] == worth
         await completed(system, "of-no-task")
-        assert await scored(system, "of-no-task") == []
+        assert await given(system, "of-no-task") == []
