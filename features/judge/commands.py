@@ -45,14 +45,17 @@ def rescore(
 
     The same command resumes where it was stopped. The exit code is 1 if it failed for a rollout.
     """
-    from .rescore import RescoreOptions, rescore_command
+    from .rescore import Rescore, rescore_command
 
     filters = {
         "task_id": task, "agent": agent, "mode": mode, "min_reward": min_reward, "max_reward": max_reward,
         "since": since,
     }  # fmt: skip
-    options = RescoreOptions(ids or [], filters, rewarder, out, again, force, retrain, dry_run)
-    rescore_command(configuration(context, {"rewards.function": function}), options, as_json=as_json)
+    work = Rescore(
+        config=configuration(context, {"rewards.function": function}), ids=ids or [], filters=filters, out=out,
+        rewarder=rewarder, again=again, force=force, retrain=retrain, dry_run=dry_run,
+    )  # fmt: skip
+    rescore_command(work, as_json=as_json)
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Say whether a rewarder can be believed.")

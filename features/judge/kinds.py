@@ -27,6 +27,7 @@ from ...core.config.root import Config
 from ...core.config.section import Positive, Section
 from ...core.errors import ConfigError
 from ...proxy.dialects.transcript import beginnings, chat_turns
+from ...store.database import Database
 from .config import APIS, JudgeConfig, RewarderConfig
 from .function import Function
 from .model import (
@@ -43,7 +44,6 @@ from .model import (
     written,
 )
 from .rewarder import Away, GivenScore, Json, NoReward, Rewarder, decisions, together
-from .table import KeptAnswers
 
 NO_AIM = "what the system prompt and the user ask for is done as well as possible"
 RANK_SYSTEM = """You order attempts at the same task, from the best to the worst, by this aim: {aim}
@@ -74,14 +74,13 @@ UNDECIDED = 0.5
 
 
 def made(
-    name: str, one: RewarderConfig, config: Config, answers: KeptAnswers | None = None
+    name: str, one: RewarderConfig, config: Config, database: Database | None = None
 ) -> Function | Rank | Rubric | NextMessage | Judge:
     """Return one rewarder of a configuration, which gives rewards of this name."""
     if one.kind == "function":
         return Function(config.rewards)
-    answers = answers or KeptAnswers(name, one, config.section(JudgeConfig).budget)
     kinds: Any = {"rank": Rank, "rubric": Rubric, "next_message": NextMessage, "judge": Judge}
-    return kinds[one.kind](name, one, JudgeModel(one, answers, config), config)
+    return kinds[one.kind](name, one, config, database)
 
 
 def named(config: Config, which: str) -> tuple[str, RewarderConfig]:
@@ -141,9 +140,9 @@ class ModelRewarder(Rewarder):
 
     question = ""
 
-    def __init__(self, name: str, config: RewarderConfig, model: JudgeModel, whole: Config) -> None:
+    def __init__(self, name: str, config: RewarderConfig, whole: Config, database: Database | None) -> None:
         super().__init__(name, f"judge.use: {config.kind}", config.concurrency, whole.rewards)
-        self._config, self.model = config, model
+        self._config, self.model = config, JudgeModel(name, config, whole, database)
 
     async def source(self) -> str:
         digest = hashlib.sha256(f"{self.question}{self._config.aim}".encode()).hexdigest()[:12]
@@ -261,8 +260,8 @@ def read_criteria(file: Path) -> list[Criterion]:
 class Rubric(ModelRewarder):
     """Asks every criterion of `file`. The reward is the mean by weight, from 0 to 1."""
 
-    def __init__(self, name: str, config: RewarderConfig, model: JudgeModel, whole: Config) -> None:
-        super().__init__(name, config, model, whole)
+    def __init__(self, name: str, config: RewarderConfig, whole: Config, database: Database | None) -> None:
+        super().__init__(name, config, whole, database)
         assert config.file is not None
         file = config.file.expanduser()
         self._criteria = read_criteria(file)

@@ -15,13 +15,14 @@ import aiohttp
 
 from ...core.config.root import Config
 from ...core.json_text import dumps, loads
-from ...core.prices import Used, used
+from ...core.prices import Price, Prices, Used, used
 from ...core.redact import Redactor
 from ...core.tools import calls_in
 from ...proxy.dialects.transcript import additions, body, chat_turns
-from .config import RewarderConfig
+from ...store.database import Database
+from .config import JudgeConfig, RewarderConfig
 from .rewarder import Away, Json, NoReward, decisions
-from .table import KeptAnswers
+from .table import ANSWER, ANSWER_KEEP, SPENT_MORE, spent_by_each
 
 T = TypeVar("T")
 TEXT: Json = {"type": "string"}
@@ -48,14 +49,20 @@ class _Refused(Away):
 
 
 class JudgeModel:
-    """The model that a rewarder asks, at a vLLM or in OpenAI's or Anthropic's API.
+    """The model that a rewarder asks, at a vLLM or in OpenAI's or Anthropic's API. `name`: of the rewards.
+
+    Its answers, and what it used, are in the store; without one they are here, for one run of a command. An answer goes
+    when one of its rollouts is deleted; what it has used stays counted.
 
     `clean` takes secrets, and what `recording.redact` names, out of what it reads. Clean each text before it is
     shortened and stands between marks: half a secret is not known for one, and a pattern may match a mark.
     """
 
-    def __init__(self, config: RewarderConfig, answers: KeptAnswers, whole: Config) -> None:
-        self.answers, self._config = answers, config
+    def __init__(self, name: str, config: RewarderConfig, whole: Config, database: Database | None) -> None:
+        self._name, self._config, self._db = name, config, database
+        self.budget, self._prices = whole.section(JudgeConfig).budget, Prices(whole.prices)
+        self._kept: dict[str, str] = {}
+        self.tokens, self._usd = 0, 0.0
         redact = whole.recording.redact.model_copy(update={"secrets": True})
         self.clean: Callable[[str], str] = Redactor(redact, whole.keys()).text
         self._slots = asyncio.Semaphore(config.concurrency)
@@ -111,9 +118,9 @@ class JudgeModel:
         asked = dumps([self._config.model, self._config.address, *question])
         digest = hashlib.sha256(asked.encode()).hexdigest()
         async with self._slots:
-            if (known := await self.answers.known(digest)) is not None:
+            if (known := await self._known(digest)) is not None:
                 return known
-            await self.answers.require()
+            await self._require_budget()
             try:
                 answer = await self._sent(body_of(self._config, *question))
             except _Refused as error:
@@ -122,8 +129,42 @@ class JudgeModel:
                 raise NeverAnswered(f"{error}; others are answered") from None
             self._answered += 1
             self._refused.pop(digest, None)
-            await self.answers.keep(digest, answer, about)
+            await self._keep(digest, answer, about)
         return answer
+
+    async def _known(self, digest: str) -> str | None:
+        if self._db is None:
+            return self._kept.get(digest)
+        return await self._db.value(str, ANSWER, digest=digest)
+
+    async def _keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
+        if self._db is None:
+            self._kept[digest] = answer
+        else:
+            kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
+            await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
+
+    async def _spend(self, used: Used) -> None:
+        tokens, price = used.input + used.output, None
+        if self._config.price is not None:
+            read, wrote = self._config.price
+            price = Price(read, wrote, read, read)
+        elif self._config.api != "hosted_vllm":
+            price = await asyncio.to_thread(self._prices.of, (self._config.model or "").partition("/")[2])
+        usd = price.of(used) if price else 0.0
+        self.tokens, self._usd = self.tokens + tokens, self._usd + usd
+        if self._db is not None and tokens:
+            await self._db.execute(SPENT_MORE, rewarder=self._name, tokens=tokens, usd=usd)
+
+    async def _require_budget(self) -> None:
+        """Raise Away if the budget is spent: by all rewarders of a store together."""
+        spent = {"tokens": float(self.tokens), "usd": self._usd}
+        if self._db is not None:
+            rows = await spent_by_each(self._db)
+            spent = {name: sum(row[name] for row in rows) for name in spent}
+        for name, most in self.budget.model_dump().items():
+            if most is not None and spent[name] >= most:
+                raise Away(f"judge.budget.{name} is spent ({spent[name]:g} of {most:g})")
 
     async def _sent(self, body: Json) -> str:
         """The answer. What it used is counted: a guess if that is not said, and perhaps was paid for."""
@@ -152,7 +193,7 @@ class JudgeModel:
         except UNREADABLE:
             raise Away(f"{model} answers something else than its API says: {text[:200]}") from None
         finally:
-            await self.answers.spend(spent)
+            await self._spend(spent)
 
     async def _post(self, body: Json) -> tuple[int, str]:
         config, key = self._config, self._config.key or ""

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from ...core.prices import Prices
 from ...proxy.api.policy import Policy
 from ...proxy.api.status import Status
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
@@ -18,7 +17,7 @@ from . import routes
 from .config import JudgeConfig
 from .kinds import check, made
 from .scoring import Scorer
-from .table import KeptAnswers, spent_by_each
+from .table import spent_by_each
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +51,9 @@ class RewardersPlugin(ProxyPlugin):
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        config, keys, prices = self.config, self.config.section(JudgeConfig), Prices(self.config.prices)
-        rewarders = []
-        for name, one in keys.rewarders(config.rewards):
-            answers = KeptAnswers(name, one, keys.budget, prices, core.store.database)
-            rewarders.append(made(name, one, config, answers))
+        config, rewarders = self.config, []
+        for name, one in config.section(JudgeConfig).rewarders(config.rewards):
+            rewarders.append(made(name, one, config, core.store.database))
             if one.model is not None:
                 where = urlsplit(one.address).hostname
                 log.info("judge.use: %s: %s at %s reads rollouts", one.kind, one.model, where)

@@ -21,32 +21,15 @@ from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.json_text import dumps_readable
-from ...core.prices import Prices
 from ...trainer.waiting import all_of
-from .config import JudgeConfig
 from .function import Function
 from .kinds import ModelRewarder, check, made, named
 from .rewarder import Away, Given, Json, Rewarder
 from .scoring import not_counted
-from .table import KeptAnswers
 
 PATIENCE_S = 60.0
 SHOWN = 5
 GONE = 404
-
-
-@dataclass(frozen=True, slots=True)
-class RescoreOptions:
-    """The options of the command line. `ids`: these rollouts alone, as siblings."""
-
-    ids: Sequence[str]
-    filters: dict[str, Any]
-    rewarder: str = "function"
-    out: Path | None = None
-    again: bool = False
-    force: bool = False
-    retrain: bool = False
-    dry_run: bool = False
 
 
 class Rescored(NamedTuple):
@@ -61,72 +44,106 @@ class Rescored(NamedTuple):
     error: str | None
 
 
-@dataclass(slots=True)
-class _Rescore:
-    """One run of the command. `there_before`: rollouts that have this version's rewards already."""
+@dataclass(slots=True, kw_only=True)
+class Rescore:
+    """One run of the command, by its options. `ids`: these rollouts alone, as siblings.
+
+    `there_before`: rollouts that have this version's rewards already.
+    """
 
     config: Config
-    options: RescoreOptions
-    api: ApiClient
-    rewarder: Rewarder
-    file: IO[str] | None
+    ids: Sequence[str]
+    filters: dict[str, Any]
+    rewarder: str
+    again: bool
+    force: bool
+    retrain: bool
+    dry_run: bool
+    out: Path | None
     scored: list[Rescored] = field(default_factory=list)
     there_before: int = 0
+    tokens: int = 0
 
     async def run(self) -> None:
-        groups, slots = await self._groups(), asyncio.Semaphore(self.rewarder.at_once)
-        with progress_bar() as progress:
-            bar = progress.add_task("rollouts", total=sum(map(len, groups)))
+        """Ask and post. Raise ConfigError if that cannot begin or go on."""
+        with ExitStack() as stack:
+            async with (
+                opened(self.config, self.rewarder) as rewarder,
+                ApiClient.of(self.config, patience_s=PATIENCE_S) as api,
+            ):
+                if isinstance(rewarder, Function) and not (self.force or self.dry_run):
+                    await self._require_record_alone(rewarder)
+                try:
+                    file = None if self.out is None else stack.enter_context(self.out.open("a", encoding="utf-8"))
+                except OSError as error:
+                    raise ConfigError(f"cannot write {self.out}: {error.strerror}") from None
+                groups, slots = await self._groups(api, rewarder), asyncio.Semaphore(rewarder.at_once)
+                with progress_bar() as progress:
+                    bar = progress.add_task("rollouts", total=sum(map(len, groups)))
 
-            async def score(group: list[str]) -> None:
-                async with slots:
-                    await self._score_together(group)
-                progress.advance(bar, len(group))
+                    async def score(group: list[str]) -> None:
+                        async with slots:
+                            await self._score_together(api, rewarder, group, file)
+                        progress.advance(bar, len(group))
 
-            await all_of(map(score, groups))
+                    try:
+                        await all_of(map(score, groups))
+                    finally:
+                        self.tokens = rewarder.model.tokens if isinstance(rewarder, ModelRewarder) else 0
 
-    async def _groups(self) -> list[list[str]]:
+    async def _require_record_alone(self, function: Function) -> None:
+        async with function.loaded() as process:
+            if not process.from_record:
+                raise ConfigError(
+                    f"{self.config.rewards.function} does not say that it needs the record alone: write "
+                    f"`{function.name}.from_record = True` below it if it looks at nothing that has changed since, or "
+                    "give --force"
+                )
+
+    async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
         """Ids of rollouts whose rewards are posted together: those of a task where they are compared, or retrained.
 
         With `retrain`, so that none is early.
         """
-        options, groups = self.options, defaultdict[str, list[str]](list)
-        if options.ids:
-            return [[(await find(self.api, one))["rollout_id"] for one in options.ids]]
-        filters = options.filters | {"since": since_of(options.filters["since"]), "status": "completed"}
-        async with aclosing(self.api.every_rollout(PAGE, **filters)) as rollouts:
+        if self.ids:
+            return [[(await find(api, one))["rollout_id"] for one in self.ids]]
+        groups = defaultdict[str, list[str]](list)
+        filters = self.filters | {"since": since_of(self.filters["since"]), "status": "completed"}
+        async with aclosing(api.every_rollout(PAGE, **filters)) as rollouts:
             async for one in rollouts:
-                is_sibling = (options.retrain or self.rewarder.in_groups) and one["task_id"] is not None
+                is_sibling = (self.retrain or rewarder.in_groups) and one["task_id"] is not None
                 groups[f"task {one['task_id']}" if is_sibling else one["rollout_id"]].append(one["rollout_id"])
         return [*groups.values()]
 
-    async def _score_together(self, group: list[str]) -> None:
-        parts = [group] if self.rewarder.in_groups else [[rollout_id] for rollout_id in group]
-        found = [one for part in parts for one in await self._score(part)]
+    async def _score_together(self, api: ApiClient, rewarder: Rewarder, group: list[str], file: IO[str] | None) -> None:
+        parts = [group] if rewarder.in_groups else [[rollout_id] for rollout_id in group]
+        found = [one for part in parts for one in await self._score(api, rewarder, part)]
         posts = [
             {"rollout_id": one.rollout_id, "call_id": one.call_id, "name": one.name, "reward": one.reward,
-             "source": one.source, "comment": one.comment, "final": False, "retrain": self.options.retrain}
+             "source": one.source, "comment": one.comment, "final": False, "retrain": self.retrain}
             for _, given in found for one in given.rewards
         ]  # fmt: skip
-        if posts and not self.options.dry_run:
-            await self.api.request("POST", "/reward", posts)
+        if posts and not self.dry_run:
+            await api.request("POST", "/reward", posts)
         for scored, _ in found:
             self.scored.append(scored)
-            if self.file is not None:
-                self.file.write(dumps_readable(scored._asdict()) + "\n")
-                self.file.flush()
+            if file is not None:
+                file.write(dumps_readable(scored._asdict()) + "\n")
+                file.flush()
 
-    async def _score(self, rollout_ids: list[str]) -> Iterator[tuple[Rescored, Given]]:
+    async def _score(
+        self, api: ApiClient, rewarder: Rewarder, rollout_ids: list[str]
+    ) -> Iterator[tuple[Rescored, Given]]:
         """What rollouts are given; nothing for those that have this version's rewards already, or were deleted."""
-        rollouts, source = await read_rollouts(self.api, rollout_ids), await self.rewarder.source()
+        rollouts, source = await read_rollouts(api, rollout_ids), await rewarder.source()
         is_new = [
-            self.options.again or self.options.dry_run or all(one["source"] != source for one in rollout["rewards"])
+            self.again or self.dry_run or all(one["source"] != source for one in rollout["rewards"])
             for rollout in rollouts
         ]
         self.there_before += len(rollouts) - sum(is_new)
         if not any(is_new):
             return iter(())
-        pairs = zip(rollouts, await self.rewarder.reward(rollouts), is_new, strict=True)
+        pairs = zip(rollouts, await rewarder.reward(rollouts), is_new, strict=True)
         return ((_rescored(rollout, given, source), given) for rollout, given, new in pairs if new)
 
 
@@ -139,38 +156,19 @@ def _rescored(rollout: Json, given: Given, source: str) -> Rescored:
     return Rescored(rollout["rollout_id"], rollout["task_id"], before, values, comments, source, given.error)
 
 
-def rescore_command(config: Config, options: RescoreOptions, *, as_json: bool) -> None:
+def rescore_command(work: Rescore, *, as_json: bool) -> None:
     """Run the command. Raise ConfigError for a wrong option; exit with 1 if the rewarder failed."""
-    if options.rewarder == "function" and config.rewards.function is None:
+    if work.rewarder == "function" and work.config.rewards.function is None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
-    if run_until_signal(_run(config, options, as_json)):
+    try:
+        run_until_signal(work.run())
+    except BaseException:
+        if work.scored:
+            show(work, as_json=as_json)
+        raise
+    show(work, as_json=as_json)
+    if any(one.error is not None for one in work.scored):
         raise typer.Exit(1)
-
-
-async def _run(config: Config, options: RescoreOptions, as_json: bool) -> bool:
-    """Return whether the rewarder failed for a rollout."""
-    with ExitStack() as stack:
-        async with opened(config, options.rewarder) as rewarder, ApiClient.of(config, patience_s=PATIENCE_S) as api:
-            if isinstance(rewarder, Function) and not (options.force or options.dry_run):
-                async with rewarder.loaded() as process:
-                    if not process.from_record:
-                        raise ConfigError(
-                            f"{config.rewards.function} does not say that it needs the record alone: write "
-                            f"`{rewarder.name}.from_record = True` below it if it looks at nothing that has changed "
-                            "since, or give --force"
-                        )
-            try:
-                file = None if options.out is None else stack.enter_context(options.out.open("a", encoding="utf-8"))
-            except OSError as error:
-                raise ConfigError(f"cannot write {options.out}: {error.strerror}") from None
-            work, is_whole = _Rescore(config, options, api, rewarder, file), False
-            try:
-                await work.run()
-                is_whole = True
-            finally:
-                if is_whole or work.scored:
-                    show(work, as_json=as_json)
-    return any(one.error is not None for one in work.scored)
 
 
 def changes(scored: Sequence[Rescored]) -> Iterator[Json]:
@@ -183,12 +181,11 @@ def changes(scored: Sequence[Rescored]) -> Iterator[Json]:
                "mean_after": after}  # fmt: skip
 
 
-def show(work: _Rescore, *, as_json: bool) -> None:
+def show(work: Rescore, *, as_json: bool) -> None:
     """Print each rollout of a dry run, and the summary."""
-    scored, dry = work.scored, work.options.dry_run
+    scored, dry, tokens = work.scored, work.dry_run, work.tokens
     failed, found = [one for one in scored if one.error is not None], [*changes(scored)]
     silent = sum(one.error is None and not one.values for one in scored)
-    tokens = work.rewarder.model.answers.tokens if isinstance(work.rewarder, ModelRewarder) else 0
     if as_json:
         told: Json = {"asked": len(scored), "failed": len(failed), "without_reward": silent, "tokens": tokens}
         told |= {"scored_before": work.there_before, "rewards": found}
@@ -221,9 +218,7 @@ async def opened(config: Config, which: str) -> AsyncIterator[Rewarder]:
     if which != "function":
         await check(config)
     name, one = named(config, which)
-    rewarder = made(
-        name, one, config, KeptAnswers(name, one, config.section(JudgeConfig).budget, Prices(config.prices))
-    )
+    rewarder = made(name, one, config)
     try:
         yield rewarder
     except Away as error:

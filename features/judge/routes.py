@@ -15,7 +15,7 @@ from ...store.database import Database
 from .config import JudgeConfig, RewarderConfig
 from .kinds import made
 from .rewarder import Away
-from .table import CHECK, ENOUGH, LABELS, WAIT_FOR, Checked, Order, PeopleTable, spent_by_each
+from .table import CHECK, ENOUGH, LABELS, WAIT_FOR, Checked, Order, spent_by_each, take_back, unrated
 
 router = APIRouter(tags=["rewards"], route_class=UserRoute)
 
@@ -127,8 +127,8 @@ async def get_queue(
     limit: Limit = 50,
 ) -> Any:
     """Ended rollouts that this person (a `source`) has not rated; `uncertain`: first those with a middling reward."""
-    table = PeopleTable(request.parts.store.database)
-    return {"data": [dict(row) for row in await table.queue(person, order, limit, request.caller.sees)]}
+    rows = await unrated(request.parts.store.database, person, order, limit, request.caller.sees)
+    return {"data": [dict(row) for row in rows]}
 
 
 @router.delete("/rollouts/{rollout_id}/rewards/{reward_id}", status_code=204)
@@ -142,5 +142,5 @@ async def take_back_reward(
     caller = request.caller
     if caller.rollout is not None:
         raise Forbidden("a rollout's own key takes back no reward")
-    table = PeopleTable(request.parts.store.database)
-    await table.take_back(rollout_id, reward_id, caller.key_id, of_any=caller.is_admin)
+    database = request.parts.store.database
+    await take_back(database, rollout_id, reward_id, caller.key_id, of_any=caller.is_admin)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core.errors import NotFound
 from ...core.json_text import dumps
-from ...core.prices import Price, Prices, Used
 from ...core.records import Reward
 from ...store.database import Database, Row, Transaction
 from ...store.rewards import count_returns, post_rewards
-from .config import BudgetConfig, RewarderConfig
-from .rewarder import Away
 
 SPOKEN_ABOUT = """
 INSERT INTO rewarder_spoken (n, rewarder)
@@ -138,85 +134,19 @@ class Spoken:
         return await self._db.write(work)
 
 
-class KeptAnswers:
-    """What a rewarder's model answered, and has used: in the store, or, without one, in one run of a command.
-
-    An answer goes when one of its rollouts is deleted; what it has used stays counted. Without a `price`, a model of
-    others costs what `prices` says.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        config: RewarderConfig,
-        budget: BudgetConfig,
-        prices: Prices | None = None,
-        database: Database | None = None,
-    ) -> None:
-        self._name, self._config, self._budget, self._prices, self._db = name, config, budget, prices, database
-        self._kept: dict[str, str] = {}
-        self.tokens, self.usd = 0, 0.0
-
-    async def known(self, digest: str) -> str | None:
-        """Return the answer to a question that was asked before."""
-        if self._db is None:
-            return self._kept.get(digest)
-        return await self._db.value(str, ANSWER, digest=digest)
-
-    async def keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
-        """Keep an answer about some rollouts."""
-        if self._db is None:
-            self._kept[digest] = answer
-        else:
-            kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
-            await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
-
-    async def spend(self, used: Used) -> None:
-        """Count what a question used."""
-        tokens, usd = used.input + used.output, 0.0
-        if price := await self._price():
-            usd = price.of(used)
-        self.tokens, self.usd = self.tokens + tokens, self.usd + usd
-        if self._db is not None and tokens:
-            await self._db.execute(SPENT_MORE, rewarder=self._name, tokens=tokens, usd=usd)
-
-    async def require(self) -> None:
-        """Raise Away if the budget is spent: by all rewarders of a store together."""
-        tokens, usd = float(self.tokens), self.usd
-        if self._db is not None:
-            spent = await spent_by_each(self._db)
-            tokens, usd = sum(one["tokens"] for one in spent), sum(one["usd"] for one in spent)
-        for name, value, most in (("tokens", tokens, self._budget.tokens), ("usd", usd, self._budget.usd)):
-            if most is not None and value >= most:
-                raise Away(f"judge.budget.{name} is spent ({value:g} of {most:g})")
-
-    async def _price(self) -> Price | None:
-        if self._config.price is not None:
-            read, wrote = self._config.price
-            return Price(read, wrote, read, read)
-        if self._prices is None or self._config.api == "hosted_vllm":
-            return None
-        return await asyncio.to_thread(self._prices.of, (self._config.model or "").partition("/")[2])
+async def unrated(database: Database, person: str, order: Order, limit: int, key_id: str | None) -> Sequence[Row]:
+    """Return rollouts that a person has not rated. `key_id`: only those that were opened with this key."""
+    statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY, order=ORDERS[order])
+    return await database.all(statement, {"person": person, "limit": limit, "key_id": key_id})
 
 
-class PeopleTable:
-    """What people may rate, and have rated."""
+async def take_back(database: Database, rollout_id: str, reward_id: int, key_id: str | None, *, of_any: bool) -> None:
+    """Delete a person's reward that was posted with this key, or with `any`. Raise NotFound."""
+    row = {"rollout_id": rollout_id, "reward_id": reward_id, "any": of_any, "key_id": key_id}
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    async def work(db: Transaction) -> None:
+        if not await db.all(TAKE_BACK, row):
+            raise NotFound(f"rollout {rollout_id!r} has no reward {reward_id} named {HUMAN} that this key gave")
+        await count_returns(db, [rollout_id])
 
-    async def queue(self, person: str, order: Order, limit: int, key_id: str | None) -> Sequence[Row]:
-        """Return rollouts that a person has not rated. `key_id`: only those that were opened with this key."""
-        statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY, order=ORDERS[order])
-        return await self._db.all(statement, {"person": person, "limit": limit, "key_id": key_id})
-
-    async def take_back(self, rollout_id: str, reward_id: int, key_id: str | None, *, of_any: bool) -> None:
-        """Delete a person's reward that was posted with this key, or with `any`. Raise NotFound."""
-        row = {"rollout_id": rollout_id, "reward_id": reward_id, "any": of_any, "key_id": key_id}
-
-        async def work(db: Transaction) -> None:
-            if not await db.all(TAKE_BACK, row):
-                raise NotFound(f"rollout {rollout_id!r} has no reward {reward_id} named {HUMAN} that this key gave")
-            await count_returns(db, [rollout_id])
-
-        await self._db.write(work)
+    await database.write(work)

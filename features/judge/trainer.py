@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 
 from ...core.config.root import Config
-from ...core.prices import Prices
 from ...core.records import ModelCall, Reward
 from ...proxy.api.views import call_view
 from ...store.store import Store
@@ -18,9 +17,7 @@ from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.waiting import JudgeError
 from .config import BudgetConfig, JudgeConfig
 from .kinds import JUDGE, Judge, require_model
-from .model import JudgeModel
 from .rewarder import Away
-from .table import KeptAnswers
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +26,8 @@ class StepJudge(Judge):
     """Scores calls of agents whose credit is a judge's. Its answers, and what it used, are in the store."""
 
     def __init__(self, whole: Config, store: Store) -> None:
-        one = whole.section(JudgeConfig).calls.rewarder()
-        answers = KeptAnswers(JUDGE, one, BudgetConfig(), Prices(whole.prices), store.database)
-        super().__init__(JUDGE, one, JudgeModel(one, answers, whole), whole)
+        super().__init__(JUDGE, whole.section(JudgeConfig).calls.rewarder(), whole, store.database)
+        self.model.budget = BudgetConfig()  # that of `judge.use` is for rewards
         self._agents, self._credit, self._store = TrainedAgents(whole.trainer.agents), whole.trainer.credit, store
 
     def wants(self, agent: str | None) -> bool:

@@ -37,7 +37,7 @@ def written(directory: Path, body: str, name: str = "reward") -> str:
 
 
 async def until(found: Callable[[], Awaitable[Any]]) -> Any:
-    for _ in range(300):
+    for _ in range(600):
         if value := await found():
             return value
         await asyncio.sleep(0.05)
