@@ -31,6 +31,7 @@ from .waiting import GuideError, JudgeError, Stopped, all_of, in_thread, pause, 
 log = logging.getLogger(__name__)
 
 NO_HOOKS = TrainerHooks()
+POLL_S = 0.1  # between two looks for complete groups
 UNPUBLISHED = -1  # in place of a policy version: the trainer's weights were not published
 
 
@@ -87,7 +88,7 @@ class TrainingLoop:
                     if await self.is_stopped() or not await self._train_when_due(once):
                         if once:
                             break
-                        await pause(stop, self._config.poll_s)
+                        await pause(stop, POLL_S)
                 if not stop.is_set():
                     await self.verify_live()
                 return

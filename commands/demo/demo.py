@@ -192,7 +192,6 @@ def settings(model: Path, steps: int) -> Json:
             "group_size": GROUP_SIZE,
             "tasks_per_step": TASKS_PER_STEP,
             "lora_rank": 16,
-            "poll_s": 0.1,
             "max_steps": steps,
         },
     }

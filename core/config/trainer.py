@@ -29,17 +29,11 @@ from .section import (
     feature_sections,
 )  # fmt: skip
 
-MIN_EARLIER = 4  # the fewest earlier rollouts from which a usual reward can be estimated
 # A function of the user's own in a file, or one of a plugin.
 _OWN = re.compile(r"(.+\.py|[A-Za-z0-9_.-]+):[A-Za-z_][A-Za-z0-9_]*")
 
 
-class AirConfig(Section):
-    enabled: bool = False
-    tool_error: Number = -0.1
-    bad_arguments: Number = -0.1
-    repeated_call: Number = -0.1
-    truncated: Number = -0.1
+AirEvent = Literal["tool_error", "bad_arguments", "repeated_call", "truncated"]
 
 
 def _cron(text: str) -> str:
@@ -88,18 +82,6 @@ class ScheduleConfig(Section):
 LossType = Literal["cispo", "grpo", "sapo", "vespo", "dapo", "bnpo", "dr_grpo", "luspo"]
 
 
-class SapoConfig(Section):
-    temperature_pos: Positive = 1.0
-    temperature_neg: Positive = 1.05
-
-
-class VespoConfig(Section):
-    k_pos: Positive = 2.0
-    lambda_pos: Positive = 3.0
-    k_neg: Positive = 3.0
-    lambda_neg: Positive = 2.0
-
-
 class EntropyConfig(Section):
     coef: NotNegative = 0.0
     target: Positive | None = None
@@ -140,12 +122,11 @@ class TrainerConfig(WithFeatures):
     discount: Unit = 1.0
     anchor_weight: NotNegative = 1.0
     reward_weights: dict[str, Number] = {"reward": 1.0}
-    air: AirConfig = AirConfig()
+    air: dict[AirEvent, Number] = {}
     schedule: ScheduleConfig = ScheduleConfig()
     baseline: str = "grpo"
     compare: Literal["task", "step"] = "task"
     lone_rollouts: Literal["drop", "running"] = "drop"
-    running_window: Annotated[int, Field(ge=MIN_EARLIER)] = 32
     failed_rollouts: Literal["drop", "zero"] | Number = "drop"
     group_size: Annotated[int, Field(ge=2, le=1000)] = 8
     tasks_per_step: Count = 8
@@ -166,9 +147,6 @@ class TrainerConfig(WithFeatures):
     clip_low: Above0 = 0.2
     clip_high: Above0 = 0.3
     importance_cap: Above0 | None = 2.0
-    sapo: SapoConfig = SapoConfig()
-    vespo: VespoConfig = VespoConfig()
-    guide_limit: Positive = 5.0
     kl_coef: NotNegative = 0.0
     kl_estimator: Literal["k2", "k3"] = "k2"
     kl_metric: bool = False
@@ -186,7 +164,6 @@ class TrainerConfig(WithFeatures):
     threads: Count | None = None
     keep_checkpoints: Annotated[int, Field(ge=2)] = 3
     report_to: list[str] = ["tensorboard"]
-    poll_s: Seconds = 0.5
     seed: int = 0
     _range: tuple[float, float] = PrivateAttr(DEFAULT_RANGE)
 

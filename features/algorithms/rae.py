@@ -5,7 +5,7 @@
 R_ip is the return of agent p's calls in rollout i: the rollout's own reward, or else the sum of those calls'. d is
 0.95, and n_j counts the rollouts of p between j and i. It is for games, where no two rollouts are siblings, and one
 seat wins what the other loses. The earlier rollouts are those of the group. `trainer.compare: step` makes all of a step
-one group. `trainer.lone_rollouts: running` gives those without a task the `trainer.running_window` before.
+one group. `trainer.lone_rollouts: running` gives those without a task the last 32 before.
 The baseline of a rollout has none of its own return in it, so that the gradient keeps its expectation. SPIRAL's begins
 at 0 and never ends; here it begins anew with each group, and the first rollout of all teaches nothing.
 Source: SPIRAL, arXiv 2506.24119, section on role-conditioned advantage estimation, and its train_spiral.py.

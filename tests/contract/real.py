@@ -66,7 +66,7 @@ class System(Served):
             policy={"model": str(model), "publish": publish} | (policy or {}),
             vllm={"port": self.vllm_port, "max_model_len": 256, "kv_cache_gib": 1} | (vllm or {}),
             trainer={
-                "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 5e-3, "report_to": [], "poll_s": 0.1,
+                "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 5e-3, "report_to": [],
                 "group_timeout_s": 30, "collapse": {"action": "warn"},  # so large a rate moves far in a step
             } | (trainer or {}),
             **({"evaluation": evaluation} if evaluation else {}),

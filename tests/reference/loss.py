@@ -113,12 +113,12 @@ def terms(logprobs: Tensor, old: Tensor, advantages: Tensor, c: Json) -> Tensor:
         case "cispo":
             return -ratios.detach().clamp(max=cap(c)) * advantages * logprobs
         case "sapo":
-            tau = torch.where(advantages > 0, c["sapo"]["temperature_pos"], c["sapo"]["temperature_neg"])
+            tau = torch.where(advantages > 0, 1.0, 1.05)
             return -torch.sigmoid(tau * (ratios - 1)) * 4 / tau * advantages
         case "vespo":
             log_w = (logprobs - old).detach().sum().clamp(math.log(1e-8), 20.0)
-            k = torch.where(advantages >= 0, c["vespo"]["k_pos"], c["vespo"]["k_neg"])
-            limit = torch.where(advantages >= 0, c["vespo"]["lambda_pos"], c["vespo"]["lambda_neg"])
+            k = torch.where(advantages >= 0, 2.0, 3.0)
+            limit = torch.where(advantages >= 0, 3.0, 2.0)
             return -(limit + k * log_w - limit * log_w.exp()).exp() * advantages * logprobs
     low, high = 1 - c["clip_low"], 1 + c["clip_high"]
     bounded = ratios.clamp(max=max(cap(c), high))
@@ -177,7 +177,7 @@ def loss(policy: Policy, rows: Sequence[Json], compared: int, c: Json) -> tuple[
         advantages = torch.full_like(old, answer["advantage"])
         if "teacher" in answer:
             gap = torch.tensor(answer["teacher"]["logprobs"]).double()[inside] - logprobs.detach()
-            advantages = advantages + answer["teacher"]["weight"] * gap.clamp(-c["guide_limit"], c["guide_limit"])
+            advantages = advantages + answer["teacher"]["weight"] * gap.clamp(-5.0, 5.0)
         counts["clipped"] += clipped(logprobs, old, advantages, c)
         of_tokens = terms(logprobs, old, advantages, c)
         if c["kl_coef"]:

@@ -255,7 +255,7 @@ async def test_no_step_is_taken_before_its_round_is_due(
 ) -> None:
     caplog.set_level("INFO")
     schedule = {"when": "rollouts", "every_rollouts": 12}
-    async with bench(base, tmp_path, schedule=schedule, poll_s=0.01, max_steps=2) as b:
+    async with bench(base, tmp_path, schedule=schedule, max_steps=2) as b:
         early = await b.groups("t1", "t2")  # enough for a step
         training = asyncio.create_task(b.loop().run(asyncio.Event()))
         while "the trainer waits for 12 complete rollouts, 8 so far" not in caplog.text:

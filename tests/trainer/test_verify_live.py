@@ -46,7 +46,7 @@ async def first_version(base: Path, tmp_path: Path, **settings: Any) -> AsyncIte
 @asynccontextmanager
 async def running(base: Path, tmp_path: Path) -> AsyncIterator[Bench]:
     """A trainer that runs; version 1 is live."""
-    async with bench(base, tmp_path, "merged", group_size=16, poll_s=0.01) as b:
+    async with bench(base, tmp_path, "merged", group_size=16) as b:
         await b.groups("t1", "t2")
         stop = asyncio.Event()
         training = asyncio.create_task(b.loop().run(stop))

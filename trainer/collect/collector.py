@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
-from ...core.config.trainer import MIN_EARLIER, TrainerConfig
+from ...core.config.trainer import TrainerConfig
 from ...core.errors import NotFound, UpstreamTimeout, UpstreamUnreachable
 from ...core.groups import Group
 from ...core.records import ModelCall, Rollout
@@ -35,6 +35,8 @@ ABSURD = 1e12  # no advantage or return is larger; NaN is not smaller
 POISONED = f"returns or advantages of its group are not finite, or beyond {ABSURD:g}"
 UNVERIFIED = "answered by a policy version that was not verified"
 STALE = "stale: sampled by too old a policy version"
+# Earlier rollouts that one without siblings is compared with: fewer say too little of what is usual.
+MIN_EARLIER, RUNNING_WINDOW = 4, 32
 
 
 class Collector:
@@ -159,12 +161,12 @@ class Collector:
     async def _earlier(self, rollout: Rollout, known: dict[str, Sibling | None]) -> list[Sibling]:
         """The running baseline: earlier rewarded rollouts, of the same task if there are enough, else of all.
 
-        At most `running_window` of them; none if there are fewer than MIN_EARLIER. Only the store is asked, so a
+        At most RUNNING_WINDOW of them; none if there are fewer than MIN_EARLIER. Only the store is asked, so a
         restart changes nothing. `known` has the rollouts read for this step so far; those read here are added to it.
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
             found = await self._store.waiting.earlier(
-                rollout.rollout_id, task_id, self._config.running_window, self._failed_has_reward
+                rollout.rollout_id, task_id, RUNNING_WINDOW, self._failed_has_reward
             )
             for missing in (r for r in found if r.rollout_id not in known):
                 known[missing.rollout_id] = await self._sibling(missing)

@@ -15,7 +15,6 @@ from jsonschema.validators import validator_for
 from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 
-from ...core.config.trainer import AirConfig
 from ...core.records import ModelCall, ToolCall
 from ...core.tools import dicts
 
@@ -31,18 +30,17 @@ _ERROR = re.compile(
 FLAGS = ("is_error", "isError")
 
 
-def air_rewards(calls: Sequence[ModelCall], config: AirConfig) -> dict[str, float]:
+def air_rewards(calls: Sequence[ModelCall], weights: Mapping[str, float]) -> dict[str, float]:
     """Return the automatic reward of each call of a rollout, in order: each event's weight times its count.
 
-    Calls without events are left out; all calls are if `config` is not enabled.
+    `weights`: `trainer.air`. Calls without an event that has a weight are left out.
     """
-    if not config.enabled:
+    if not weights:
         return {}
-    weights = {name: float(value) for name, value in config if name != "enabled"}
     seen: set[tuple[str, bytes]] = set()
     found: dict[str, float] = {}
     for call in (call for call in calls if call.is_decision):
-        if events := list(_events(call, seen)):
+        if events := [event for event in _events(call, seen) if event in weights]:
             found[call.call_id] = sum(weights[event] for event in events)
     return found
 

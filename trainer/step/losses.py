@@ -89,28 +89,26 @@ def cispo(given: LossInputs) -> Tensor:
 
 
 def sapo(given: LossInputs) -> Tensor:
-    """Return SAPO's -(4 / τ) σ(τ (r - 1)) A (arXiv 2511.20347); τ is `sapo.temperature_pos`, or `_neg` where A <= 0.
+    """Return SAPO's -(4 / τ) σ(τ (r - 1)) A (arXiv 2511.20347); τ is 1, or 1.05 where A <= 0, as the paper has it.
 
     It assumes that trust in a token fades with its distance from r = 1 on both sides, faster at a higher τ.
     By hand: r = 1: slope -A. r = 3, A = 1, τ = 1: -4 · 0.881 = -3.52, slope -4 · 0.105 · 3 = -1.26.
     """
-    config = given.config.sapo
-    tau = torch.where(given.advantages > 0, config.temperature_pos, config.temperature_neg)
+    tau = torch.where(given.advantages > 0, 1.0, 1.05)
     return -torch.sigmoid(tau * (given.level_ratios - 1)) * 4 / tau * given.advantages
 
 
 def vespo(given: LossInputs) -> Tensor:
     """Return VESPO's -sg(w^k e^(λ (1 - w))) A log p; w is the product of an answer's ratios (arXiv 2602.10693).
 
-    k and λ are `vespo.k_pos` and `lambda_pos`, or `_neg` where A < 0. It assumes that entire answers are likely or not
+    k and λ are 2 and 3, or 3 and 2 where A < 0, as in TRL. It assumes that entire answers are likely or not
     under the policy, and weighs those down that became much likelier or less likely. The weight stays under 1.3.
     By hand: w = 1: slope -A. w = 2, A = 1, k = 2, λ = 3: 4 · e^-3 = 0.2, slope -0.2.
     """
-    config, good = given.config.vespo, given.advantages >= 0
+    good = given.advantages >= 0
     log_ratios = (given.logprobs - given.sampled_logprobs).detach().clamp(-20.0, 20.0)
     log_w = (log_ratios * given.mask).sum(1, keepdim=True).clamp(math.log(1e-8), 20.0)
-    k = torch.where(good, config.k_pos, config.k_neg)
-    limit = torch.where(good, config.lambda_pos, config.lambda_neg)
+    k, limit = torch.where(good, 2.0, 3.0), torch.where(good, 3.0, 2.0)
     return -(limit + k * log_w - limit * log_w.exp()).exp() * given.advantages * given.logprobs
 
 
@@ -302,6 +300,9 @@ class EntropyBonus:
             self._coef, self._is_low = min(state["coef"], self._config.max_coef), state["is_low"]
 
 
+GUIDE_LIMIT = 5.0  # nats at one token
+
+
 class Guided(NamedTuple):
     """What guides add, (A, L): where they spoke, the clipped difference there, and what it adds to the advantage."""
 
@@ -311,15 +312,15 @@ class Guided(NamedTuple):
 
 
 def guided(given: LossInputs, samples: Sequence[Sample], answers: Answers) -> tuple[LossInputs, Guided]:
-    """Add weight · clip(guide's log-probability - the policy's, -guide_limit, guide_limit) to the advantages.
+    """Add weight · clip(guide's log-probability - the policy's, -GUIDE_LIMIT, GUIDE_LIMIT) to the advantages.
 
     Such an advantage is that of the reverse KL: its policy gradient brings the policy nearer to the guide (MiniLLM,
     arXiv 2306.08543).
     """
     guide = answers.take_lists([s.guidance.logprobs if s.guidance else (math.nan,) * len(s.mask) for s in samples])
     weights = torch.tensor([s.guidance.weight if s.guidance else 0.0 for s in samples], device=guide.device)
-    there, limit = ~guide.isnan() & given.mask.bool(), given.config.guide_limit
-    gap = (guide - given.logprobs.detach()).clamp(-limit, limit).where(there, 0.0)
+    there = ~guide.isnan() & given.mask.bool()
+    gap = (guide - given.logprobs.detach()).clamp(-GUIDE_LIMIT, GUIDE_LIMIT).where(there, 0.0)
     added = weights[answers.rows] * gap
     return replace(given, advantages=given.advantages + added), Guided(there, gap, added)
 

@@ -110,7 +110,7 @@ async def test_a_collapse_that_shows_while_a_step_waits_to_be_published_stops_it
             for task in ("t1", "t2"):
                 await b.rollout(task, 0.0, version=1)
         stop = asyncio.Event()
-        training = asyncio.create_task(b.loop(poll_s=0.01).run(stop))
+        training = asyncio.create_task(b.loop().run(stop))
         while (collapse := await b.store.steps.collapse()) is None:
             await asyncio.sleep(0.02)
         assert collapse.sign == "reward" and (await b.store.versions.live()).version == 1

@@ -186,7 +186,7 @@ async def test_calls_with_the_same_prompt_are_compared_by_anchor(traffic: Traffi
 async def test_automatic_rewards_add_to_posted_ones(traffic: Traffic) -> None:
     await traffic.rollout("a", "t", 1.0, finish="length")
     await traffic.rollout("b", "t", 1.0)
-    batch = await traffic.batch(air={"enabled": True, "truncated": -0.5})
+    batch = await traffic.batch(air={"truncated": -0.5})
     assert advantages(batch) == {"a-0": -0.25, "b-0": 0.25}
     assert batch is not None and batch.metrics["reward_mean"] == 1.0  # what was posted
 
@@ -396,9 +396,9 @@ async def test_a_rollout_alone_in_its_task_is_compared_with_earlier_ones_of_it(t
     found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
     assert advantages(found) == {"alone-0": 3.0 - fmean([3.0, 0.0, 1.0, 0.0, 1.0])}
     await traffic.rollout("first", "new task", 104.0)
-    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9, running_window=4)
-    # Nothing of its task: the four before it, whatever their task.
-    assert advantages(found) == {"first-0": 104.0 - fmean([104.0, 3.0, 1.0, 0.0, 1.0])}
+    found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
+    # Nothing of its task: those before it, whatever their task.
+    assert advantages(found) == {"first-0": 104.0 - fmean([104.0, 3.0, *[0.0, 1.0] * 2, *[100.0] * 8])}
 
 
 @pytest.mark.parametrize("text", ["best", {"planner": "best"}])

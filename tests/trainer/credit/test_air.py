@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.core.config.trainer import AirConfig
 from lightning_proxy.core.records import Choice, ModelCall, ToolCall
 from lightning_proxy.core.tools import results_in
 from lightning_proxy.trainer.credit.air import air_rewards
 from support.calls import call
 
-ON = AirConfig(enabled=True, tool_error=-1.0, bad_arguments=-10.0, repeated_call=-100.0, truncated=-1000.0)
+ON = {"tool_error": -1.0, "bad_arguments": -10.0, "repeated_call": -100.0, "truncated": -1000.0}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0}}, "required": ["n"]}
 CHAT = {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}
 
@@ -125,5 +124,5 @@ def test_calls_that_decided_nothing_are_left_out() -> None:
     assert reward(failed, made(tool('{"n": 1}'), call_id="b")) == {}
 
 
-def test_it_is_off_by_default() -> None:
-    assert air_rewards([made(tool("{"))], AirConfig()) == {}
+def test_what_has_no_weight_is_no_event() -> None:
+    assert air_rewards([made(tool("{"))], {"tool_error": -1.0}) == {}

@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.step.losses import (
+    GUIDE_LIMIT,
     LOSSES,
     Answers,
     answer_spans,
@@ -119,7 +120,7 @@ def plain_loss(learner: LightningTrainer, given: Batch, base: LlamaForCausalLM |
 def guided(c: TrainerConfig, sample: Sample, i: int, logp: float) -> float:
     if sample.guidance is None or math.isnan(said := sample.guidance.logprobs[i]):
         return 0.0
-    return sample.guidance.weight * max(-c.guide_limit, min(said - logp, c.guide_limit))
+    return sample.guidance.weight * max(-GUIDE_LIMIT, min(said - logp, GUIDE_LIMIT))
 
 
 def runs(sample: Sample) -> list[list[int]]:
@@ -136,11 +137,10 @@ def term(c: TrainerConfig, ratio: Tensor, advantage: float, logp: Tensor, whole:
         case "cispo":
             return -min(float(ratio.detach()), c.importance_cap) * advantage * logp
         case "sapo":
-            tau = c.sapo.temperature_pos if advantage > 0 else c.sapo.temperature_neg
+            tau = 1.0 if advantage > 0 else 1.05
             return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
         case "vespo":
-            v = c.vespo
-            k, lam = (v.k_pos, v.lambda_pos) if advantage >= 0 else (v.k_neg, v.lambda_neg)
+            k, lam = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
             return -math.exp(lam) * whole**k * math.exp(-lam * whole) * advantage * logp
         case _:
             clipped = ratio.clamp(1 - c.clip_low, 1 + c.clip_high)
@@ -200,7 +200,7 @@ def test_a_loss_is_that_of_a_plain_implementation_however_the_step_is_cut_and_ca
 def test_a_guides_log_probability_minus_the_policys_is_an_advantage_of_each_token(
     model: Path, tmp_path: Path, loss_type: str, level: str
 ) -> None:
-    settings = {"loss_type": loss_type, "importance_level": level, "teacher": TEACHER, "guide_limit": 3.0}
+    settings = {"loss_type": loss_type, "importance_level": level, "teacher": TEACHER}
     learner = trained_a_little(trainer(model, tmp_path, **settings))
     given, rng = batch(learner), random.Random(5)
 
