@@ -273,7 +273,10 @@ async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are
                 await _tool_user(recorder, Store(database), name, name == "good")
         await database.checkpoint()
     settings = {"credit": "discounted", "baseline": "dr_grpo", "group_size": 2, "group_timeout_s": 1e-9}
-    settings |= {"reward_weights": {"reward": 1.0, "style": 2.0, "judge": 8.0}, "air": {"tool_error": -0.1, "truncated": -0.1}}
+    settings |= {
+        "reward_weights": {"reward": 1.0, "style": 2.0, "judge": 8.0},
+        "air": {"tool_error": -0.1, "truncated": -0.1},
+    }
     found = []
     for number, data in enumerate((source, export(source, tmp_path / f"week.{suffix}"))):
         async with opened(await prepare(data, tmp_path / str(number))) as database:
