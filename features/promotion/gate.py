@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ...core.config.root import Config
@@ -35,7 +35,8 @@ NO_EVIDENCE = (
 )
 TRAINED = "reward"  # what the trainer counts: named rewards, times their weights
 SIDES = ("candidate", "live")
-Group = dict[str, list[Observed]]  # siblings that are complete, or waited for no more, by side
+# Siblings that are complete, or waited for no more: the values of each by metric, by side.
+SiblingGroup = dict[str, list[dict[str, float | None]]]
 
 
 class Gate:
@@ -141,34 +142,28 @@ def weigh(test: Promotion, rollouts: Sequence[Observed], config: Config, now: fl
     is_full = len(rollouts) >= gate.max_rollouts
     groups, are_all = _groups(test, rollouts, config, now, is_full)
     compared = {metric.name: _compared(metric, groups, gate.level, len(metrics)) for metric in metrics}
-    counted = {one.rollout_id for group in groups for side in SIDES for one in group[side]}
-    counts = {}
-    for side in SIDES:
-        own = [one for one in rollouts if (one.version == test.version) == (side == "candidate")]
-        without = [
-            one for one in own if any(metric.rewards is not None and metric.of(one) is None for metric in metrics)
-        ]
-        counts[side] = {
-            "rollouts": len(own),
-            "counted": sum(one.rollout_id in counted for one in own),
-            "failed": sum(one.status == "failed" for one in own),
-            "unrewarded": sum(one.rollout_id in counted for one in without),
-        }
-    evidence = {
+    rewards = [metric.name for metric in metrics if metric.rewards is not None]
+    evidence: dict[str, Any] = {
         "rollouts": len(rollouts),
         "max_rollouts": gate.max_rollouts,
         "level": gate.level,
         "groups": len(groups),
-        **counts,
         "metrics": {name: numbers for name, (numbers, _) in compared.items()},
     }
+    for side, version in zip(SIDES, (test.version, test.against), strict=True):
+        own, counted = [one for one in rollouts if one.version == version], [v for group in groups for v in group[side]]
+        evidence[side] = {
+            "rollouts": len(own),
+            "failed": sum(one.status == "failed" for one in own),
+            "unrewarded": sum(any(values[name] is None for name in rewards) for values in counted),
+        }
     outcome, reason = _decision({name: one for name, (_, one) in compared.items()}, is_full and are_all)
     return Weighed(evidence, outcome, reason)
 
 
 def _groups(
     test: Promotion, rollouts: Sequence[Observed], config: Config, now: float, is_full: bool
-) -> tuple[list[Group], bool]:
+) -> tuple[list[SiblingGroup], bool]:
     """Groups that are complete or waited for no more, and whether these are all.
 
     They count in the order in which they began, each after those before it: else a version whose failures take longer
@@ -180,46 +175,47 @@ def _groups(
         number = one.place // (LONE if one.task_id is None else size)
         members[one.opened_by, one.task_id, number].append(one)
     metrics, wait_s = metrics_of(config), config.section(PromotionConfig).reward_timeout_s
-    groups = list[Group]()
+    groups = list[SiblingGroup]()
     for (_, task_id, _), siblings in members.items():
         # One that began when its group was waited for no more is left out: a pair that has counted does not change.
         pairs = enumerate(pairwise(siblings), 1)
         end = next((n for n, (one, other) in pairs if other.created_at > one.created_at + timeout_s), None)
-        in_time = siblings[:end]
-        at = max(_settled_at(one, metrics, wait_s) for one in in_time)
+        at, group = 0.0, SiblingGroup(candidate=[], live=[])
+        for one in siblings[:end]:
+            values = {metric.name: metric.of(one) for metric in metrics}
+            missing = any(values[metric.name] is None for metric in metrics if metric.rewards is not None)
+            at = max(at, _settled_at(one, missing, wait_s))
+            if one.alone and one.status != "discarded":
+                group["candidate" if one.version == test.version else "live"].append(values)
         if end is None and len(siblings) < (LONE if task_id is None else size) and not is_full:
             at = max(at, siblings[-1].created_at + timeout_s)
         if at > now:
             break
-        counted = [one for one in in_time if one.alone and one.status != "discarded"]
-        candidate = [one for one in counted if one.version == test.version]
-        groups.append({"candidate": candidate, "live": [one for one in counted if one.version != test.version]})
+        groups.append(group)
     return groups, len(groups) == len(members)
 
 
-def _settled_at(rollout: Observed, metrics: Sequence[GuardedMetric], wait_s: float) -> float:
+def _settled_at(rollout: Observed, missing: bool, wait_s: float) -> float:
     """The time from which on a rollout's values count: it has ended and has its rewards, or is waited for no more."""
     if rollout.ended_at is None:
         return rollout.created_at + wait_s
-    rewarded = all(metric.of(rollout) is not None for metric in metrics if metric.rewards is not None)
-    if rewarded or rollout.status != "completed":
-        return max([rollout.ended_at, *(reward.created_at or 0.0 for reward in rollout.rewards)])
-    return rollout.ended_at + wait_s
+    if missing and rollout.status == "completed":
+        return rollout.ended_at + wait_s
+    return max([rollout.ended_at, *(reward.created_at or 0.0 for reward in rollout.rewards)])
 
 
 def _compared(
-    metric: GuardedMetric, groups: Sequence[Group], level: float, metrics: int
+    metric: GuardedMetric, groups: Sequence[SiblingGroup], level: float, metrics: int
 ) -> tuple[dict[str, Any], Evidence]:
     """One metric's numbers, as they are kept, and its evidence."""
     pairs, seen = list[float](), {side: list[float]() for side in SIDES}
     for group in groups:
-        values = {side: [v for one in group[side] if (v := metric.of(one)) is not None] for side in SIDES}
+        values = {side: [v for one in group[side] if (v := one[metric.name]) is not None] for side in SIDES}
         for side in SIDES:
             seen[side] += values[side]
         if all(values.values()):
             pairs.append(metric.difference(values))
     evidence, between = evidence_of(pairs, metric.margin, level, metrics), interval(pairs, level, metrics)
-    low, high = metric.range or (-math.inf, math.inf)
     return {
         "margin": metric.margin,
         "pairs": evidence.pairs,
@@ -228,8 +224,7 @@ def _compared(
         "e_drop": evidence.e_drop,
         "e_safe": evidence.e_safe,
         "verdict": evidence.verdict,
-        "clipped": sum(not low <= value <= high for side in SIDES for value in seen[side]),
-        **{side: sum(values) / len(values) if values else None for side, values in seen.items()},
+        **{side: fmean(values) if values else None for side, values in seen.items()},
     }, evidence
 
 

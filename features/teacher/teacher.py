@@ -11,7 +11,6 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 
@@ -28,8 +27,6 @@ from .config import TeacherConfig
 COUNTS = ("calls_taught", "calls_not_plain", "calls_beyond_teacher")
 # Tokenizers that differ do so here: words, numbers, blanks, code, other scripts.
 TEXT = "Hello, world! 1234567 + 89 = 3.14159\n\n\tdef f(x):\n        return x ** 2  # naïve café 東京 Привет 🙂 "
-
-Row = tuple[int, ...]
 
 
 class Teacher:
@@ -64,28 +61,30 @@ class Teacher:
 
     async def guided(self, batch: Batch) -> Batch:
         """Return the batch with the teacher's log-probabilities. Raise GuideError if it gives no answer."""
-        started = time.perf_counter()
+        started, counts, samples = time.perf_counter(), Counter[str](), list[Sample]()
         if self._model is None:
             await self.check()
-        logprobs = await self._scored(
-            self._row(s) for s in batch.samples if any(_is_plain(s, *a) for a in answers_of(s))
-        )
-        counts: Counter[str] = Counter()
-        samples = tuple(self._with(sample, logprobs.get(self._row(sample), []), counts) for sample in batch.samples)
+        answers = [answers_of(sample) for sample in batch.samples]
+        plain = [
+            [(start, end) for start, end in of_row if _is_plain(sample, start)]
+            for sample, of_row in zip(batch.samples, answers, strict=True)
+        ]
+        rows = [sample.token_ids[: self._longest] for sample in batch.samples]
+        distinct = list(dict.fromkeys(row for row, asked in zip(rows, plain, strict=True) if asked))
+        scored = dict(zip(distinct, await all_of(map(self._ask, distinct)), strict=True))
+        for sample, row, of_row, asked in zip(batch.samples, rows, answers, plain, strict=True):
+            values, said = [math.nan] * len(sample.token_ids), scored.get(row, [])
+            counts["calls_not_plain"] += len(of_row) - len(asked)
+            for start, end in asked:
+                counts["calls_taught" if start < self._longest else "calls_beyond_teacher"] += 1
+                values[start : min(end, len(said))] = said[start:end]
+            samples.append(replace(sample, guidance=Guidance(tuple(values), self._config.weight)))
         metrics = {name: float(counts[name]) for name in COUNTS}
-        metrics["teacher_tokens"] = float(sum(len(row) + 1 for row in logprobs))  # vLLM samples one after each row
+        metrics["teacher_tokens"] = float(sum(len(row) + 1 for row in distinct))  # vLLM samples one after each row
         metrics["guide_s"] = time.perf_counter() - started
-        return replace(batch, samples=samples, metrics={**batch.metrics, **metrics})
+        return replace(batch, samples=tuple(samples), metrics={**batch.metrics, **metrics})
 
-    def _row(self, sample: Sample) -> Row:
-        return sample.token_ids[: self._longest]
-
-    async def _scored(self, rows: Iterable[Row]) -> dict[Row, list[float]]:
-        """The log-probabilities of each row's tokens; equal rows are scored once."""
-        distinct = list(dict.fromkeys(rows))
-        return dict(zip(distinct, await all_of(map(self._ask, distinct)), strict=True))
-
-    async def _ask(self, row: Row) -> list[float]:
+    async def _ask(self, row: tuple[int, ...]) -> list[float]:
         assert self._model is not None
         async with self._slots:
             try:
@@ -93,31 +92,17 @@ class Teacher:
             except (UpstreamUnreachable, UpstreamTimeout, VllmError) as error:
                 raise GuideError(f"teacher: {error}") from None
 
-    def _with(self, sample: Sample, logprobs: list[float], counts: Counter[str]) -> Sample:
-        """The sample with the log-probabilities of its plain answers."""
-        values = [math.nan] * len(sample.token_ids)
-        for call_id, start, end in answers_of(sample):
-            if not _is_plain(sample, call_id, start, end):
-                counts["calls_not_plain"] += 1
-            elif start >= self._longest:
-                counts["calls_beyond_teacher"] += 1
-            else:
-                counts["calls_taught"] += 1
-                values[start : min(end, len(logprobs))] = logprobs[start:end]
-        return replace(sample, guidance=Guidance(tuple(values), self._config.weight))
 
-
-def answers_of(sample: Sample) -> Iterator[tuple[str, int, int]]:
-    """Return each answer in a row: its call and [start, end). There is context between any two."""
-    runs, place = [], 0
+def answers_of(sample: Sample) -> list[tuple[int, int]]:
+    """Return each answer [start, end) in a row. There is context between any two."""
+    found, place = [], 0
     for sampled, tokens in groupby(sample.mask):
         start, place = place, place + len(list(tokens))
         if sampled:
-            runs.append((start, place))
-    for call_id, (start, end) in zip(sample.call_ids, runs, strict=True):
-        yield call_id, start, end
+            found.append((start, place))
+    return found
 
 
-def _is_plain(sample: Sample, _: str, start: int, end: int) -> bool:
+def _is_plain(sample: Sample, start: int) -> bool:
     """Whether an answer was sampled at temperature 1 and in no other way: vLLM scores a prompt only like that."""
-    return sample.temperatures[start] == 1.0 and not any(s == start for s, _, _ in sample.shaped)
+    return sample.temperatures[start] == 1.0 and all(start != other for other, _, _ in sample.shaped)

@@ -148,26 +148,6 @@ async def test_what_was_broken_off_is_owed_while_its_version_is_live(running: Ru
         working.cancel()
 
 
-async def test_what_begins_while_it_is_looked_for_is_owed(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with evaluating(running, tmp_path) as e:
-        beside = e.evaluator()
-
-        def and_begins(whole: Callable[..., Any]) -> Callable[..., Any]:
-            async def asked(*args: Any) -> Any:
-                found = await whole(*args)
-                await e.evaluations.begin(0, 0)
-                return found
-
-            return asked
-
-        for name in ("of", "last"):
-            monkeypatch.setattr(beside.evaluations, name, and_begins(getattr(beside.evaluations, name)))
-        owed = await beside.owed()
-        assert owed is not None and owed.version == 0
-
-
 async def test_a_store_that_is_away_at_the_start_and_at_the_end_is_waited_for(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

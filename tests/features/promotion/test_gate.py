@@ -16,7 +16,6 @@ from lightning_proxy.features.promotion import gate
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.proxy.gateway import routing
 from lightning_proxy.store.versions import PolicyVersions
-from support.judging import judging, ordered
 from support.serving import serving
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
@@ -287,45 +286,3 @@ async def test_a_decision_between_two_readings_names_no_version_that_did_not_ans
         await asyncio.sleep(0.3)  # no look of its own is under way
         monkeypatch.setattr(PolicyVersions, "live_now", decided_after)
         assert await served(system, "r", "t") == version
-
-
-SHORT, PADDED = "Four.", "Four" + ", and to say it at more length" * 20 + "."
-RIGHT = """
-def right(rollout):
-    return len(rollout["calls"][-1]["response"]["choices"][0]["message"]["content"]) < 50
-"""
-
-
-@pytest.mark.parametrize(("second", "outcome"), [({}, "promoted"), ({"human": 0.1}, "rejected")])
-async def test_a_version_that_games_a_judge_is_stopped_by_people(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: dict[str, float], outcome: str
-) -> None:
-    monkeypatch.setattr("lightning_proxy.features.judge.scoring.GROUPS_POLL_S", 0.05)
-    (tmp_path / "scoring.py").write_text(RIGHT)
-    ranges = {"reward_ranges": {"human": [-1, 1]}} if "human" in second else {}
-    metrics = {"metrics": {"reward": 0.1, **second}, **ranges}
-    async with judging(ordered(len)) as judge:
-        rank = {"kind": "rank", "name": "liked", "model": "openai/m", "api_base": f"{judge.url}/v1"}
-        settings: dict[str, Any] = {
-            "policy": {"promotion": "gated", "gate": {"max_rollouts": 400, **metrics}},
-            "rewards": {"function": f"{tmp_path}/scoring.py:right", "use": [rank]},
-            "trainer": {**GROUPS, "reward_weights": {"liked": 1, "right": 0}},
-        }
-        async with running(tmp_path, publish="lora", **settings) as system:
-            system.vllm.answer = lambda body: {
-                "role": "assistant", "content": SHORT if body["model"] == "base" else PADDED
-            }  # fmt: skip
-            async with system.store() as store:
-                version = await system.candidate(store, tmp_path)
-            await ready(system, "lora", version)
-            for task, i in ((task, i) for task in range(16) for i in range(4)):
-                rollout = f"t{task}-{i}"
-                _, answer = await system.chat(rollout, X_Task_Id=f"t{task}")
-                human = 1 if answer["choices"][0]["message"]["content"] == SHORT else -1
-                body = {"rollout_id": rollout, "reward": human, "name": "human", "final": True}
-                await system.call("POST", "/reward", body)
-            found = await decided(system, version)
-    assert found["promotion"]["status"] == outcome, found["promotion"]
-    assert found["promotion"]["evidence"]["metrics"]["reward"]["difference"] == pytest.approx(2 / 3)
-    if second:
-        assert found["promotion"]["reason"].startswith(f"{next(iter(second))} is worse: -1.000")

@@ -160,9 +160,8 @@ def test_what_another_model_answered_or_somebody_discarded_counts_for_neither(wh
     assert (reward(weighed)["pairs"], reward(weighed)["candidate"], reward(weighed)["live"]) == (0, None, 1.0)
 
 
-def test_rewards_beyond_the_range_count_as_its_ends_and_are_counted() -> None:
-    weighed = weigh(TEST, groups(3, 5.0, 0.5), rules(), NOW)
-    assert (reward(weighed)["difference"], reward(weighed)["clipped"]) == (pytest.approx(0.5), 6)
+def test_rewards_beyond_the_range_count_as_its_ends() -> None:
+    assert reward(weigh(TEST, groups(3, 5.0, 0.5), rules(), NOW))["difference"] == pytest.approx(0.5)
 
 
 def test_the_newest_reward_of_each_name_counts_times_its_weight() -> None:
@@ -182,3 +181,17 @@ def test_a_policy_that_games_its_reward_is_stopped_by_another_metric(name: str, 
     assert weighed.outcome == "rejected"
     assert weighed.reason.startswith(f"{name} is worse")
     assert weighed.evidence["metrics"]["reward"]["verdict"] == "safe"
+
+
+def test_a_policy_that_games_a_judge_is_stopped_by_what_people_say() -> None:
+    def posted(is_candidate: bool) -> tuple[Reward, ...]:
+        return Reward("r", 1.0 if is_candidate else 0.0), Reward("r", -1.0 if is_candidate else 1.0, name="human")
+
+    ranges, size = {"reward_ranges": {"human": [-1, 1]}}, 2
+    told = [
+        seen(f"t{n}", place, None, size, rewards=posted(choose(TEST, f"t{n}", place, size, 0.5) == 2))
+        for n in range(40) for place in range(size)
+    ]  # fmt: skip
+    assert weigh(TEST, told, rules(size=size), NOW).outcome == "promoted"
+    weighed = weigh(TEST, told, rules({"reward": 0.1, "human": 0.1}, size, **ranges), NOW)
+    assert (weighed.outcome, weighed.reason[:23]) == ("rejected", "human is worse: -1.000 ")

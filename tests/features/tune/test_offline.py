@@ -291,12 +291,9 @@ async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are
     assert found[1] == (found[0][0], pytest.approx(found[0][1]))
 
 
-@pytest.mark.parametrize("missing", ["prompt_token_ids", "response_token_ids", "logprobs"])
-async def test_a_call_that_an_export_has_no_tokens_of_is_not_trainable(
-    recorded: Path, tmp_path: Path, missing: str
-) -> None:
+async def test_a_call_that_an_export_has_no_tokens_of_is_not_trainable(recorded: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in export(recorded, tmp_path / "week.jsonl").read_text().splitlines()]
-    (tmp_path / "week.jsonl").write_text("\n".join(json.dumps(row | {missing: None}) for row in rows))
+    (tmp_path / "week.jsonl").write_text("\n".join(json.dumps(row | {"logprobs": None}) for row in rows))
     async with opened(await prepare(tmp_path / "week.jsonl", tmp_path / "out")) as database:
         (first, _) = await Store(database).calls.of("t1-1")
     assert first.untrainable_reason == "no token ids or log-probabilities in the export"
