@@ -36,7 +36,7 @@ def rollout(when: float, *rewards: float) -> Sibling:
 )
 def test_every_credit_has_finite_advantages_with_every_baseline(credit: str, baseline: str) -> None:
     group = [rollout(0, 1.0, 0.0), rollout(10, 0.0, 3.0, 1.0), rollout(20, 0.0, 0.0)]
-    config = TrainerConfig.model_validate({"credit": credit, "baseline": baseline, "judge": {"model": "j"}})
+    config = TrainerConfig.model_validate({"credit": credit, "baseline": baseline, "judge": {"model": "openai/j"}})
     found = group_advantages(group, config)
     assert [len(own) for own in found] == [2, 3, 2]
     values = torch.tensor([value or 0.0 for own in found for value in own])

@@ -54,7 +54,7 @@ def test_uniform_sums_the_rewards_of_calls_where_the_rollout_has_none() -> None:
 )
 def test_the_return_of_a_call_is_what_its_strategy_compares(credit: str, returns: list[list[float]]) -> None:
     group = [sibling(4.0, 1.0, 0.0), sibling(1.0, 0.0)]
-    assert group_returns(group, config(credit=credit, discount=0.5, judge={"model": "j"})) == returns
+    assert group_returns(group, config(credit=credit, discount=0.5, judge={"model": "openai/j"})) == returns
 
 
 def test_an_unknown_strategy_is_named() -> None:
