@@ -91,7 +91,8 @@ def cispo(given: LossInputs) -> Tensor:
 def sapo(given: LossInputs) -> Tensor:
     """Return SAPO's -(4 / τ) σ(τ (r - 1)) A (arXiv 2511.20347).
 
-    τ is 1, or 1.05 where A <= 0, as the paper has it. It assumes that trust in a token fades with its distance from r = 1 on both sides, faster at a higher τ.
+    τ is 1, or 1.05 where A <= 0, as the paper has it. It assumes that trust in a token fades with its distance from
+    r = 1 on both sides, faster at a higher τ.
     By hand: r = 1: slope -A. r = 3, A = 1, τ = 1: -4 · 0.881 = -3.52, slope -4 · 0.105 · 3 = -1.26.
     """
     tau = torch.where(given.advantages > 0, 1.0, 1.05)
