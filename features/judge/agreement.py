@@ -26,7 +26,7 @@ from ...store.opening import open_database
 from ...trainer.waiting import all_of
 from .kinds import Rank
 from .rescore import opened, read_rollouts
-from .rewarder import Away, Given, Json, Rewarder, decisions
+from .rewarder import Away, Json, Rewarder, decisions
 from .table import CHECK_KEEP, ENOUGH, HUMAN, Checked
 
 FURTHEST = 5
@@ -161,12 +161,16 @@ async def _checked(config: Config, which: str, label: str, limit: int) -> tuple[
             of = " of one task" if rewarder.in_groups else ""
             raise ConfigError(f"no two rollouts{of} have different rewards named {label}: label some first, as in "
                               f"`lightning-proxy reward ID 1 --name {label}`")  # fmt: skip
-        asked = await all_of(_scored(rewarder, source, group) for group in groups)
-        again = AskedAgain()
-        if isinstance(rewarder, Rank):
-            again = await _asked_again(rewarder, groups, asked)
-    scored = [one for one in (one for group in asked for one in group) if isinstance(one, Labelled)]
-    silent = [one for group in asked for one in group if isinstance(one, str)]
+        seen = [[rollout for rollout, _ in group] for group in groups]
+        scores = await all_of(_scores(rewarder, source, rollouts) for rollouts in seen)
+        again = await _asked_again(rewarder, seen, scores) if isinstance(rewarder, Rank) else AskedAgain()
+    scored, silent = [], []
+    for group, of_group in zip(groups, scores, strict=True):
+        for (rollout, value), score in zip(group, of_group, strict=True):
+            if isinstance(score, str):
+                silent.append(score)
+            else:
+                scored.append(Labelled(rollout["rollout_id"], rollout["task_id"], value, score, _length(rollout)))
     found = agreement(scored, within_tasks=rewarder.in_groups) if scored else None
     if found is None:
         raise ConfigError(f"{source}: too few labelled rollouts have a score: {len(silent)} of "
@@ -208,30 +212,24 @@ async def _labelled(api: ApiClient, label: str, limit: int, source: str) -> list
     return [*groups.values()]
 
 
-async def _scored(rewarder: Rewarder, source: str, group: Group) -> list[Labelled | str]:
-    """The group with its scores, recorded ones if all of it has them; or else the rewarder is asked. Or why not."""
+async def _scores(rewarder: Rewarder, source: str, rollouts: Sequence[Json]) -> list[float | str]:
+    """The scores of a group, recorded ones if all of it has them, or else the rewarder is asked; or why it has none."""
     recorded = [
         {(one["name"], one["call_id"]): one["reward"] for one in rollout["rewards"] if one["source"] == source}
-        for rollout, _ in group
+        for rollout in rollouts
     ]
-    scores: list[float | str] = [sum(rewards.values()) for rewards in recorded]
-    if not all(recorded):
-        scores = [_score_of(given) for given in await _patiently(rewarder, [rollout for rollout, _ in group])]
-    return [
-        score if isinstance(score, str)
-        else Labelled(rollout["rollout_id"], rollout["task_id"], label, score, _length(rollout))
-        for (rollout, label), score in zip(group, scores, strict=True)
-    ]  # fmt: skip
+    if all(recorded):
+        return [float(sum(rewards.values())) for rewards in recorded]
+    return await _asked(rewarder, rollouts)
 
 
 @retry(retry=retry_if_exception_type(Away), stop=stop_after_attempt(4), wait=wait_exponential(2), reraise=True)
-async def _patiently(rewarder: Rewarder, rollouts: Sequence[Json]) -> list[Given]:
-    """What a rewarder gives. It is asked again where it is away for seconds; what it answered is not paid for again."""
-    return await rewarder.reward(rollouts)
-
-
-def _score_of(given: Given) -> float | str:
-    return sum(one.reward for one in given.rewards) if given.rewards else given.error or "it gives them nothing"
+async def _asked(rewarder: Rewarder, rollouts: Sequence[Json]) -> list[float | str]:
+    """What a rewarder says. It is asked again where it is away for seconds; what it answered is not paid for again."""
+    return [
+        sum(reward.reward for reward in one.rewards) if one.rewards else one.error or "it gives them nothing"
+        for one in await rewarder.reward(rollouts)
+    ]
 
 
 def _length(rollout: Json) -> int:
@@ -239,16 +237,14 @@ def _length(rollout: Json) -> int:
     return sum(len(body(message)) for turn in chat_turns(decisions(rollout)[-1:]) for message in turn.answer)
 
 
-async def _asked_again(rank: Rank, groups: Sequence[Group], asked: Sequence[Sequence[Labelled | str]]) -> AskedAgain:
+async def _asked_again(rank: Rank, groups: Sequence[Sequence[Json]], scores: Sequence[list[float | str]]) -> AskedAgain:
     """Whether the order in which siblings are shown matters."""
     rank.shuffle = "another order"
     alike, halves = [], []
-    for group, before in zip(groups, asked, strict=True):
-        rollouts = [rollout for rollout, _ in group]
-        first = [one.score for one in before if isinstance(one, Labelled)]
-        second = [score for score in map(_score_of, await _patiently(rank, rollouts)) if isinstance(score, float)]
-        if len(first) == len(second) == len(group) and (share := same_order(first, second)) is not None:
+    for rollouts, before in zip(groups, scores, strict=True):
+        first, second = ([n for n in one if isinstance(n, float)] for one in (before, await _asked(rank, rollouts)))
+        if len(first) == len(second) == len(rollouts) and (share := same_order(first, second)) is not None:
             alike.append(share)
-            order, half = rank.order(rollouts), len(group) // 2
+            order, half = rank.order(rollouts), len(rollouts) // 2
             halves.append(fmean(second[i] for i in order[:half]) - fmean(second[i] for i in order[half:]))
     return AskedAgain(fmean(alike), fmean(halves)) if alike else AskedAgain()
