@@ -9,13 +9,17 @@ from typing import Any
 
 from playwright.async_api import Page, expect
 
+from lightning_proxy.features import FEATURES
+
 from .learning import Learning
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 STEPS = 6
+_LEFT_OUT = {"costs", "environments", "evaluation", "judge", "prompts"} - {*FEATURES}
 HREFS = "all => all.map(one => one.getAttribute('href'))"
-VIEWS = {
+_FEATURE = {"evaluations": "evaluation", "rate": "judge", "rewarders": "judge"}  # whose views have other names
+_VIEWS = {
     "overview": "Reward by training step",
     "rollouts": "run-005-3-3",
     "rollouts/run-004-2-1": "Trained in step 5",
@@ -29,6 +33,7 @@ VIEWS = {
     "prompts": "No prompts yet",
     "rewarders": "What a reward counts for in training",
 }
+VIEWS = {view: words for view, words in _VIEWS.items() if _FEATURE.get(view, view) not in _LEFT_OUT}
 
 
 @asynccontextmanager
