@@ -23,7 +23,7 @@ from ...store.database import Feed
 
 router = APIRouter(tags=["page"], route_class=UserRoute)
 LOOK_S = 0.25  # from one look at the store to the next
-LONGEST_S = 1.0  # until who waits is woken to say that the feed is alive
+LAPSE_S = 5.0  # without a feed that looks: what was kept is out of date
 QUIET_S = 15.0  # after which a comment says that the feed is still there
 AT_ONCE = 500  # events that are read and sent at a time
 KEPT = 4000  # newest events, for feeds whose readers are slow
@@ -87,24 +87,19 @@ async def feed(
 async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if nothing_missed else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
     sent_at, keys, headers = monotonic(), request.parts.keys, read_headers(request.scope)
-    looks.follow(1)
     try:
         while not is_stopping(request.scope):
+            happened, cursor = await looks.after(cursor)
             is_quiet, frames = monotonic() > sent_at + QUIET_S, b""
-            if looks.cursor > cursor or is_quiet:
+            if happened or is_quiet:
                 sees = (await keys.authenticate(headers)).sees  # its key may have been revoked meanwhile
-            if looks.cursor > cursor:
-                happened, cursor = await looks.after(cursor)
                 frames = b"".join(one.frame(sees) for one in happened)
             if frames or is_quiet:
                 sent_at = monotonic()
                 yield frames or b":\nid: %d\n\n" % cursor
-            if looks.cursor <= cursor:
-                await looks.next()
+            await asyncio.sleep(LOOK_S)
     except LightningError as error:
         yield b": %s\n\n" % error.message.replace("\n", " ").encode()
-    finally:
-        looks.follow(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,60 +149,31 @@ class FeedEvents(Feed):
 
 
 class Looks:
-    """Looks at the store for all feeds of this process, while there are any. `cursor`: the newest event that it saw."""
+    """What happened lately, for all feeds of this process: one looks at the store, and the others hear of it."""
 
     def __init__(self, events: FeedEvents) -> None:
         self.events = events
-        self.cursor = 0
-        self._kept, self._begin = deque[Happened](), 0  # the events after `begin`
-        self._feeds = 0
-        self._task: asyncio.Task[None] | None = None
-        self._woken = asyncio.Event()
-
-    def follow(self, feeds: int) -> None:
-        """Count a feed that begins (1) or ends (-1)."""
-        self._feeds += feeds
-        if not self._feeds and self._task is not None:
-            self._task.cancel()
-        elif feeds > 0 and (self._task is None or self._task.done() or self._feeds == 1):
-            self.cursor = 0
-            self._task = asyncio.create_task(self._look())
-
-    async def next(self) -> None:
-        """Return after the next look that saw something, or soon. Raise LightningError if nobody can look."""
-        assert self._task is not None
-        if not self._task.done():
-            await self._woken.wait()
-        if self._task.done():
-            self._task.result()
+        self._kept, self._begin, self._cursor = deque[Happened](), 0, 0  # the events after `begin`, up to the cursor
+        self._looked_at, self._one_at_a_time = 0.0, asyncio.Lock()
 
     async def after(self, cursor: int) -> tuple[list[Happened], int]:
-        """Return events after `cursor`, and the cursor after them."""
-        if cursor >= self._begin:
-            newest_first = takewhile(lambda one: one.n > cursor, reversed(self._kept))
-            return [*newest_first][::-1], self.cursor
-        return await self.events.after(cursor, AT_ONCE)  # a feed that begins, or is behind
+        """Return events after `cursor`, oldest first, and the cursor after them."""
+        async with self._one_at_a_time:
+            if monotonic() > self._looked_at + LOOK_S:
+                await self._look()
+        if cursor < self._begin:  # a feed that begins, or is behind
+            return await self.events.after(cursor, AT_ONCE)
+        newest_first = takewhile(lambda one: one.n > cursor, reversed(self._kept))
+        return [*newest_first][::-1], max(cursor, self._cursor)
 
     async def _look(self) -> None:
-        try:
-            self.cursor = self._begin = await self.events.newest()
+        newest = await self.events.newest()
+        if monotonic() > self._looked_at + LAPSE_S:
+            self._begin = self._cursor = newest
             self._kept.clear()
-            woken_at = 0.0
-            while True:
-                begin = self.cursor
-                if await self.events.newest() != begin:
-                    happened, self.cursor = await self.events.after(begin, AT_ONCE)
-                    self._kept += happened
-                    while len(self._kept) > KEPT:
-                        self._begin = self._kept.popleft().n
-                if self.cursor != begin or monotonic() > woken_at + LONGEST_S:
-                    woken_at = monotonic()
-                    self._wake()
-                if self.cursor - begin < AT_ONCE:
-                    await asyncio.sleep(LOOK_S)
-        finally:
-            self._wake()
-
-    def _wake(self) -> None:
-        self._woken.set()
-        self._woken = asyncio.Event()
+        while self._cursor < newest:
+            happened, self._cursor = await self.events.after(self._cursor, AT_ONCE)
+            self._kept += happened
+        while len(self._kept) > KEPT:
+            self._begin = self._kept.popleft().n
+        self._looked_at = monotonic()
