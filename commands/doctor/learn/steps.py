@@ -56,7 +56,7 @@ class LearnSteps:
     rewards: dict[str, float] = field(default_factory=dict)  # by rollout
     _rollouts: list[Json] = field(default_factory=list)  # of this step, and all below
     _answers: dict[str, dict[str, str]] = field(default_factory=dict)  # by task and rollout
-    _batch: Batch | None = None
+    _batch: Batch = field(init=False)
     _metrics: Json = field(default_factory=dict)
     _before: list[float] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ class LearnSteps:
                 found[name] = made.found
                 if self.step == 1 or made.outcome != "ok":
                     report(made)
-                if self._batch is None and name == "advantages":
+                if name == "advantages" and made.outcome == "warning":
                     return
             if self.step > 1:
                 line = "; ".join(found[name] for name in ("rewards", "likelier", "new weights"))
@@ -139,8 +139,8 @@ class LearnSteps:
 
     async def _advantages(self) -> str:
         """Check that the rewards tell siblings apart. In later steps the model may answer alike."""
-        self._batch = await self.loop.collector.next_batch(self.loop.base, fewer=True)
-        if self._batch is None:
+        batch = await self.loop.collector.next_batch(self.loop.base, fewer=True)
+        if batch is None:
             dropped = Counter([(await self.api.rollout(rollout))["dropped"] for rollout in self.rewards])
             why = dropped.most_common(1)[0][0]
             if self.step > 1:
@@ -148,12 +148,12 @@ class LearnSteps:
                 raise Doubt(found, "trainer.learning_rate is high for this model")
             alike = "sample at temperature 1, with other tasks: siblings that all answer alike teach nothing"
             raise Finding(f"there is nothing to learn from: {why}", alike if "equal" in str(why) else None)
-        nonzero = sum(any(sample.advantages) for sample in self._batch.samples)
-        return f"{nonzero} of {len(self._batch.samples)} training rows have advantages other than 0"
+        self._batch = batch
+        nonzero = sum(any(sample.advantages) for sample in batch.samples)
+        return f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"
 
     async def _rows(self) -> str:
         """Check that the calls of a conversation are one row."""
-        assert self._batch is not None
         counts = self._batch.metrics
         if counts["forks_drift"] + counts["forks_edited"] > counts["calls_merged"]:
             found = "a second call does not begin with the tokens of the first: a row for each call (slower, not wrong)"
@@ -163,9 +163,8 @@ class LearnSteps:
 
     async def _ratios(self) -> str:
         """Take the step. Check that the trainer finds the sampled tokens as likely as the server said they were."""
-        assert self._batch is not None
         engine = self.core.engine
-        self._before = await self._logprobs(self._batch)
+        self._before = await self._logprobs()
         await in_thread(engine.forward_backward, self._batch)
         self._metrics = metrics = await in_thread(engine.optim_step)
         kl, allowed = metrics.get("kl", 0.0), tolerance(engine.settings, self.core.config.policy)
@@ -176,16 +175,16 @@ class LearnSteps:
             raise Finding(f"the step was skipped: {engine.skipped_because}")
         return f"with unchanged weights they are 1: {mean}, {metrics['ratio_max']:.3f} at most"
 
-    async def _logprobs(self, batch: Batch) -> list[float]:
+    async def _logprobs(self) -> list[float]:
         """Of each row, the log-probability of its sampled tokens by the trainer's present weights."""
-        found = await in_thread(self.core.engine.logprobs, [sample.token_ids for sample in batch.samples])
-        return [math.fsum(np.multiply(row, s.mask).tolist()) for row, s in zip(found, batch.samples, strict=True)]
+        samples = self._batch.samples
+        found = await in_thread(self.core.engine.logprobs, [sample.token_ids for sample in samples])
+        return [math.fsum(np.multiply(row, sample.mask)) for row, sample in zip(found, samples, strict=True)]
 
     async def _likelier(self) -> str:
         """Check that the step made what was rewarded likelier than its siblings."""
-        assert self._batch is not None
         changes: dict[str, dict[str, float]] = {}
-        after = await self._logprobs(self._batch)
+        after = await self._logprobs()
         for sample, old, new in zip(self._batch.samples, self._before, after, strict=True):
             of_task = changes.setdefault(sample.task_id, {})
             of_task[sample.rollout_id] = of_task.get(sample.rollout_id, 0.0) + new - old
@@ -202,7 +201,6 @@ class LearnSteps:
 
     async def _publish(self) -> str:
         """Check that the server answers with the step's weights, and not with those before."""
-        assert self._batch is not None
         try:
             async with asyncio.timeout(PUBLISH_S):
                 await self.loop.conclude(self._batch, self._metrics)
