@@ -13,7 +13,6 @@ import typer
 from ...commands.command_line import WORK, configuration
 
 Given = dict[str, Any]
-StandIn = Callable[[str, str | None, Given], Given]
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
 OPTIONS = {
     "environment": Annotated[
@@ -34,7 +33,7 @@ def environments(
         list[str] | None, typer.Option("--with", metavar="PACKAGE", help="with --install: a further package for pip")
     ] = None,
 ) -> None:
-    """List environments that others wrote, a line each; without KIND, the kinds."""
+    """List environments that others wrote, a line each, or install a kind; without KIND, the kinds."""
     from ...core.errors import ConfigError
     from .source import KINDS, KindsEnvironment
 
@@ -53,71 +52,55 @@ def add_to(commands: typer.Typer) -> None:
     """Add `environments`, and the two options to commands that were added before."""
     for command in commands.registered_commands:
         assert command.callback is not None
-        name = command.name or command.callback.__name__
         parameters = inspect.signature(command.callback).parameters
-        if "command" in parameters and "tasks" in parameters and parameters["tasks"].default is inspect.Parameter.empty:
-            command.callback = _with_options(command.callback, _checked(name))
-        elif name == "experiment":
-            command.callback = _with_options(command.callback, _experiment)
+        needs_both = all(
+            one in parameters and parameters[one].default is inspect.Parameter.empty for one in ("tasks", "command")
+        )
+        name = command.name or command.callback.__name__
+        if needs_both or name == "experiment":
+            command.callback = _with_options(name, command.callback)
     commands.command(rich_help_panel=WORK)(environments)
 
 
-def _with_options(callback: Callable[..., None], stand_in: StandIn) -> Callable[..., None]:
-    """Return the command with both options. `stand_in` returns the arguments that stand for them."""
+def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., None]:
+    """Return the command `name` with both options."""
 
     @wraps(callback)
     def command(environment: str | None, environment_args: str | None, **given: Any) -> None:
-        callback(**given | stand_in(environment or "", environment_args, given))
+        callback(**given | _stand_in(name, environment or "", environment_args, given))
 
     hints = get_type_hints(callback, include_extras=True)
-    parameters = [
-        inspect.Parameter(name, KEYWORD, annotation=hints[name], default=one.default)
+    parameters = {
+        name: inspect.Parameter(name, KEYWORD, annotation=hints[name], default=one.default)
         for name, one in inspect.signature(callback).parameters.items()
-    ]
-    for n, one in enumerate(parameters):
-        if one.name == "tasks":
-            parameters[n] = one.replace(annotation=_optional(one.annotation), default=None)
-        elif one.name == "command":
-            parameters[n] = one.replace(default=[])
-    parameters += [inspect.Parameter(name, KEYWORD, annotation=one, default=None) for name, one in OPTIONS.items()]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    } | {name: inspect.Parameter(name, KEYWORD, annotation=hint, default=None) for name, hint in OPTIONS.items()}
+    if "tasks" in parameters:
+        tasks = hints["tasks"]
+        optional = Annotated[tasks.__origin__ | None, *tasks.__metadata__]
+        parameters["tasks"] = parameters["tasks"].replace(annotation=optional, default=None)
+        parameters["command"] = parameters["command"].replace(default=[])
+    command.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+    command.__annotations__ = {name: one.annotation for name, one in parameters.items()}
     return command
 
 
-def _optional(hint: Any) -> Any:
-    return Annotated[hint.__origin__ | None, *hint.__metadata__]
+def _stand_in(name: str, environment: str, arguments: str | None, given: Given) -> Given:
+    """Return the arguments of the command `name` that stand for an environment. Refuse half of both."""
+    from ...core.errors import ConfigError
+    from .source import experiment_of, source_of
 
-
-def _checked(name: str) -> StandIn:
-    """Return the stand-in of the command `name`. It refuses half of both."""
-
-    def stand_in(environment: str, arguments: str | None, given: Given) -> Given:
-        from ...core.errors import ConfigError
-        from .source import source_of
-
-        if environment and (given["tasks"] or given["command"]):
-            raise ConfigError("--environment stands in place of --tasks and of the program after `--`: give one")
-        if not environment and (arguments or not given["tasks"] or not given["command"]):
-            raise ConfigError(f"{name} needs --tasks FILE and a program after `--`, or --environment KIND:NAME")
-        if not environment:
-            return {}
-        config = configuration(given["context"])
-        split = "held_out" if name == "eval" else "train"
-        source = source_of(environment, arguments, {"split": split, "model": config.policy.alias})
-        preload = given["preload"] or (",".join(source.preload) if config.run.executor == "local" else "")
-        return {"tasks": source.tasks, "command": source.command, "preload": preload}
-
-    return stand_in
-
-
-def _experiment(environment: str, arguments: str | None, given: Given) -> Given:
-    """Write the experiment's file anew, with the tasks of both splits and the program."""
     if not environment:
+        if name != "experiment" and (arguments or not given["tasks"] or not given["command"]):
+            raise ConfigError(f"{name} needs --tasks FILE and a program after `--`, or --environment KIND:NAME")
         return {}
-    from .source import experiment_of
-
-    alias = configuration(given["context"]).policy.alias
-    file: Path = given["file"]
-    directory = given["directory"] or Path("lightning-experiments") / file.stem
-    return {"file": experiment_of(file, environment, arguments, alias), "directory": directory}
+    config = configuration(given["context"])
+    if name == "experiment":
+        file: Path = given["file"]
+        directory = given["directory"] or Path("lightning-experiments") / file.stem
+        return {"file": experiment_of(file, environment, arguments, config.policy.alias), "directory": directory}
+    if given["tasks"] or given["command"]:
+        raise ConfigError("--environment stands in place of --tasks and of the program after `--`: give one")
+    split = "held_out" if name == "eval" else "train"
+    source = source_of(environment, arguments, {"split": split, "model": config.policy.alias})
+    preload = given["preload"] or (",".join(source.preload) if config.run.executor == "local" else "")
+    return {"tasks": source.tasks, "command": source.command, "preload": preload}

@@ -26,7 +26,7 @@ from ...core import guard
 from ...core.config.file import read_yaml
 from ...core.errors import ConfigError, LightningError
 from .inside.alone import ROLLOUT
-from .inside.arguments import Wrong, require_known
+from .inside.play import Wrong, require_known
 
 KINDS = ("reasoning_gym", "textarena", "verifiers")
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from .arguments import HELD_OUT, Arguments, Json, Scores, Wrong, digest, require_known
+from .play import HELD_OUT, Arguments, Json, Scores, Wrong, digest, require_known
 
 if TYPE_CHECKING:
     from ....client import Rollout

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import HERE, ONLY_RECORDED, Arguments, Json, Scores, Wrong, digest, require_known
+from .play import HERE, ONLY_RECORDED, Arguments, Json, Scores, Wrong, digest, require_known
 
 if TYPE_CHECKING:
     from ....client import Rollout

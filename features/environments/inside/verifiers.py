@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from .arguments import ONLY_RECORDED, Arguments, Json, Scores
+from .play import ONLY_RECORDED, Arguments, Json, Scores
 
 if TYPE_CHECKING:
     from ....client import Rollout

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_proxy.features.environments.commands import _checked
+from lightning_proxy.features.environments.commands import _stand_in
 from lightning_proxy.features.environments.source import ROOT, KindsEnvironment, experiment_of
 from support.command_line import lightning
 from tests.conftest import System
@@ -198,7 +198,7 @@ def test_what_cannot_be_used_is_one_line(options: list[str], said: str) -> None:
 def test_each_executor_gets_what_it_can_start(monkeypatch: pytest.MonkeyPatch, executor: str, preloads: bool) -> None:
     monkeypatch.setenv("LIGHTNING_RUN__EXECUTOR", executor)
     given = {"context": SimpleNamespace(obj=None), "tasks": None, "command": [], "preload": ""}
-    found = _checked("run")("reasoning_gym:sums", '{"tasks": 1}', given)
+    found = _stand_in("run", "reasoning_gym:sums", '{"tasks": 1}', given)
     assert [Path(word).is_absolute() for word in found["command"]] == [True, True, False]
     assert ("reasoning_gym" in found["preload"].split(",")) == preloads
 
