@@ -16,7 +16,6 @@ from ...core.config.root import Config
 from ...core.config.trainer import TrainerConfig
 from ...core.errors import ConfigError
 from ...core.records import Mode
-from ...trainer.credit.strategies import ACROSS_TASKS
 from ..api_client import ApiClient, ApiError
 from ..formats import duration, print_json
 from ..signals import run_until_signal
@@ -143,7 +142,7 @@ def problem(config: TrainerConfig, tasks: Sequence[Task], group_size: int, waiti
     passes = Counter(task.task_id for task in tasks).values()
     siblings = group_size * min(passes)
     patience = duration(config.group_timeout_s)
-    if group_size == 1 and siblings < config.group_size and config.baseline not in ACROSS_TASKS:
+    if group_size == 1 and siblings < config.group_size and config.compare == "task":
         way_out = f"leave --group-size out, or give {config.group_size} (trainer.group_size)"
         if siblings > 1:
             return (
