@@ -75,13 +75,15 @@ def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., Non
         for name, one in inspect.signature(callback).parameters.items()
     } | {name: inspect.Parameter(name, KEYWORD, annotation=hint, default=None) for name, hint in OPTIONS.items()}
     if "tasks" in parameters:
-        tasks = hints["tasks"]
-        optional = Annotated[tasks.__origin__ | None, *tasks.__metadata__]
-        parameters["tasks"] = parameters["tasks"].replace(annotation=optional, default=None)
+        parameters["tasks"] = parameters["tasks"].replace(annotation=_optional(hints["tasks"]), default=None)
         parameters["command"] = parameters["command"].replace(default=[])
     command.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
     command.__annotations__ = {name: one.annotation for name, one in parameters.items()}
     return command
+
+
+def _optional(hint: Any) -> Any:
+    return Annotated[hint.__origin__ | None, *hint.__metadata__]
 
 
 def _stand_in(name: str, environment: str, arguments: str | None, given: Given) -> Given:
