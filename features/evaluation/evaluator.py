@@ -74,8 +74,8 @@ class Evaluator(BackgroundWork):
         self._core, self._config = core, core.config.section(EvaluationConfig)
         self._merged = core.swap.mode == "merged"
         self.evaluations = Evaluations(core.store)
-        self._ended = asyncio.Event()
-        self._runs = False  # fine-tuning publishes without it
+        self._working: asyncio.Future[None] | None = None  # fine-tuning publishes without it
+        self._ended = False
 
     async def keep(self) -> set[int]:
         best = await self.evaluations.best()
@@ -84,29 +84,27 @@ class Evaluator(BackgroundWork):
     async def run(self) -> None:
         if self._config.tasks is None:
             return
-        self._runs = True
-        working, ended = asyncio.ensure_future(self._work()), asyncio.ensure_future(self._ended.wait())
+        self._working = asyncio.ensure_future(self._work())
         try:
-            await asyncio.wait((working, ended), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-        finally:
-            for one in (working, ended):
-                one.cancel()
-            await asyncio.gather(working, ended, return_exceptions=True)
+            await self._working
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise
 
     async def finish(self, stop: asyncio.Event) -> None:
-        while self._config.tasks is not None and not stop.is_set():
+        while self._working is not None and not stop.is_set():
             try:
                 if await self.owed() is None:
                     break
             except StoreUnavailable as error:
                 log.error("evaluations wait: %s", error)
             await pause(stop, LOOK_S)
-        self._ended.set()
+        self._ended = True
+        if self._working is not None:
+            self._working.cancel()
 
     async def before_publishing(self, stop: asyncio.Event) -> None:
-        while self._runs and self._merged and await self.owed() is not None:
+        while self._working is not None and self._merged and await self.owed() is not None:
             await pause(stop, LOOK_S)
             if stop.is_set():
                 raise Stopped
