@@ -27,7 +27,6 @@ NO_STORED_KEY = "configured"  # `opened_by` of rollouts opened with one of proxy
 LONE = 2  # rollouts without a task are compared in pairs
 TESTING = "SELECT n FROM promotions WHERE status = 'testing'"
 CANDIDATE = "SELECT * FROM policy_versions WHERE version = :version"
-PROMOTION = "SELECT * FROM promotions WHERE n = :n"
 # The last test of each version.
 PROMOTIONS = "SELECT * FROM promotions WHERE n IN (SELECT MAX(n) FROM promotions GROUP BY version)"
 PROMOTION_UNDER_WAY = "SELECT * FROM promotions WHERE status = 'testing' ORDER BY n"
@@ -38,21 +37,21 @@ INSERT INTO promotions (version, against, status, began_at) VALUES (:version, :a
 BEGUN = "UPDATE policy_versions SET status = 'candidate', verified = 1 WHERE version = :version"
 REJECTED = "UPDATE policy_versions SET status = 'rejected', error = :reason WHERE version = :version"
 KEPT = "SELECT version FROM promotion_rollouts WHERE rollout_id = :rollout_id AND promotion = :n"
-KNOWN = """
-SELECT task_id, key_id, evidence, policy_version IS NOT NULL OR mode = 'eval' AS comes_late
+KNOWN = f"""
+SELECT task_id, key_id, evidence, policy_version IS NOT NULL OR mode = 'eval' AS comes_late, ({KEPT}) AS kept
 FROM rollouts WHERE rollout_id = :rollout_id
 """
-IS_UNDER_WAY = "SELECT 1 FROM promotions WHERE n = :n AND status = 'testing'"
-PLACE = """
-SELECT COALESCE(MAX(place) + 1, 0) AS place FROM promotion_rollouts
-WHERE promotion = :n AND task_id IS :task_id AND opened_by = :opened_by
+IS_EVIDENCE = "promotion = :n AND compared = 1 AND promotion_rollouts.evidence = 1"
+PLACE = f"""
+SELECT COALESCE(MAX(place) + 1, 0) AS place,
+    (SELECT COUNT(*) FROM promotion_rollouts WHERE {IS_EVIDENCE}) AS compared,
+    (SELECT COUNT(*) FROM promotions WHERE n = :n AND status = 'testing') AS tested
+FROM promotion_rollouts WHERE promotion = :n AND task_id IS :task_id AND opened_by = :opened_by
 """
 ASSIGN = """
 INSERT INTO promotion_rollouts (rollout_id, promotion, task_id, place, version, compared, opened_by, evidence)
 VALUES (:rollout_id, :n, :task_id, :place, :version, :compared, :opened_by, :evidence)
 """
-IS_EVIDENCE = "promotion = :n AND compared = 1 AND promotion_rollouts.evidence = 1"
-COMPARED = f"SELECT COUNT(*) AS rollouts FROM promotion_rollouts WHERE {IS_EVIDENCE}"
 # That a rollout failed or was discarded counts only where a key that gives evidence has said so.
 STATUS = "CASE WHEN end_counts = 0 AND status <> 'running' THEN 'completed' ELSE status END"
 OF_CALLS = "FROM calls WHERE calls.rollout_id = rollouts.rollout_id"
@@ -154,9 +153,8 @@ class Promotions:
         if row is None:
             self._now = None
         elif self._now is None or self._now.promotion.n != row["n"]:
-            test = await self._db.record(Promotion, PROMOTION, n=row["n"])
-            version = test.version if test else -1
-            candidate = await self._db.record(PolicyVersion, CANDIDATE, version=version)
+            test = await self.under_way()
+            candidate = await self._db.record(PolicyVersion, CANDIDATE, version=test.version if test else None)
             self._now = UnderTest(test, candidate) if test and candidate else None
         return self._now
 
@@ -186,38 +184,30 @@ class Promotions:
 
         At most `max_rollouts` are compared. One that comes after that, or comes late, stays with the live version.
         """
-        gate = config.section(PromotionConfig)
-        row: dict[str, Any] = {"n": test.n, "at": time.time()}
-        row |= {
-            name: getattr(rollout, name) for name in ("rollout_id", "task_id", "agent", "mode", "key_id", "evidence")
-        }
-
-        if (kept := await self._db.one(KEPT, row)) is not None:
-            return int(kept["version"])
+        row: dict[str, Any] = {"n": test.n, "rollout_id": rollout.rollout_id, "task_id": rollout.task_id}
+        row |= {"agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id, "at": time.time()}
         known = await self._db.one(KNOWN, row)
-        if known is not None and known["comes_late"]:
-            return test.against
-        opened = row
+        if known is not None and (known["kept"] is not None or known["comes_late"]):
+            return test.against if known["kept"] is None else int(known["kept"])
+        task_id, key_id, evidence = rollout.task_id, rollout.key_id, rollout.evidence
         if known is not None:
-            opened = {"key_id": known["key_id"], "evidence": known["evidence"]}
-            opened["task_id"] = known["task_id"] or rollout.task_id
+            task_id, key_id, evidence = known["task_id"] or task_id, known["key_id"], bool(known["evidence"])
+        # In whose name it is counted, and whether it is evidence already.
+        of_task = row | {"task_id": task_id, "evidence": evidence}
+        of_task["opened_by"] = "" if evidence else key_id or NO_STORED_KEY
 
         async def work(db: Transaction) -> int:
             if (kept := await db.one(KEPT, row)) is not None:
                 return int(kept["version"])
-            # In whose name it is counted, and whether it is evidence already.
-            evidence = bool(opened["evidence"])
-            of_task = row | {"task_id": opened["task_id"], "evidence": evidence}
-            of_task["opened_by"] = "" if evidence else opened["key_id"] or NO_STORED_KEY
-            done, place = await db.one(COMPARED, row), await db.one(PLACE, of_task)
-            is_tested = await db.one(IS_UNDER_WAY, row) is not None
-            if not is_tested or done is None or place is None or done["rollouts"] >= gate.max_rollouts:
+            ((place, compared, is_tested),) = await db.all(PLACE, of_task)
+            gate = config.section(PromotionConfig)
+            if not is_tested or compared >= gate.max_rollouts:
                 return test.against
-            of_task["place"] = place["place"]
-            chosen = choose(test, of_task["task_id"], of_task["place"], config.trainer.group_size, gate.share)
+            chosen = choose(test, task_id, place, config.trainer.group_size, gate.share)
             version = test.against if chosen is None else chosen
-            await db.all(ROLLOUT_SEEN, row | {"pin": version})
-            await db.all(ASSIGN, of_task | {"version": version, "compared": chosen is not None})
+            side = {"place": place, "version": version, "compared": chosen is not None}
+            await db.all(ROLLOUT_SEEN, row | {"evidence": evidence, "pin": version})
+            await db.all(ASSIGN, of_task | side)
             return version
 
         return await self._db.write(work)
