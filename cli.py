@@ -284,7 +284,7 @@ def export_version(
     version: Annotated[int, typer.Argument(metavar="N", autocompletion=versions)],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
     form: Annotated[
-        str | None,
+        Literal["adapter", "merged"] | None,
         typer.Option("--as", help="adapter (PEFT), or merged: a full model", show_default="as it was published"),
     ] = None,
 ) -> None:
@@ -302,7 +302,9 @@ def compare_versions(
     context: typer.Context,
     a: Annotated[int, typer.Argument(metavar="A", help="a version", autocompletion=versions)],
     b: Annotated[int, typer.Argument(metavar="B", help="another", autocompletion=versions)],
-    mode: Annotated[str | None, typer.Option(help="`eval` or `train`; by default eval if both have it")] = None,
+    mode: Annotated[
+        Literal["train", "eval"] | None, typer.Option(help="by default eval if both versions have it")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare version B with A by the rollouts that were recorded: rewards, tokens and latency, paired by task."""
@@ -350,18 +352,19 @@ def export(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="the file to write; `-` is standard output")],
     kind: Annotated[
-        str, typer.Option(help="`transitions`, `sft`: conversations, or `atif`: Harbor's trajectories")
+        Literal["transitions", "sft", "atif"],
+        typer.Option(help="`sft`: conversations to fine-tune on, `atif`: Harbor's trajectories"),
     ] = "transitions",
-    format: Annotated[str | None, typer.Option(help="jsonl or parquet", show_default="by the file's suffix")] = None,
+    format: Annotated[
+        Literal["jsonl", "parquet"] | None, typer.Option(help="of a pipe", show_default="by the file's suffix")
+    ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="only rollouts of this mode: train, eval or all", show_default="all; sft: train")
+        Literal["train", "eval", "all"] | None,
+        typer.Option(help="only rollouts of this mode", show_default="all; sft: train"),
     ] = None,
     status: Annotated[
-        str | None,
-        typer.Option(
-            help="only running, completed, failed or discarded ones, or all",
-            show_default="all; sft: completed and failed",
-        ),
+        Literal["running", "completed", "failed", "discarded", "all"] | None,
+        typer.Option(help="only those of this status", show_default="all; sft: completed and failed"),
     ] = None,
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,

@@ -119,23 +119,41 @@ def _note(name: str, value: Any, attributes: Attributes | None, propagate: bool)
 
 def reward(function: Function) -> Function:
     """Emit what the function returns as a reward (`emit_reward` is the newer way)."""
+
+    def done(args: Any, kwargs: Any, value: Any, error: BaseException | None) -> None:
+        if error is None:
+            emit_reward(value)
+
+    return _around(function, done)
+
+
+def _around(function: Function, done: Function) -> Function:
+    """The function, which tells `done` its arguments, and its result or its error."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def rewarded_later(*args: Any, **kwargs: Any) -> Any:
-            value = await function(*args, **kwargs)
-            await asyncio.to_thread(emit_reward, value)
-            return value
+        async def later(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = await function(*args, **kwargs)
+            except Exception as error:
+                await asyncio.to_thread(done, args, kwargs, None, error)
+                raise
+            await asyncio.to_thread(done, args, kwargs, result, None)
+            return result
 
-        return rewarded_later
+        return later
 
     @functools.wraps(function)
-    def rewarded(*args: Any, **kwargs: Any) -> Any:
-        value = function(*args, **kwargs)
-        emit_reward(value)
-        return value
+    def now(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            done(args, kwargs, None, error)
+            raise
+        done(args, kwargs, result, None)
+        return result
 
-    return rewarded
+    return now
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,39 +296,14 @@ class Operation:
         self._emit(self._input, self._output, error)
 
     def __call__(self, function: Function) -> Function:
-        name = self._name or function.__name__
-        signature = inspect.signature(function)
+        name, signature = self._name or function.__name__, inspect.signature(function)
 
-        def begun(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
-            mine = Operation(name, self._attributes, self._propagate)
+        def done(args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            mine.set_input(**bound.arguments)
-            return mine
+            Operation(name, self._attributes, self._propagate)._emit(bound.arguments, result, error)
 
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def recorded_async(*args: Any, **kwargs: Any) -> Any:
-                mine = begun(args, kwargs)
-                try:
-                    result = await function(*args, **kwargs)
-                except Exception as error:
-                    await asyncio.to_thread(mine._emit, mine._input, None, error)
-                    raise
-                await asyncio.to_thread(mine._emit, mine._input, result, None)
-                return result
-
-            return recorded_async
-
-        @functools.wraps(function)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            with begun(args, kwargs) as mine:
-                result = function(*args, **kwargs)
-                mine.set_output(result)
-            return result
-
-        return recorded
+        return _around(function, done)
 
     def _emit(self, given: Attributes, result: Any, error: BaseException | None) -> None:
         if not self._propagate:

@@ -10,7 +10,6 @@ from ...core.config.root import Config
 from ...core.errors import LightningError
 from ..api_client import ask
 from ..formats import count, number, print_json, print_view, table
-from ..show.find import checked
 from .stats import compare
 
 METRICS = {"mean": "reward", "tokens": "tokens", "latency_ms": "latency, ms"}
@@ -20,7 +19,6 @@ Json = dict[str, Any]
 
 def show_comparison(config: Config, a: int, b: int, mode: str | None, *, as_json: bool) -> None:
     """Print how far version `b` is above `a`. LightningError where they have nothing in common."""
-    checked(mode, None)
     params = {"a": str(a), "b": str(b), "costs": "true"} | ({} if mode is None else {"mode": mode})
 
     found = ask(config, lambda api: api.request("GET", "/policy/compare", params=params))

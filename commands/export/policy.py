@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal
 
 from ...core.config.policy import DEFAULT_ADAPTER
 from ...core.config.root import Config
@@ -31,13 +31,11 @@ METHODS = {
 }
 
 
-async def export_policy(config: Config, number: int, target: Path, form: str | None) -> Form:
+async def export_policy(config: Config, number: int, target: Path, form: Form | None) -> Form:
     """Write version `number` to `target`, atomically, and return its form: by default as it was published.
 
     Only its owner may read it: weights hold users' conversations.
     """
-    if form not in (None, *get_args(Form)):
-        raise ConfigError(f"--as is adapter or merged, got {form!r}")
     target = target.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} already exists: choose a new directory")
@@ -48,7 +46,7 @@ async def export_policy(config: Config, number: int, target: Path, form: str | N
         version = await store.versions.get(number)
         source = _files(version, await store.versions.all(), config)
         published: Form = "adapter" if version.publish == "lora" else "merged"
-        wanted = published if form is None else cast(Form, form)
+        wanted = form or published
         steps: list[Step] = []  # from the base model to this version
         while (step := await store.steps.of_version(steps[0].base if steps else number)) and step not in steps:
             steps.insert(0, step)

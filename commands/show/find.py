@@ -90,16 +90,6 @@ async def collect(
     return rollouts[:limit], cursor
 
 
-def checked(mode: str | None, status: str | None) -> None:
-    """Raise ConfigError if there is no such mode or status."""
-    for option, value, known in (
-        ("--mode", mode, ("train", "eval")),
-        ("--status", status, ("running", "completed", "failed", "discarded")),
-    ):
-        if value is not None and value not in known:
-            raise ConfigError(f"{option} is {', '.join(known[:-1])} or {known[-1]}, got {value!r}")
-
-
 def since_of(text: str | None) -> float | None:
     """Return the Unix time of `--since`: a local date, a date with time, or a time ago (90m, 12h, 7d)."""
     if text is None:

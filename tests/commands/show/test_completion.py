@@ -41,7 +41,6 @@ async def test_ids_tasks_versions_and_prompts_are_completed_and_nothing_once_the
         "rollouts list --task su": {"sums", "sums-2"},
         "policy promote ": {"0"},
         "prompts show s": {"short"},
-        "prompts promote short ": {"1"},
     }
     async with running(tmp_path) as system:
         await system.chat("rollout-1", X_Task_Id="sums")
