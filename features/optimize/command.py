@@ -15,7 +15,7 @@ from urllib.parse import quote
 from rich.console import Console
 
 from ...commands.api_client import ApiClient
-from ...commands.eval.stats import Comparison, compare
+from ...commands.eval.stats import compare
 from ...commands.formats import print_json
 from ...commands.run.command import run_options
 from ...commands.run.report import ProgressView
@@ -56,27 +56,6 @@ class OptimizeRequest:
     as_json: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The outcome. `mean`s are over the validation tasks; `held_out`: how far the best is above the first there.
-
-    `reflect_tokens`, `reflect_usd`: of the reflecting model; None without a price.
-    """
-
-    prompt: str
-    run: str
-    version: int
-    rollouts: int
-    tried: int
-    mean_before: float
-    mean_after: float
-    before: float
-    after: float
-    held_out: Comparison | None
-    reflect_tokens: int
-    reflect_usd: float | None
-
-
 def optimize(config: Config, request: OptimizeRequest) -> None:
     """Run the command. Raise LightningError if it fails; what was tried until then is kept."""
     require_litellm(f"--reflect {request.reflect}")
@@ -84,7 +63,7 @@ def optimize(config: Config, request: OptimizeRequest) -> None:
     directory = make_directory(config.policy.directory / "optimize", "policy.directory")
     found = run_until_signal(_optimized(config, request, split, directory, view))
     if request.as_json:
-        print_json(asdict(found))
+        print_json(found)
     else:
         Console(stderr=True).print(summary(found, promoted=request.promote), markup=False, highlight=False)
 
@@ -107,7 +86,11 @@ def _split(request: OptimizeRequest) -> Split:
 
 async def _optimized(
     config: Config, request: OptimizeRequest, split: Split, directory: Path, view: ProgressView
-) -> Found:
+) -> dict[str, Any]:
+    """The outcome. `mean`s are over the validation tasks; `held_out`: how far the best is above the first there.
+
+    `reflect_usd`: of the reflecting model; None without a price.
+    """
     runner = runner_for(config, request.command, request.preload, view.say)
     options = run_options(config, 1, request.concurrency, "eval", request.logs)
     async with ApiClient.of(config, patience_s=60) as api:
@@ -147,11 +130,12 @@ async def _optimized(
         metrics = {"method": request.method, "run": run, "validation": best.mean, "held_out": fmean(after)}
         body = {"name": request.prompt, "text": best.text, "metrics": metrics, "promote": request.promote}
         await api.request("POST", "/prompts", body)
-    return Found(
-        request.prompt, run, best.version, job.taken, len(job.tried), first.mean, best.mean, fmean(before),
-        fmean(after), None if best is first else compare(after, before, request.seed), spent.input + spent.output,
-        None if price is None else price.of(spent),
-    )  # fmt: skip
+    return {
+        "prompt": request.prompt, "run": run, "version": best.version, "rollouts": job.taken, "tried": len(job.tried),
+        "mean_before": first.mean, "mean_after": best.mean, "before": fmean(before), "after": fmean(after),
+        "held_out": None if best is first else asdict(compare(after, before, request.seed)),
+        "reflect_tokens": spent.input + spent.output, "reflect_usd": None if price is None else price.of(spent),
+    }  # fmt: skip
 
 
 def run_name(request: OptimizeRequest, split: Split, text: str) -> str:
@@ -161,20 +145,23 @@ def run_name(request: OptimizeRequest, split: Split, text: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
-def summary(found: Found, *, promoted: bool) -> str:
+def summary(found: dict[str, Any], *, promoted: bool) -> str:
     """Return the result in words."""
-    usd = "" if found.reflect_usd is None else f" ({found.reflect_usd:.4g} USD)"
     lines = [
-        f"{found.tried} versions of {found.prompt} tried in {found.rollouts} rollouts (run {found.run})",
-        f"validation tasks: {found.mean_before:.3f} before, {found.mean_after:.3f} with version {found.version}",
-        f"the reflecting model used {found.reflect_tokens:,} tokens{usd}",
+        "{tried} versions of {prompt} tried in {rollouts} rollouts (run {run})",
+        "validation tasks: {mean_before:.3f} before, {mean_after:.3f} with version {version}",
+        "the reflecting model used {reflect_tokens:,} tokens",
     ]
-    if found.held_out is None:
-        return "\n".join([*lines, "no version was better than the first one"])
-    gain = found.held_out
-    lines.append(
-        f"held-out tasks: {found.before:.3f} before, {found.after:.3f} after: {gain.difference:+.3f} "
-        f"[{gain.interval.low:+.3f}, {gain.interval.high:+.3f}] over {gain.tasks} tasks, p {gain.p:.2g}"
-    )
-    promote = f"make it live: lightning-proxy prompts promote {found.prompt} {found.version}"
-    return "\n".join([*lines, f"version {found.version} is live" if promoted else promote])
+    if found["reflect_usd"] is not None:
+        lines[-1] += " ({reflect_usd:.4g} USD)"
+    if found["held_out"] is None:
+        lines.append("no version was better than the first one")
+    else:
+        lines.append(
+            "held-out tasks: {before:.3f} before, {after:.3f} after: {held_out[difference]:+.3f} "
+            "[{held_out[interval][low]:+.3f}, {held_out[interval][high]:+.3f}] over {held_out[tasks]} tasks, "
+            "p {held_out[p]:.2g}"
+        )
+        promote = "make it live: lightning-proxy prompts promote {prompt} {version}"
+        lines.append("version {version} is live" if promoted else promote)
+    return "\n".join(lines).format_map(found)

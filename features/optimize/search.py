@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pvariance
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 from ...commands.api_client import ApiClient
@@ -371,7 +372,7 @@ async def gepa_search(job: Search, reflection: Reflection, own: str, sizes: Size
             reflection_minibatch_size=sizes.batch,
             skip_perfect_score=False,
             max_metric_calls=job.budget,
-            logger=_Quiet(),
+            logger=SimpleNamespace(log=lambda _: None),  # the command shows how it goes
             seed=job.seed,
         )
     except _Ended as ended:
@@ -422,8 +423,3 @@ class _Adapter:
         except Exception as error:
             self.is_over = True
             raise _Ended from error
-
-
-class _Quiet:
-    def log(self, message: str) -> None:
-        """Say nothing: the command shows how it goes."""

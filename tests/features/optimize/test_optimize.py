@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from lightning_proxy.features.optimize.command import summary
 from lightning_proxy.features.optimize.search import between, lesson_of
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -113,6 +114,7 @@ async def test_a_better_prompt_is_found(running: Running, tmp_path: Path, method
         spent = {name: found[f"reflect_{name}"] for name in ("tokens", "usd")}
         assert spent == {"tokens": 2 * len(model.asked), "usd": pytest.approx(len(model.asked) * 3e-6)}
         assert 0 < found["rollouts"] <= 60 and found["version"] > 1
+        assert "held-out tasks: 0.000 before" in summary(found, promoted=False)
         _, prompt = await system.call("GET", "/prompts/writer")
         best = prompt["versions"][found["version"] - 1]
         assert best["metrics"]["held_out"] == found["after"] and best["parent" if method == "apo" else "comment"]
