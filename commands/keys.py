@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from .command_line import Commands, Json, configuration
+from .formats import count
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..store.keys import Keyring, Role, StoredKey
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Make and revoke the keys of agents and admins.")
 
 T = TypeVar("T")
 Name = Annotated[str, typer.Argument(metavar="NAME")]
+HEADS = ("role", "requests\n/min", "tokens\n/min", "at\nonce", "recorded", "made", "revoked")
 PER_WORKER = "in each worker; default: proxy.limits"
 Number = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help=PER_WORKER)]
 
@@ -68,15 +68,17 @@ def create(
 @app.command("list")
 def list_keys(context: typer.Context, as_json: Json = False) -> None:
     """List all keys, also revoked ones, oldest first."""
-    from rich.console import Console
-
-    from .formats import print_json
+    from .formats import print_json, print_view, table
 
     keys = _with_keyring(context, lambda ring: ring.all(), to_write=False) if _has_store(context) else []
     if as_json:
         print_json({"data": [_view(key) for key in keys]})
-    else:
-        Console().print(_table(keys))
+        return
+    shown = table("name", *HEADS, padding=(0, 1))
+    shown.columns[0].overflow, shown.columns[0].no_wrap, shown.columns[0].min_width = "fold", False, 10  # never cut
+    for key in keys:
+        shown.add_row(*_row(key))
+    print_view(shown)
 
 
 @app.command()
@@ -103,11 +105,6 @@ def purge(context: typer.Context) -> None:
     typer.echo(f"deleted {n} revoked key{'s' * (n != 1)}")
 
 
-def _has_store(context: typer.Context) -> bool:
-    """Whether there is a store to look at. Only commands that write to it make one."""
-    return configuration(context).store.may_be_there
-
-
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]], *, to_write: bool = True) -> T:
     from asyncio import run
 
@@ -121,25 +118,20 @@ def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]
     return run(do())
 
 
+def _has_store(context: typer.Context) -> bool:
+    """Whether there is a store to look at. Only commands that write to it make one."""
+    return configuration(context).store.may_be_there
+
+
 def _view(key: StoredKey) -> dict[str, Any]:
     return {name: value for name, value in asdict(key).items() if name != "key_hash"}
 
 
-def _table(keys: list[StoredKey]) -> Table:
-    from .formats import table
-
-    shown = table(padding=(0, 1))
-    shown.add_column("name", overflow="fold", min_width=10)  # what `revoke` takes: never cut
-    for name in ("role", "requests\n/min", "tokens\n/min", "at\nonce", "recorded", "made", "revoked"):
-        shown.add_column(name, no_wrap=True)
-    for key in keys:
-        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent)
-        role = key.role + ", own" * (key.scope == "own") + ", evaluator" * key.evaluator
-        cells = [key.name, role, *("-" if limit is None else str(limit) for limit in limits)]
-        cells += ["yes" if key.recording else "no", _when(key.created_at), _when(key.revoked_at)]
-        shown.add_row(*cells)
-    return shown
-
-
-def _when(at: float | None) -> str:
-    return "-" if at is None else time.strftime("%Y-%m-%d", time.localtime(at))
+def _row(key: StoredKey) -> list[str]:
+    """What the table of keys says of one."""
+    limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent)
+    days = (
+        "-" if at is None else time.strftime("%Y-%m-%d", time.localtime(at)) for at in (key.created_at, key.revoked_at)
+    )
+    role = key.role + ", own" * (key.scope == "own") + ", evaluator" * key.evaluator
+    return [key.name, role, *map(count, limits), "yes" if key.recording else "no", *days]
