@@ -9,8 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,6 +26,7 @@ from uvicorn.supervisors import Multiprocess
 
 from ..core.config.root import Config
 from ..core.errors import LightningError
+from ..core.guard import PR_SET_PDEATHSIG, PRCTL
 from ..proxy.gateway.server import ServerProtocol, calls_at_once, files_allowed, raise_limit
 from ..serving.mode import check_base_model, publish_mode
 from .formats import address, how_it_ended
@@ -54,8 +53,6 @@ UVICORN: dict[str, Any] = {
     "timeout_keep_alive": 75,
     "timeout_worker_healthcheck": 30,  # a worker takes seconds to start on a busy machine
 }
-
-ORPHAN_S = 8.0  # that a worker may take to end after its supervisor
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +128,12 @@ def _worker(config: Config, log_format: LogFormat, calls: bool) -> ASGIApp:
     from ..proxy.gateway.metrics import SHARED
 
     set_up(log_format, Path(os.environ[SHARED]))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    supervisor = parent_process()
+    assert supervisor is not None
+    # Killed with it: it would keep the port, and nobody could stop it. What was acknowledged is in the store.
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor.pid:
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
     return _app(config, _lines(config, calls))
 
@@ -188,16 +190,6 @@ def _is_fault(record: logging.LogRecord) -> bool:
     if record.msg == "Application startup failed. Exiting.":
         return False
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
-
-
-def _end_with_parent() -> None:
-    """End this worker when its supervisor is killed: it would keep the port, and nobody could stop it."""
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_S)
-    os.kill(os.getpid(), signal.SIGKILL)  # it hangs; all acknowledged records are in the store
 
 
 class OneServer(Server):

@@ -34,8 +34,7 @@ SHORTAGE_DELAY_S = 10.0
 HEALTH_POLL_S = 0.25
 STILL_S = 15.0
 PORT_POLL_S = 1.0
-LEFT_OVER_S = 10.0
-LEFT_OVER_POLL_S = 0.1
+ENDING_S, ENDING_POLL_S = 1.0, 0.1
 
 LONGEST = 400
 NEWEST_BYTES = 4096
@@ -316,15 +315,14 @@ def free_port() -> int:
 def require_free_port(host: str, port: int, key: str) -> None:
     """Raise LightningError if something listens there, naming the configuration's key and the process.
 
-    Workers whose supervisor was killed are ending: they are waited for, and so is a process that nobody can name.
+    Who has it may just be ending.
     """
-    until = time.monotonic() + LEFT_OVER_S
+    until = time.monotonic() + ENDING_S
     while (error := _why_not_bound(host, port)) is not None:
-        is_held = error.errno == errno.EADDRINUSE
-        holder = holder_of(port) if is_held else None
-        if is_held and (holder is None or WORKER in holder[1]) and time.monotonic() < until:
-            time.sleep(LEFT_OVER_POLL_S)
+        if error.errno == errno.EADDRINUSE and time.monotonic() < until:
+            time.sleep(ENDING_POLL_S)
             continue
+        holder = holder_of(port) if error.errno == errno.EADDRINUSE else None
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             key = key.replace("port", "host")  # unknown, or not this machine: no other port would help
         held = f": process {holder[0]} ({holder[1][:100]}) listens there" if holder else ""
@@ -343,18 +341,11 @@ def _why_not_bound(host: str, port: int) -> OSError | None:
 
 
 def holder_of(port: int) -> tuple[int, str] | None:
-    """Return the process that listens on this port, and its command; None if nobody can tell.
-
-    A supervisor comes before its workers: one that holds the port alone has none any more, and is about to end.
-    """
-
-    def listens(connection: Any) -> bool:
-        return bool(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port)
-
+    """Return the process that listens on this port, of workers their supervisor, and its command; None: unknown."""
     with suppress(psutil.Error, StopIteration):  # it has just ended, or is another user's
-        process = psutil.Process(next(one.pid for one in psutil.net_connections("tcp") if one.pid and listens(one)))
-        command, parent = " ".join(process.cmdline()), process.parent()
-        if WORKER in command and parent and any(listens(one) for one in parent.net_connections("tcp")):
-            return parent.pid, " ".join(parent.cmdline())
-        return process.pid, command
+        listening = (one for one in psutil.net_connections("tcp") if one.pid and one.status == psutil.CONN_LISTEN)
+        process = psutil.Process(next(one.pid for one in listening if one.laddr.port == port))
+        if WORKER in process.cmdline():
+            process = process.parent() or process
+        return process.pid, " ".join(process.cmdline())
     return None

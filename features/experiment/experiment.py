@@ -296,6 +296,7 @@ class Lesson(Trial):
 
     async def tidy(self, kept: Container[int]) -> None:
         """Remove the weights of all versions but these, and the checkpoints of other steps."""
+        shutil.rmtree(self.directory / "policy" / "checkpoints" / "0", ignore_errors=True)  # of the base model
         async with opened(load_config(self.launch.path).store) as database:
             store = Store(database)
             for version in await store.versions.with_files():
