@@ -56,9 +56,8 @@ class ChildSpec:
     `may_end`: exit code 0 is no fault; `done` is said then. `restarts`: how often it is started again within
     `RESTARTS_S` when it dies, but never after exit code 2, which means a wrong configuration. When a `vital` program
     dies more often, the others end with it; another is started again after `RESTARTS_S`. Deaths whose output matches
-    `shortage` do not count: it is tried again for `SHORTAGE_S`. `start_timeout_s` begins anew at its end if `progress`
-    returns something new. It has also died when its port, once open, is closed for `grace_s`: vLLM can wait for
-    ever for calls that its lost worker had.
+    `shortage` do not count: it is tried again for `SHORTAGE_S`. It has also died when its port, once open, is closed
+    for `grace_s`: vLLM can wait for ever for calls that its lost worker had.
     """
 
     name: str
@@ -72,7 +71,6 @@ class ChildSpec:
     restarts: int = 0
     vital: bool = True
     shortage: str | None = None
-    progress: Callable[[], object] = bool  # nothing new
 
 
 class Child:
@@ -190,7 +188,7 @@ class Supervisor:
         """Wait until the child's health URL answers 200. ChildDied if it ends before, LightningError if it is late."""
         spec, began = child.spec, time.monotonic()
         self._say(f"{WAITING}{spec.name}")
-        tell_at, late_at, seen = began + STILL_S, began + spec.start_timeout_s, spec.progress()
+        tell_at = began + STILL_S
         while not await _is_healthy(spec.health_url):
             await asyncio.sleep(HEALTH_POLL_S)
             now = time.monotonic()
@@ -200,11 +198,9 @@ class Supervisor:
                 tell_at += STILL_S
                 line = last_line(child.log)
                 self._say(f"{STILL}{spec.name} after {duration(now - began)}{f': {line}' if line else ''}")
-            if now >= late_at:
-                late_at, before, seen = now + spec.start_timeout_s, seen, await asyncio.to_thread(spec.progress)
-                if seen == before:
-                    late = f"{spec.name} was not ready after {spec.start_timeout_s:.0f} s"
-                    raise LightningError(f"{late}: {reason(child.log)}; see {child.log}")
+            if now - began >= spec.start_timeout_s:
+                late = f"{spec.name} was not ready after {duration(spec.start_timeout_s)}"
+                raise LightningError(f"{late}: {reason(child.log)}; see {child.log}")
         self._say(f"{spec.name} is ready after {duration(time.monotonic() - began)}")
 
     async def keep_up(self, child: Child) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +22,7 @@ from .processes import ChildSpec, Supervisor, require_free_port
 # How often each part is started again when it dies; it resumes where it was.
 RESTARTS = 3
 PROXY_START_S = 60.0
-VLLM_START_S = 1200.0  # downloads not counted
+VLLM_START_S = 7200.0  # it may download a large model first
 AFTERWARDS_S = 10.0  # that the proxy may take to end after the last answer
 # What vLLM says when the trainer has the memory just now: at its peak, or on the way down.
 NO_MEMORY = (
@@ -78,7 +76,6 @@ async def running_system(
         VLLM_START_S,
         restarts=RESTARTS,
         shortage=NO_MEMORY,
-        progress=partial(downloaded, str(config.policy.model), config.vllm.extra_args),
     )
     proxy = ChildSpec(
         "proxy",
@@ -109,19 +106,3 @@ def check_addresses(config: Config) -> None:
         raise ConfigError(other_port(config) or wrong)
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     require_free_port(VLLM_HOST, config.vllm.port, "vllm.port")
-
-
-def downloaded(model: str, vllm_args: Sequence[str] = ()) -> int:
-    """Return the bytes of the model's files in the cache of the Hugging Face hub, half-written ones included."""
-    options = ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--download-dir", type=Path)
-    cache = options.parse_known_args(vllm_args)[0].download_dir
-    if cache is None:
-        from huggingface_hub.constants import HF_HUB_CACHE
-
-        cache = Path(HF_HUB_CACHE)
-    found = 0
-    for blob in (cache / f"models--{model.replace('/', '--')}" / "blobs").glob("*"):
-        with suppress(OSError):  # renamed meanwhile: it is complete
-            found += blob.stat().st_size
-    return found
