@@ -45,7 +45,7 @@ def main(file: str, name: str) -> None:
     def load() -> dict[str, Any]:
         nonlocal function
         source = Path(file).read_bytes()
-        sys.path[0] = str(Path(file).parent)  # its imports find what lies beside it
+        sys.path[0] = str(Path(file).parent)  # where its imports look
         module = ModuleType(MODULE)
         module.__file__ = file
         sys.modules[MODULE] = module

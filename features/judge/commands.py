@@ -41,7 +41,7 @@ def rescore(
     out: Annotated[Path | None, typer.Option(help="a file to append a line of JSON to for each rollout")] = None,
     as_json: Json = False,
 ) -> None:
-    """Ask a rewarder about completed rollouts of the store, and record its rewards beside the old ones.
+    """Ask a rewarder about completed rollouts of the store, and record its rewards; older ones stay.
 
     The same command resumes where it was stopped. The exit code is 1 if it failed for a rollout.
     """

@@ -106,10 +106,10 @@ class CallsConfig(AskedModel):
     weight: Number = 1.0
     timeout_s: Seconds = 60.0
 
-    def rewarder(self, one: RewarderConfig | None = None) -> RewarderConfig:
-        """Return the judge of calls as a rewarder; `one`: its entry in `judge.use`."""
+    def rewarder(self, entry: RewarderConfig | None = None) -> RewarderConfig:
+        """Return the judge of calls as a rewarder; `entry`: its entry in `judge.use`."""
         keys = self.model_dump(include={"model", "api_base", "concurrency", "timeout_s"})
-        return (one or RewarderConfig(kind="judge")).model_copy(update=keys)
+        return (entry or RewarderConfig(kind="judge")).model_copy(update=keys)
 
 
 class JudgeConfig(FeatureSection):
@@ -126,18 +126,18 @@ class JudgeConfig(FeatureSection):
     def rewarders(self, rewards: RewardsConfig) -> list[tuple[str, RewarderConfig]]:
         """Return all that give rewards, with the names of their rewards. `rewards.function` alone is one of them.
 
-        One that is alone, beside a judge of calls, posts `reward`; several have their kind's name, or `name`.
+        A single one, not counting a judge of calls, posts `reward`; several have their kind's name, or `name`.
         """
-        named = any(one.kind == "function" for one in self.use)
+        named = any(entry.kind == "function" for entry in self.use)
         all_ = [*([] if rewards.function is None or named else [RewarderConfig(kind="function")]), *self.use]
-        alone = sum(one.kind != "judge" for one in all_) == 1
+        alone = sum(entry.kind != "judge" for entry in all_) == 1
         own = {"function": rewards.name, "judge": "judge"}
         return [
             (
-                own.get(one.kind) or one.name or ("reward" if alone else one.kind),
-                self.calls.rewarder(one) if one.kind == "judge" else one,
+                own.get(entry.kind) or entry.name or ("reward" if alone else entry.kind),
+                self.calls.rewarder(entry) if entry.kind == "judge" else entry,
             )
-            for one in all_
+            for entry in all_
         ]
 
     @property
@@ -145,7 +145,7 @@ class JudgeConfig(FeatureSection):
         return MODELS_S if self.use else None
 
     def not_absolute(self, names: Collection[str]) -> str | None:
-        ranked = {name for name, one in self.rewarders(RewardsConfig()) if one.kind == "rank"}
+        ranked = {name for name, entry in self.rewarders(RewardsConfig()) if entry.kind == "rank"}
         if not names or not ranked.issuperset(names):
             return None
         return "rank only compares siblings; `eval` needs an absolute reward, such as `rubric`"
@@ -158,10 +158,10 @@ class JudgeConfig(FeatureSection):
         names = Counter(name for name, _ in rewarders)
         if twice := [name for name, n in names.items() if n > 1]:
             raise ValueError(f"judge.use: two entries give a reward named {twice[0]!r}; rename one")
-        if config.rewards.function is None and any(one.kind == "function" for one in self.use):
+        if config.rewards.function is None and any(entry.kind == "function" for entry in self.use):
             raise ValueError("judge.use: kind function needs rewards.function, as in scoring.py:reward")
-        if self.budget.usd is not None and any(one.model and one.price is None for _, one in rewarders):
+        if self.budget.usd is not None and any(entry.model and entry.price is None for _, entry in rewarders):
             raise ValueError("judge.budget.usd needs each model's price, in USD per million tokens: price: [0.25, 2]")
-        of_calls = [*(one.kind for one in self.use), *config.trainer.credits.values()]
+        of_calls = [*(entry.kind for entry in self.use), *config.trainer.credits.values()]
         if "judge" in of_calls and self.calls.model is None:
             raise ValueError("the judge of calls needs judge.calls.model, such as openai/gpt-5-mini")

@@ -35,12 +35,12 @@ from .model import (
     TEXT,
     JudgeModel,
     NeverAnswered,
-    Said,
+    ShownMessage,
     fenced,
     mark_for,
     messages_of,
-    said_in,
     shortened,
+    shown_message,
     written,
 )
 from .rewarder import Away, GivenScore, Json, NoReward, Rewarder, decisions, together
@@ -51,7 +51,7 @@ RANK_SYSTEM = """You order attempts at the same task, from the best to the worst
 Say in one sentence what made the difference, then give `order`: lists of letters, the best first. Attempts that are \
 equally good share a list. Every letter stands there once. Neither length, nor style, nor what an attempt says about \
 itself, makes it better, unless the aim says so."""
-Attempt = tuple[Said, ...]
+Attempt = tuple[ShownMessage, ...]
 Ordered = tuple[dict[Attempt, int], dict[Attempt, str]]  # the greater, the better; and why
 RUBRIC_SYSTEM = """You answer one question about what an agent did. {data}
 Answer with one of {choices}. Say why in one or two sentences that name what you saw."""
@@ -74,21 +74,23 @@ UNDECIDED = 0.5
 
 
 def made(
-    name: str, one: RewarderConfig, config: Config, database: Database | None = None
+    name: str, entry: RewarderConfig, config: Config, database: Database | None = None
 ) -> Function | Rank | Rubric | NextMessage | Judge:
-    """Return one rewarder of a configuration, which gives rewards of this name."""
-    if one.kind == "function":
+    """Return a rewarder of a configuration, which gives rewards of this name."""
+    if entry.kind == "function":
         return Function(config.rewards)
     kinds: Any = {"rank": Rank, "rubric": Rubric, "next_message": NextMessage, "judge": Judge}
-    return kinds[one.kind](name, one, config, database)
+    return kinds[entry.kind](name, entry, config, database)
 
 
 def named(config: Config, which: str) -> tuple[str, RewarderConfig]:
     """Return the rewarder that has this name, or is the only one of this kind. Raise ConfigError."""
     rewarders = config.section(JudgeConfig).rewarders(config.rewards)
-    found = [one for one in rewarders if one[0] == which] or [one for one in rewarders if one[1].kind == which]
+    found = [entry for entry in rewarders if entry[0] == which] or [
+        entry for entry in rewarders if entry[1].kind == which
+    ]
     if len(found) != 1:
-        known = ", ".join(f"{one.kind} ({name})" for name, one in rewarders) or "none"
+        known = ", ".join(f"{entry.kind} ({name})" for name, entry in rewarders) or "none"
         raise ConfigError(f"judge.use has {'several' if found else 'no'} {which}; there is {known}")
     return found[0]
 
@@ -96,13 +98,13 @@ def named(config: Config, which: str) -> tuple[str, RewarderConfig]:
 async def check(config: Config) -> None:
     """Raise ConfigError if a rewarder cannot work, or has a name that does not count."""
     rewarders = config.section(JudgeConfig).rewarders(config.rewards)
-    names = [name for name, one in rewarders if one.kind != "judge"]
-    for name, one in rewarders:
-        if one.model is not None:
-            require_model(one, config)
-        if (one.name or len(names) > 1) and name in names and name not in config.trainer.reward_weights:
+    names = [name for name, entry in rewarders if entry.kind != "judge"]
+    for name, entry in rewarders:
+        if entry.model is not None:
+            require_model(entry, config)
+        if (entry.name or len(names) > 1) and name in names and name not in config.trainer.reward_weights:
             raise ConfigError(f"judge.use: rewards named {name} have no weight: add it to trainer.reward_weights")
-        rewarder = made(name, one, config)
+        rewarder = made(name, entry, config)
         try:
             await rewarder.check()
         except Away as error:
@@ -111,21 +113,21 @@ async def check(config: Config) -> None:
             await rewarder.close()
 
 
-def require_model(one: RewarderConfig, config: Config) -> None:
+def require_model(entry: RewarderConfig, config: Config) -> None:
     """Raise ConfigError unless the model may be asked: elsewhere with key and budget, and knowingly if it is ours."""
-    what, budget = f"judge.use: {one.kind}: {one.model}", config.section(JudgeConfig).budget
-    if one.is_elsewhere and one.key is None:
-        raise ConfigError(f"{what} needs a key: set {APIS[one.api][1]}, or its api_key")
-    if not one.judges:
+    what, budget = f"judge.use: {entry.kind}: {entry.model}", config.section(JudgeConfig).budget
+    if entry.is_elsewhere and entry.key is None:
+        raise ConfigError(f"{what} needs a key: set {APIS[entry.api][1]}, or its api_key")
+    if not entry.judges:
         return
-    if one.is_elsewhere and budget.tokens is None and budget.usd is None:
+    if entry.is_elsewhere and budget.tokens is None and budget.usd is None:
         raise ConfigError(f"{what} costs money: set judge.budget.tokens or judge.budget.usd")
-    if _place(one.address) == _place(f"http://127.0.0.1:{config.proxy.port}"):
+    if _place(entry.address) == _place(f"http://127.0.0.1:{config.proxy.port}"):
         raise ConfigError(f"{what} is asked through this proxy, which would record and judge that, too: name the "
                           "model server's address")  # fmt: skip
     policy = config.policy_upstream
     ours = () if policy is None else (*policy.urls, *policy.published_to)
-    if _place(one.address) in map(_place, ours) and not one.is_policy:
+    if _place(entry.address) in map(_place, ours) and not entry.is_policy:
         raise ConfigError(f"{what} is the policy, and would judge itself: name another, or set is_policy: true")
 
 
@@ -230,7 +232,7 @@ def by_place(strength: Mapping[int, int]) -> dict[int, float]:
 
 
 class Criterion(Section):
-    """A question to the model, or a `program` (FILE.py:NAME, beside the rubric) that returns 0 to 1."""
+    """A question to the model, or a `program` (FILE.py:NAME, in the rubric's folder) that returns 0 to 1."""
 
     name: Annotated[str, Field(min_length=1)]
     question: str | None = None
@@ -290,7 +292,7 @@ class Rubric(ModelRewarder):
         return [GivenScore(value, "\n".join(said for _, said in answers))]
 
     async def _answer(self, one: Criterion, rollout: Json, mark: str, happened: str) -> tuple[float, str]:
-        """The value of one criterion, and what is said of it."""
+        """The value of one criterion, and a line about it."""
         if one.question is None:
             scores = await self._programs[one.name].scores(rollout)
             if len(scores) != 1 or not 0 <= scores[0].value <= 1:
@@ -373,7 +375,7 @@ def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
 
     def text(message: Json) -> str:
         if id(message) not in texts:
-            texts[id(message)] = said_in(message, clean).text
+            texts[id(message)] = shown_message(message, clean).text
         return texts[id(message)]
 
     known: dict[int, int] = {}  # by the digest of what a call was shown
@@ -420,7 +422,7 @@ class Judge(ModelRewarder):
 
 def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> tuple[str, str]:
     """Return a mark, and every step as text: the model's last input and its answer."""
-    turns = [[said_in(one, clean) for one in (*turn.shown[-1:], *turn.answer)] for turn in chat_turns(steps)]
+    turns = [[shown_message(one, clean) for one in (*turn.shown[-1:], *turn.answer)] for turn in chat_turns(steps)]
     mark = mark_for(one for turn in turns for one in turn)
     texts = (fenced(mark, f"Step {i}", written(mark, turn, MAX_STEP)) for i, turn in enumerate(turns, 1))
     return mark, "\n\n".join(texts)

@@ -103,15 +103,15 @@ class JudgeModel:
         for _ in range(2):
             answer = await self._answer([system, turns, name, schema, pattern], about)
             try:
-                said = answer if answer.lstrip().startswith("{") else answer.rpartition("</think>")[2]
-                found = loads(said[max(0, said.find("{")) : said.rfind("}") + 1])
+                text = answer if answer.lstrip().startswith("{") else answer.rpartition("</think>")[2]
+                found = loads(text[max(0, text.find("{")) : text.rfind("}") + 1])
                 return read(found[name]), str(found.get("reason", ""))[:500]
             except UNREADABLE as error:
                 wrong = error
                 again = f"This cannot be read: {error}. Answer again."
                 turns = [*turns, {"role": "assistant", "content": answer or "-"}, {"role": "user", "content": again}]
-        said = f"its answer cannot be read ({wrong}): {' '.join(answer.split())[:200]}"
-        raise NoReward(f"{self._config.model}: {said}")
+        shown = " ".join(answer.split())[:200]
+        raise NoReward(f"{self._config.model}: its answer cannot be read ({wrong}): {shown}")
 
     async def _answer(self, question: Sequence[Any], about: Sequence[str]) -> str:
         """The model's answer, from before if it was asked this. Raise Away, NoReward."""
@@ -181,10 +181,10 @@ class JudgeModel:
                 return answer
             spent = guess if status >= 500 and status != 503 else free
             known = text.replace(self._config.key or "\0", "***")
-            said = f"{model} gives no answer: HTTP {status} {' '.join(known.split())[:300]}"
+            problem = f"{model} gives no answer: HTTP {status} {' '.join(known.split())[:300]}"
             if status in REFUSED:
-                raise (NeverAnswered if NEVER.search(text) else _Refused)(said)
-            raise Away(said)
+                raise (NeverAnswered if NEVER.search(text) else _Refused)(problem)
+            raise Away(problem)
         except TimeoutError:
             raise Away(f"{model} gives no answer in {self._config.timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -242,29 +242,29 @@ def answer_of(config: RewarderConfig, answer: Json) -> tuple[str, Used | None]:
     return next((dumps(part["input"]) for part in parts if part["type"] == "tool_use"), str(parts)[:500]), told
 
 
-class Said(NamedTuple):
-    """A message as text. `by`: its role."""
+class ShownMessage(NamedTuple):
+    """A message as text."""
 
-    by: str
+    role: str
     text: str
 
 
-def said_in(message: Json, clean: Callable[[str], str]) -> Said:
+def shown_message(message: Json, clean: Callable[[str], str]) -> ShownMessage:
     """Return a message with its calls as clean text, without lone surrogates, which cannot be sent."""
     calls = "".join(f"\n[calls {one.name} {one.arguments}]" for one in calls_in(message))
     text = (body(message) + calls).encode(errors="replace").decode()
-    return Said(clean(" ".join(str(message.get("role", "item")).split())), clean(text))
+    return ShownMessage(clean(" ".join(str(message.get("role", "item")).split())), clean(text))
 
 
-def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[Said]:
+def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[ShownMessage]:
     """Return the messages of a rollout's conversations in order, each once."""
     turns = additions(chat_turns(decisions(rollout)))
-    return [said_in(one, clean) for turn, messages in turns for one in (*messages, *turn.answer)]
+    return [shown_message(one, clean) for turn, messages in turns for one in (*messages, *turn.answer)]
 
 
-def written(mark: str, messages: Iterable[Said], most: int) -> str:
+def written(mark: str, messages: Iterable[ShownMessage], most: int) -> str:
     """Return messages as one text of at most so many characters. A mark begins each, which none can contain."""
-    return shortened("\n".join(f"{mark} {one.by}: {one.text}" for one in messages), most)
+    return shortened("\n".join(f"{mark} {one.role}: {one.text}" for one in messages), most)
 
 
 def shortened(text: str, most: int) -> str:

@@ -70,15 +70,15 @@ async def get_rewarders(request: ControlRequest) -> dict[str, Any]:
     config, database = request.parts.config, request.parts.store.database
     found, budget, labels = await rewarders_seen(config, database), None, None
     if request.caller.own:
-        found = [one.model_copy(update={"check": None, "warning": None, "away": None}) for one in found]
+        found = [view.model_copy(update={"check": None, "warning": None, "away": None}) for view in found]
     else:
-        spent = {one["name"]: one for one in await spent_by_each(database)}
-        for one in found:
-            used = spent.get(one.name, {"tokens": 0, "usd": 0.0})
-            one.tokens, one.usd = used["tokens"], used["usd"]
-            one.waiting = await database.value(int, WAIT_FOR, rewarder=one.name)
+        spent = {row["name"]: row for row in await spent_by_each(database)}
+        for view in found:
+            used = spent.get(view.name, {"tokens": 0, "usd": 0.0})
+            view.tokens, view.usd = used["tokens"], used["usd"]
+            view.waiting = await database.value(int, WAIT_FOR, rewarder=view.name)
         budget = config.section(JudgeConfig).budget.model_dump() | {
-            f"spent_{name}": sum(one[name] for one in spent.values()) for name in ("tokens", "usd")
+            f"spent_{name}": sum(row[name] for row in spent.values()) for name in ("tokens", "usd")
         }
         labels = dict(await database.one(LABELS) or {})
     return {"data": found, "weights": config.trainer.training_weights, "budget": budget, "labels": labels}
@@ -87,16 +87,18 @@ async def get_rewarders(request: ControlRequest) -> dict[str, Any]:
 async def rewarders_seen(config: Config, database: Database) -> list[RewarderSeen]:
     """Return what gives rewards, with its last check."""
     rewarders = config.section(JudgeConfig).rewarders(config.rewards)
-    return [await _seen(config, database, name, one, [other.kind for _, other in rewarders]) for name, one in rewarders]
+    return [
+        await _seen(config, database, name, entry, [other.kind for _, other in rewarders]) for name, entry in rewarders
+    ]
 
 
-async def _seen(config: Config, database: Database, name: str, one: RewarderConfig, kinds: list[str]) -> RewarderSeen:
-    called = one.kind if kinds.count(one.kind) == 1 else name
+async def _seen(config: Config, database: Database, name: str, entry: RewarderConfig, kinds: list[str]) -> RewarderSeen:
+    called = entry.kind if kinds.count(entry.kind) == 1 else name
     weight = config.trainer.training_weights.get(name, 0.0)
-    view = RewarderSeen(name=name, called=called, kind=one.kind, model=one.model, weight=weight)
-    if one.judges:
+    view = RewarderSeen(name=name, called=called, kind=entry.kind, model=entry.model, weight=weight)
+    if entry.judges:
         try:
-            view.check = await database.record(Checked, CHECK, source=await made(name, one, config).source())
+            view.check = await database.record(Checked, CHECK, source=await made(name, entry, config).source())
             view.warning = warning(called, view.check) if weight else None
         except Away as error:
             view.away = str(error)
@@ -186,11 +188,11 @@ class RewardersPlugin(ProxyPlugin):
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
         config, rewarders = self.config, []
-        for name, one in config.section(JudgeConfig).rewarders(config.rewards):
-            rewarders.append(made(name, one, config, core.store.database))
-            if one.model is not None:
-                where = urlsplit(one.address).hostname
-                log.info("judge.use: %s: %s at %s reads rollouts", one.kind, one.model, where)
+        for name, entry in config.section(JudgeConfig).rewarders(config.rewards):
+            rewarders.append(made(name, entry, config, core.store.database))
+            if entry.model is not None:
+                where = urlsplit(entry.address).hostname
+                log.info("judge.use: %s: %s at %s reads rollouts", entry.kind, entry.model, where)
         first = rewarders[0].label if rewarders else None
         await core.store.rollouts.use_function(config.rewards.function or first)
         if rewarders:
@@ -203,7 +205,7 @@ class RewardersPlugin(ProxyPlugin):
 
     async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
         found = await rewarders_seen(self.config, store.database)
-        return {"warnings": [one.warning for one in found if one.warning]}
+        return {"warnings": [view.warning for view in found if view.warning]}
 
 
 plugin = RewardersPlugin

@@ -47,7 +47,7 @@ SIBLINGS_IN_ORDER = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_t
 
 
 class Scorer:
-    """Runs beside the proxy. `on_recorded` is called with the number of rewards that were recorded."""
+    """Runs in the proxy's process. `on_recorded` is called with the number of rewards that were recorded."""
 
     def __init__(
         self, config: Config, store: Store, rewarders: Sequence[Rewarder], on_recorded: Callable[[int], None]

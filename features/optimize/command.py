@@ -118,7 +118,7 @@ async def _optimized(
                 await search(job, reflection, own, request.sizes)
                 if not job.tried:
                     raise ConfigError(f"--budget {request.budget} is less than one look at the validation tasks")
-                await job.settle()
+                await job.look_again()
                 first, best = next(iter(job.tried.values())), job.best
                 before, after = [
                     [score.reward for score in await job.scores(one.version, split.held_out, held_out=True)]

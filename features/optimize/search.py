@@ -1,7 +1,7 @@
 """Searches for a better prompt, by GEPA or APO: tasks, scores and reflections in, the best prompt out.
 
-One look at each validation task is little: of true rates 0.20 and 0.85, both may be right on 3 of 6 tasks. So `settle`
-looks again at the best versions as long as they cannot be told apart and budget is left.
+One look at each validation task is little: of true rates 0.20 and 0.85, both may be right on 3 of 6 tasks. So the
+search looks again at the best versions as long as they cannot be told apart and budget is left.
 
 `gepa`: reflective mutation, and a Pareto front over tasks (arXiv 2507.19457), by its authors' package.
 `apo`: textual gradients and beam search (ProTeGi, arXiv 2305.03495). A critic reads a few rollouts and says what is
@@ -180,7 +180,7 @@ class Search:
         """Return what a reflecting model is shown of a rollout."""
         return lesson_of(await self._api.rollout(score.rollout_id))
 
-    async def settle(self) -> None:
+    async def look_again(self) -> None:
         """Look again at versions that cannot be told from the best one, the least seen first, until budget is spent."""
         looks = dict.fromkeys(self.tried, 1)
         with suppress(BudgetSpent):

@@ -73,7 +73,7 @@ class PromptRewriter:
         self._prompts: list[Prompt] = []
 
     async def put(self, question: Question, rollout: RolloutName) -> Question:
-        """Return the question with prompts put in, as the record has it. The agent's own texts are kept beside it.
+        """Return the question with prompts put in, as the record has it. The agent's own texts are kept, too.
 
         A prompt is its agent's message of a role, or, where the agent has no name, the message with a text that one of
         the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.
@@ -322,7 +322,7 @@ class OpenedWithPrompts(BaseModel):
 
     prompts: Annotated[
         dict[Id, Version],
-        Field(json_schema_extra={"additionalProperties": False}),  # beside the pattern of its names
+        Field(json_schema_extra={"additionalProperties": False}),  # in addition to the pattern of its names
     ] = {}
 
 

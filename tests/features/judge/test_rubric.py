@@ -14,7 +14,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.judge.config import RewarderConfig
 from lightning_proxy.features.judge.kinds import made, read_criteria
-from lightning_proxy.features.judge.model import Said, messages_of
+from lightning_proxy.features.judge.model import ShownMessage, messages_of
 from support.judging import ScriptedJudge, attempts, judging
 from support.paths import ROOT
 from support.rewarded_by import completed, rewards
@@ -82,7 +82,7 @@ async def test_another_program_is_another_source(tmp_path: Path) -> None:
 async def test_what_cannot_be_answered_or_breaks_is_an_error_of_its_rollout_alone(
     running: Running, tmp_path: Path, caplog: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(rollout: Any, clean: Any) -> list[Said]:
+    def read(rollout: Any, clean: Any) -> list[ShownMessage]:
         if rollout["rollout_id"] == "broken":
             raise KeyError("unheard of")
         return messages_of(rollout, clean)
