@@ -130,9 +130,6 @@ def train(
     context: typer.Context,
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then exit")] = False,
-    max_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="stop after so many steps (trainer.max_steps)")
-    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -169,7 +166,7 @@ def train(
         raise ConfigError("--min-reward needs --method sft")
     overrides = {"tune.sft.min_reward": min_reward, **({f"tune.{method}.epochs": epochs} if tuning else {})}
     _write_for_the_owner_only()
-    config = configuration(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
+    config = configuration(context, {"policy.model": model, **overrides})
     from_data = Offline(data, directory, epochs or 1) if offline else None
     run(config, Run(method=method, once=once, offline=from_data))
 

@@ -34,7 +34,7 @@ class Server:
     def __init__(self, guard: Any, script: str | None, requests: int, reports: int) -> None:
         self._guard, self._script = guard, script
         self._requests, self._reports = requests, reports
-        self._running: dict[int, tuple[str, int]] = {}  # by a file that says when the guard ends: id, process
+        self._running: dict[int, tuple[str, int]] = {}  # by a pipe that ends with the guard: id, process
         self._lifelines: dict[str, int] = {}
         self._buffer = b""
         self._poll = select.poll()
@@ -70,23 +70,25 @@ class Server:
 
     def _start(self, request: dict[str, Any]) -> None:
         watched, lifeline = os.pipe()
+        alive, held = os.pipe()  # the guard holds it to its own end
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or too many processes
             Path(request["log"]).write_text(f"{request['argv'][0]} cannot be started: {error.strerror}\n")
-            os.close(watched)
-            os.close(lifeline)
+            for file in (watched, lifeline, alive, held):
+                os.close(file)
             self._report(request["id"], code=self._guard.CANNOT_START)
             return
         if pid == 0:
-            for held in (self._requests, self._reports, lifeline, *self._lifelines.values(), *self._running):
-                os.close(held)
+            for file in (self._requests, self._reports, lifeline, alive, *self._lifelines.values(), *self._running):
+                os.close(file)
             self._guard.guard(watched, GRACE_S)
+            os.close(held)
             os._exit(self._run(request))
         os.close(watched)
-        file = os.pidfd_open(pid)
-        self._poll.register(file, select.POLLIN)
-        self._running[file], self._lifelines[request["id"]] = (request["id"], pid), lifeline
+        os.close(held)
+        self._poll.register(alive, select.POLLIN)
+        self._running[alive], self._lifelines[request["id"]] = (request["id"], pid), lifeline
         self._report(request["id"], started=True)
 
     def _kill(self, name: str) -> None:

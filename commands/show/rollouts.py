@@ -42,7 +42,6 @@ def list_rollouts(
     version: Annotated[int | None, typer.Option(help="only those that began with this policy version")] = None,
     step: Annotated[int | None, typer.Option(help="only those that this training step took")] = None,
     model: Annotated[str | None, typer.Option(help="only those with a call for this model")] = None,
-    key: Annotated[str | None, typer.Option(help="only those that were opened with the key of this name")] = None,
     grep: Annotated[str | None, typer.Option(help="only those with this text in a request or an answer")] = None,
     sort: Annotated[Literal["newest", "reward", "tokens", "calls"], typer.Option(help="greatest first")] = "newest",
     reverse: Annotated[bool, typer.Option("--reverse", help="least first")] = False,
@@ -59,7 +58,7 @@ def list_rollouts(
 
     filters = {
         "status": status, "task_id": task, "agent": agent, "mode": mode, "cursor": cursor, "version": version,
-        "step": step, "model": model, "key": key, "min_reward": min_reward, "max_reward": max_reward,
+        "step": step, "model": model, "min_reward": min_reward, "max_reward": max_reward,
         "since": since_of(since), "text": grep,
     }  # fmt: skip
     found, more = look(configuration(context), lambda api: collect(api, filters, limit, sort, reverse=reverse))
@@ -185,7 +184,6 @@ def reward(
     call: Annotated[str | None, typer.Option(help="reward this call (an id or its beginning), not the rollout")] = None,
     name: Annotated[str, typer.Option(help="the reward's name; the newest value of a name counts")] = "reward",
     comment: Annotated[str | None, typer.Option(help="a note for people")] = None,
-    source: Annotated[str, typer.Option(help="who gives it")] = "cli",
     final: Annotated[bool | None, typer.Option("--final/--no-final", help="end the rollout, or leave it open")] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="offer it to the trainer again")] = False,
     as_json: Json = False,
@@ -196,7 +194,7 @@ def reward(
 
     if not math.isfinite(value):
         raise ConfigError(f"the reward must be a finite number, got {value}")
-    body = {"reward": value, "name": name, "comment": comment, "source": source, "final": final, "retrain": retrain}
+    body = {"reward": value, "name": name, "comment": comment, "source": "cli", "final": final, "retrain": retrain}
 
     async def post(api: ApiClient) -> Any:
         async def to(one: str) -> Any:

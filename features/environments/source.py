@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import typer
 import yaml
 
+from ...commands.files import written
 from ...core import guard
 from ...core.config.file import read_yaml
 from ...core.errors import ConfigError, LightningError
@@ -92,12 +92,12 @@ def _given(arguments: str | None) -> dict[str, Any]:
     return given
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, text: str, mode: int = 0o600) -> None:
     """Write it at once: another command may read it now, or write the same."""
     file.parent.mkdir(exist_ok=True)
-    with NamedTemporaryFile("w", dir=file.parent, delete=False) as beside:
-        beside.write(text)
-    Path(beside.name).replace(file)
+    with written(file) as part:
+        part.write_text(text)
+        part.chmod(mode)
 
 
 class KindsEnvironment:
@@ -122,7 +122,7 @@ class KindsEnvironment:
         return stamp.is_file() and {*self.requires, str(ROOT)} <= set(stamp.read_text().split("\n"))
 
     def require(self) -> None:
-        """Raise ConfigError if it is not there. Write our files anew if another version of ours wrote them."""
+        """Raise ConfigError if it is not there. Write our files anew: another version of ours may have written them."""
         if not self.is_there:
             do = f"lightning-proxy environments {self.kind} --install"
             raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
@@ -155,12 +155,8 @@ class KindsEnvironment:
         (self.directory / "installed.txt").write_text("\n".join([str(ROOT), *self.requires, "", *further]))
 
     def _write(self) -> None:
-        for path, text in zip(map(Path, self.program), (PYTHON, PROGRAM), strict=False):
-            if not path.is_file() or path.read_text() != text:
-                beside = path.with_suffix(".new")
-                beside.write_text(text)
-                beside.chmod(0o755)
-                beside.replace(path)
+        for path, text in zip(self.program, (PYTHON, PROGRAM), strict=False):
+            _write(Path(path), text, 0o755)
 
     def ask(self, *what: str, given: str = "") -> list[str]:
         """Return the lines that the kind's program prints, with `given` as its input. ConfigError: what is wrong."""

@@ -27,7 +27,6 @@ def optimize(
         int, typer.Option(metavar="N", min=1, help="rollouts of the search, and calls of the reflecting model at most")
     ] = 200,
     validation: Annotated[int, typer.Option(metavar="N", min=1, help="tasks to compare prompts on")] = 16,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="rollouts that are reflected on at a time")] = 4,
     beam: Annotated[int, typer.Option(metavar="N", min=1, help="apo: prompts kept for the next round")] = 4,
     branch: Annotated[int, typer.Option(metavar="N", min=1, help="apo: new prompts from each")] = 4,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="apo: rounds")] = 3,
@@ -50,7 +49,7 @@ def optimize(
     modules = preload.split(",") if preload else []
     request = OptimizeRequest(
         method, prompt, tasks, held_out, command, modules, reflect, reflect_url, budget, validation,
-        Sizes(beam, branch, batch, rounds), seed, concurrency, promote, logs, as_json,
+        Sizes(beam, branch, rounds), seed, concurrency, promote, logs, as_json,
     )  # fmt: skip
     run(configuration(context), request)
 

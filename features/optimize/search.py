@@ -313,13 +313,15 @@ def _feedback(rollout: Json) -> Iterator[str]:
         yield f"the agent failed: {rollout['reason']}"
 
 
+BATCH = 4  # runs that a critic reads
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How wide and long the search is: prompts kept each round, new ones of each, runs that a critic reads, rounds."""
+    """How wide and long the search is: prompts kept each round, new ones of each, rounds."""
 
     beam: int
     branch: int
-    batch: int
     rounds: int
 
 
@@ -328,7 +330,7 @@ async def apo_search(job: Search, reflection: Reflection, own: str, sizes: Sizes
     rng = random.Random(job.seed)
 
     async def edited(parent: Candidate) -> str:
-        tasks = rng.sample(job.split.lessons, min(sizes.batch, len(job.split.lessons)))
+        tasks = rng.sample(job.split.lessons, min(BATCH, len(job.split.lessons)))
         lessons = [await job.lesson(score) for score in await job.scores(parent.version, tasks)]
         runs = ("<run>\nasked: {Inputs}\n{Generated Outputs}\n{Feedback}\n</run>".format_map(one) for one in lessons)
         critique = await reflection.ask(CRITIC.format(prompt=parent.text, runs="\n\n".join(runs)))
@@ -369,7 +371,7 @@ async def gepa_search(job: Search, reflection: Reflection, own: str, sizes: Size
             valset=list(job.split.validation),
             adapter=adapter,
             reflection_lm=adapter.reflect,
-            reflection_minibatch_size=sizes.batch,
+            reflection_minibatch_size=BATCH,
             skip_perfect_score=False,
             max_metric_calls=job.budget,
             logger=SimpleNamespace(log=lambda _: None),  # the command shows how it goes
