@@ -49,6 +49,7 @@ SELECT * FROM policy_versions
 WHERE version < :version AND status = 'ready' AND live_at IS NOT NULL AND (path IS NOT NULL OR version = 0)
 ORDER BY version DESC LIMIT 1
 """
+PINNED_S = 3600.0  # a rollout that runs for longer may lose its version
 PINNED_VERSIONS = """
 SELECT DISTINCT policy_version FROM rollouts
 WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since

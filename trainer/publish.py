@@ -24,6 +24,7 @@ from ..serving.swap import Superseded, Swap
 from ..serving.vllm import AWAY, VllmFault, VllmServer
 from ..store.store import Store
 from ..store.training import Step
+from ..store.versions import PINNED_S
 from .step.engine import TrainingEngine
 from .step.shortage import give_back
 from .types import BackgroundWork, Sample
@@ -271,7 +272,7 @@ class Publisher:
         passed_by = [v for v in versions if v.live_at is None and v.status in ("ready", "rejected")]
         newest = [v for v in versions if v not in passed_by][-self._config.keep_versions :]
         if self._swap.mode == "lora":
-            keep = keep | await self._store.versions.pinned(time.time() - self._config.pin_timeout_s)
+            keep = keep | await self._store.versions.pinned(time.time() - PINNED_S)
         for version in versions:
             in_use = version.version in keep or version.status in ("live", "candidate")
             if not in_use and version not in (*newest, *passed_by[-1:]):

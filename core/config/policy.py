@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from .section import Above0, Count, Natural, Port, Seconds, Section, Share
+from .section import Above0, Count, Natural, Port, Section, Share
 
 # The adapter of agents that have none of their own. PEFT calls it so.
 DEFAULT_ADAPTER = "default"
@@ -23,7 +23,6 @@ class PolicyConfig(Section):
     publish: Literal["lora", "merged", "auto"] = "auto"
     adapters: dict[AdapterName, Annotated[list[str], Field(min_length=1)]] = {}
     pin_rollouts: bool = True
-    pin_timeout_s: Seconds = 3600.0
     token_continuity: Literal["text", "exact"] = "text"
     dialects_through_chat: bool = True
     keep_versions: Annotated[int, Field(ge=2)] = 3

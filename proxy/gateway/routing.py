@@ -25,6 +25,7 @@ from ...serving.mode import other_mode
 from ...serving.swap import NotServed, Problems, Swap, obstacle
 from ...serving.vllm import AWAY, LOADING, VllmServer
 from ...store.store import Store
+from ...store.versions import PINNED_S
 from .upstream import Route
 
 log = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ class Watch:
 
     async def _problems(self) -> Problems:
         """Why servers do not serve what is live. Calls wait for those that are being mended only if no other has it."""
-        pinned = await self.swap.store.versions.pinned(time.time() - self._config.pin_timeout_s)
+        pinned = await self.swap.store.versions.pinned(time.time() - PINNED_S)
         if len(self.swap.vllm.servers) == 1:  # while it is given new weights, its calls are frozen, and go on
             return await self.swap.restore(pinned)
         try:
