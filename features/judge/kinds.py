@@ -115,9 +115,10 @@ async def check(config: Config) -> None:
 
 def require_model(entry: RewarderConfig, config: Config) -> None:
     """Raise ConfigError unless the model may be asked: elsewhere with key and budget, and knowingly if it is ours."""
-    what, budget = f"judge.use: {entry.kind}: {entry.model}", config.section(JudgeConfig).budget
+    variable, budget = APIS[entry.api][1], config.section(JudgeConfig).budget
+    what = f"judge.use: {entry.kind}: {entry.model}" if entry.judges else f"judge.calls: {entry.model}"
     if entry.is_elsewhere and entry.key is None:
-        raise ConfigError(f"{what} needs a key: set {APIS[entry.api][1]}, or its api_key")
+        raise ConfigError(f"{what} needs a key: set {variable}{', or its api_key' if entry.judges else ''}")
     if not entry.judges:
         return
     if entry.is_elsewhere and budget.tokens is None and budget.usd is None:
