@@ -112,15 +112,14 @@ class LessonReader:
             "rollouts_trained": len({row.rollout_id for row in rows}),
             "samples": len(rows),
         }
-        match self._method:
-            case "sft":
-                metrics["calls_untokenised"] = self._seen.counts["calls_untokenised"]
-            case "dpo":
-                metrics |= {"pairs": len(train), "pairs_held_out": len(held_out)}
-                metrics["pairs_other_prompt"] = self._seen.counts["pairs_other_prompt"]
-            case "kto":
-                liked = sum(one.up for one in train)
-                metrics |= {"thumbs_up": liked, "thumbs_down": len(train) - liked}
+        counts, liked = self._seen.counts, sum(one.up for one in train)
+        if self._method == "sft":
+            metrics["calls_untokenised"] = counts["calls_untokenised"]
+        elif self._method == "dpo":
+            pairs = {"pairs": len(train), "pairs_held_out": len(held_out)}
+            metrics |= pairs | {"pairs_other_prompt": counts["pairs_other_prompt"]}
+        else:
+            metrics |= {"thumbs_up": liked, "thumbs_down": len(train) - liked}
         return Lessons(tuple(train), tuple(held_out), {name: float(value) for name, value in metrics.items()})
 
     async def _rewarded(self, among: Collection[str] | None) -> dict[tuple[Any, ...], list[Rollout]]:

@@ -87,7 +87,6 @@ def _paired(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
     """Chosen rows, each beside its rejected one."""
     config = trainer.settings.section(TuneConfig).dpo
     chosen, rejected = ([(one.rows[i].token_ids, one.rows[i].mask) for one in lessons] for i in (0, 1))
-    rows = referred(trainer, chosen, rejected)
     longest = 2 * max(len(ids) for ids, _ in (*chosen, *rejected))
     pairs = max(1, config.batch_tokens // longest)
     together = max(1, min(PASS_TOKENS // longest, pairs))
@@ -96,7 +95,7 @@ def _paired(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
         "gradient_accumulation_steps": max(1, pairs // together),
         "beta": config.beta,
     }
-    return rows._replace(settings=rows.settings | settings)
+    return referred(trainer, chosen, rejected, settings)
 
 
 def _lent(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
@@ -113,26 +112,34 @@ def _lent(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
         ids, mask = (*prompt, *other.token_ids[start:]), (*(0 for _ in prompt), *other.mask[start:])
         lent.append((ids[:most], mask[:most]))
     own = [(sample.token_ids, sample.mask) for sample in samples]
-    rows = referred(trainer, own, lent, label=[one.up for one in lessons])
     settings = {
         "per_device_train_batch_size": max(2, config.batch_tokens // max(len(ids) for ids, _ in (*own, *lent))),
         "beta": config.beta,
         "desirable_weight": config.up_weight,
         "undesirable_weight": config.down_weight,
     }
-    return rows._replace(settings=rows.settings | settings)
+    return referred(trainer, own, lent, settings, label=[one.up for one in lessons])
 
 
-def referred(trainer: LightningTrainer, rows: Sequence[Row], others: Sequence[Row], **columns: Sequence[Any]) -> Rows:
+def referred(
+    trainer: LightningTrainer,
+    rows: Sequence[Row],
+    others: Sequence[Row],
+    settings: dict[str, Any],
+    **columns: Sequence[Any],
+) -> Rows:
     """Return rows, each beside another, with the log-probabilities of their answers under the present weights."""
     scores, count = answer_logprobs(trainer, [*rows, *others]), len(rows)
-    columns |= {
-        f"{side}{what}": [list(row[place]) for row in of_side]
-        for side, of_side in (("", rows), ("other_", others))
-        for place, what in enumerate(("ids", "mask"))
-    }
-    dataset = Dataset.from_dict(columns | {"ref": scores[:count], "other_ref": scores[count:]})
-    settings = {
+    dataset = Dataset.from_dict({
+        "ids": [list(ids) for ids, _ in rows],
+        "mask": [list(mask) for _, mask in rows],
+        "other_ids": [list(ids) for ids, _ in others],
+        "other_mask": [list(mask) for _, mask in others],
+        "ref": scores[:count],
+        "other_ref": scores[count:],
+        **columns,
+    })  # fmt: skip
+    settings = settings | {
         "max_length": None,
         "remove_unused_columns": False,
         # Without adapters TRL would load a second model to refer to.
