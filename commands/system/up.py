@@ -8,15 +8,13 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
-from rich.table import Column
-from rich.text import Text
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 
 from ...core.config.root import Config
 from ...core.json_text import dumps_readable
@@ -72,13 +70,20 @@ class UpView:
     """
 
     def __init__(self, console: Console, logs: Path, format: LogFormat = "text") -> None:
-        self.console, self._format = console, format
+        self.console, self._logs, self._format = console, logs, format
         self._is_live = console.is_terminal and format == "text"
         self._time = time_format(self._is_live)
-        columns = (
-            SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), _LastLine(logs)
-        )  # fmt: skip
-        self._progress = Progress(*columns, console=console, transient=True, expand=True, disable=not self._is_live)
+        self._waits: tuple[str, float] | None = None  # for which part, and since when
+        self._line = Live(get_renderable=self._starting, console=console, transient=True, refresh_per_second=2)
+
+    def _starting(self) -> RenderableType:
+        if self._waits is None:
+            return Group()
+        part, since = self._waits
+        took = timedelta(seconds=int(time.monotonic() - since))
+        line = plain(f"{WAITING}{part} {took} {last_line(self._logs / f'{part}.log')}", "dim")
+        line.no_wrap, line.overflow = True, "ellipsis"
+        return line
 
     @property
     def serve_options(self) -> tuple[str, ...]:
@@ -87,22 +92,21 @@ class UpView:
 
     def __enter__(self) -> UpView:
         if self._is_live:
-            self._progress.start()
+            self._line.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._is_live:
-            self._progress.stop()
+            self._line.stop()
 
     def say(self, what: str, style: str = "dim") -> None:
         """Show a line of any text."""
         if self._is_live:
             if what.startswith(STILL):  # its line shows it all the time
                 return
-            for task in self._progress.task_ids:
-                self._progress.remove_task(task)
-            if what.startswith(WAITING):
-                self._progress.add_task(what, part=what.removeprefix(WAITING))
+            waits = what.startswith(WAITING)
+            self._waits = (what.removeprefix(WAITING), time.monotonic()) if waits else None
+            if waits:
                 return
         self._print(what, style, event="up")
 
@@ -136,16 +140,3 @@ class UpView:
             at = datetime.now().astimezone().isoformat(timespec="milliseconds")
             line, shown_style = dumps_readable({"time": at, "level": "info", "message": what, **fields}), ""
         self.console.print(plain(line, shown_style), soft_wrap=True, highlight=False)
-
-
-class _LastLine(ProgressColumn):
-    """The newest line of the log of a part that is starting, as much of it as there is room for."""
-
-    max_refresh = POLL_S
-
-    def __init__(self, logs: Path) -> None:
-        super().__init__(Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-        self._logs = logs
-
-    def render(self, task: Task) -> Text:
-        return plain(last_line(self._logs / f"{task.fields['part']}.log"), "dim")
