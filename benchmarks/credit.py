@@ -322,7 +322,7 @@ class Cell(NamedTuple):
 
 
 def at_best_rate(problem: Problem, settings: Mapping[str, object], way: Way) -> Cell:
-    judge = {"judge": {"calls": {"model": "scripted"}}} if settings.get("credit") == "judge" else {}
+    judge = {"judge": {"calls": {"model": "openai/scripted"}}} if settings.get("credit") == "judge" else {}
     config = Config.model_validate({"trainer": settings, **judge}).trainer
 
     def at(rate: float, seeds: Sequence[int]) -> Cell:

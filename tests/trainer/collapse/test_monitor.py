@@ -209,7 +209,7 @@ async def test_a_judges_scores_of_what_was_trained_on_do_not_set_versions_apart(
     await run.rollouts(0, 1, 1, 0, 0, judged=1.0)
     await run.step()
     await run.rollouts(1, 1, 1, 0, 0)
-    config = TrainerConfig.model_validate({"credit": "judge", "judge": {"model": "x/y"}})
+    config = TrainerConfig.model_validate({"credit": "judge", "judge": {"model": "openai/y"}})
     assert await Monitor(config, run.store, run.clock).look() is None
 
 
