@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_proxy.features.otel.genai import CALLS, action_of, is_action, operation_of, request_of, response_of
 
@@ -98,27 +96,6 @@ def test_a_retriever_of_openinference_is_one() -> None:
         "retrieval.documents.0.document.content": "up",
     }
     assert is_action(told) and action_of(told, None).result == [{"content": "up"}]
-
-
-NAMES = [
-    *OPENINFERENCE,
-    "llm.input_messages.0",
-    "llm.input_messages.0.message",
-    "llm.tools.0.tool",
-    "gen_ai.request.model",
-]
-NAMES += ["input.value", "retrieval.documents.0.document"]
-KEYS = ["role", "content", "type", "text", "message", "messages", "tool_calls", "function"]
-VALUES = st.recursive(
-    st.none() | st.text(max_size=3) | st.integers() | st.just("LLM"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.sampled_from(NAMES), VALUES | VALUES.map(json.dumps), max_size=8))
-def test_no_attributes_of_others_break_the_reader(attributes: dict[str, Any]) -> None:
-    request_of(attributes), response_of(attributes), action_of(attributes, None)
 
 
 async def test_calls_have_the_agent_of_the_nearest_span_around_them(running: Running, tmp_path: Path) -> None:

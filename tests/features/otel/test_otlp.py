@@ -26,7 +26,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.trace import Status, StatusCode
 
 from lightning_proxy.core.errors import InvalidRequest, LightningError
-from lightning_proxy.features.otel.otlp import read_spans
+from lightning_proxy.features.otel.genai import action_of, request_of, response_of
+from lightning_proxy.features.otel.otlp import Span, read_spans
 from lightning_proxy.features.otel.proxy import read_all
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -448,9 +449,16 @@ async def test_other_paths_below_v1_still_go_to_the_upstream(running: Running, t
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
 
 
-NAMES = st.sampled_from(["role", "parts", "type", "content", "name", "id"])
+NAMES = st.sampled_from(
+    ["role", "parts", "type", "content", "name", "id", "message", "messages", "tool_calls", "function"]
+)
+NUMBERED = [
+    "gen_ai.prompt.0.content", "gen_ai.completion.0.tool_calls.0.id", "llm.model_name", "input.value", "output.value",
+    "llm.invocation_parameters", "llm.input_messages.0", "llm.input_messages.0.message", "llm.tools.0.tool.json_schema",
+    "llm.input_messages.0.message.contents.0.message_content.text", "retrieval.documents.0.document.content",
+]  # fmt: skip
 ATTRIBUTES = st.dictionaries(
-    st.sampled_from([*CHAT, *SAID, *TOKENS, "gen_ai.prompt.0.content", "gen_ai.completion.0.tool_calls.0.id"]),
+    st.sampled_from([*CHAT, *SAID, *TOKENS, *NUMBERED]),
     st.one_of(
         st.integers(-(2**63), 2**63 - 1),
         st.floats(),
@@ -465,13 +473,15 @@ ATTRIBUTES = st.dictionaries(
 )
 
 
-@given(ATTRIBUTES)
-def test_no_attributes_break_the_reader(attributes: dict[str, Any]) -> None:
-    from lightning_proxy.features.otel.otlp import Span
-
-    span = Span(TRACE, "0" * 15 + "a", "chat", 1.0, 2.0, None, attributes | {"gen_ai.operation.name": "chat"})
-    found, problems = read_all([span])
-    assert len(found) + len(problems) == 1
+@given(ATTRIBUTES, st.sampled_from(["chat", "execute_tool", "retrieval"]))
+def test_no_attributes_break_the_reader(attributes: dict[str, Any], operation: str) -> None:
+    named = attributes | {"gen_ai.operation.name": operation}
+    request_of(named), response_of(named), action_of(named, None)
+    assert [len(one) for one in read_all([Span(TRACE, "0" * 15 + "a", "", 1.0, 2.0, None, named)])] in (
+        [1, 0],
+        [0, 1],
+        [0, 0],
+    )
 
 
 @given(st.binary(max_size=200), st.sampled_from(["protobuf", "json"]))
