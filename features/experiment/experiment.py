@@ -29,6 +29,7 @@ from ...commands.system.processes import make_directory
 from ...commands.trial import AgentFails, Json, Trial, draw
 from ...commands.vllm import visible_gpus
 from ...core.config.file import load_config
+from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ...core.statistics import bootstrap_seeds
 from ...store.opening import opened
@@ -279,9 +280,13 @@ class Lesson(Trial):
         self.begin()
         about = {"variant": self.lesson.variant, "seed": self.lesson.seed, "made_with": self.lesson.made_with}
         found: Json = about | {"commit": commit()} | await super().run()
-        await self.tidy({found["version"], found["best_version"]})
         bytes_ = sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
         return found | {"gib": round(bytes_ / 2**30, 3)}
+
+    async def stages(self, config: Config) -> Json:
+        found = await super().stages(config)
+        await self.tidy({found["version"], found["best_version"]})
+        return found
 
     async def ended(self, api: ApiClient) -> None:
         await asyncio.sleep(self.plan.minutes * 60 if self.plan.minutes else math.inf)
