@@ -44,35 +44,33 @@ class Gate:
 
     def __init__(self, config: Config, store: Store, tests: Promotions) -> None:
         self._config, self._store, self._tests = config, store, tests
-        self._read = 0  # rollouts of the newest look
         self._without_evidence: set[int] = set()  # tests without evidence, each logged once
         self._seen: tuple[int, tuple[Any, ...], float] = (0, (), 0.0)  # a test, its stamp, and until when it holds
 
     async def run(self) -> None:
         """Weigh new rollouts and decide until cancelled. One process of several does it."""
         while True:
-            self._read = 0
+            read = 0
             try:
                 if await self._tests.under_way():
                     async with self._store.database.lock("gate") as ours:
                         if ours:
-                            await self.look()
+                            read = await self.look()
             except (LightningError, OSError) as error:  # the next look may succeed
                 log.warning("candidates cannot be weighed now: %s", error)
             except Exception:  # without a gate the trainer would wait for ever
                 log.exception("candidates cannot be weighed")
-            await asyncio.sleep(max(LOOK_S, self._read / PACE))
+            await asyncio.sleep(max(LOOK_S, read / PACE))
 
-    async def look(self) -> None:
-        """Weigh the rollouts so far, and decide if they are enough."""
+    async def look(self) -> int:
+        """Weigh the rollouts so far, and decide if they are enough; return how many were read."""
         test = await self._tests.under_way()
         if test is None:
-            return
+            return 0
         now, stamp = time.time(), await self._tests.stamp(test)
         if self._seen[:2] == (test.n, stamp) and now < self._seen[2]:
-            return
+            return 0
         rollouts = await self._tests.observed(test)
-        self._read += len(rollouts)
         if not rollouts and test.n not in self._without_evidence and await self._tests.has_others(test):
             self._without_evidence.add(test.n)
             log.warning("policy version %d: %s", test.version, NO_EVIDENCE)
@@ -86,6 +84,7 @@ class Gate:
             what = "is live" if weighed.outcome == "promoted" else "is taken back"
             log.warning("policy version %d %s after its test: %s", test.version, what, weighed.reason)
         self._seen = test.n, stamp, now + LOOK_ANYWAY_S
+        return len(rollouts)
 
 
 class GuardedMetric(NamedTuple):

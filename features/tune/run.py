@@ -164,14 +164,9 @@ class FitCallback(TrainerCallback):
         if float(entry["epoch"]).is_integer():
             entry.update(self._measure())
             held_out = [f"{n.replace('_', ' ')} {v:.4g}" for n, v in entry.items() if n.startswith("held_out")]
-            loss, numbers = fmean(one["loss"] for one in last_epoch(state.log_history)), ", ".join(held_out)
-            log.info(
-                "epoch %d of %d: loss %.4g%s",
-                entry["epoch"],
-                args.num_train_epochs,
-                loss,
-                f" ({numbers})" * bool(numbers),
-            )
+            told = f" ({', '.join(held_out)})" if held_out else ""
+            loss = fmean(one["loss"] for one in last_epoch(state.log_history))
+            log.info("epoch %d of %d: loss %.4g%s", entry["epoch"], args.num_train_epochs, loss, told)
 
 
 def tune(

@@ -98,11 +98,11 @@ async def test_an_error_in_a_look_does_not_end_the_gate_and_a_slow_one_does_not_
     config, store, _ = tested
     look, sleep, rests = Gate.look, asyncio.sleep, list[float]()
 
-    async def slow(self: Gate) -> None:
+    async def slow(self: Gate) -> int:
         await sleep(0.2)  # others have the processor
         if not rests:
             raise RuntimeError("a fault of the gate's own")
-        await look(self)
+        return await look(self)
 
     async def rest(seconds: float) -> None:
         rests.append(seconds)
