@@ -39,12 +39,6 @@ def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
     assert 90 <= sum(i.low <= 0.3 <= i.high for i in intervals) <= 98
 
 
-def test_the_same_seed_gives_the_same_interval() -> None:
-    values = [math.sin(task) for task in range(30)]
-    assert bootstrap_mean(values, 3) == bootstrap_mean(values, 3)
-    assert bootstrap_mean(values, 3) != bootstrap_mean(values, 4)
-
-
 def test_equal_values_and_one_alone_have_an_interval_of_no_width() -> None:
     assert bootstrap_mean([0.5] * 3, 0) == bootstrap_mean([0.5], 0)
     assert bootstrap_mean([0.5], 0).low == bootstrap_mean([0.5], 0).high == 0.5
@@ -69,11 +63,6 @@ def lopsided(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
     return np.where(rng.random(pairs) < 0.05, -0.855, 0.045) - drop
 
 
-def lucky(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
-    """Nearly always a little worse, seldom much better: 0 on average."""
-    return -lopsided(rng, pairs, 0.0) - drop
-
-
 def groups(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
     """Four siblings a side, of tasks that the candidate is much better or much worse at."""
     return of_siblings(rng, pairs, drop).mean(axis=1)
@@ -85,15 +74,7 @@ def of_siblings(rng: np.random.Generator, tasks: int, drop: float) -> Floats:
     return (rng.random((tasks, 4)) < live + better - drop) * 1.0 - (rng.random((tasks, 4)) < live)
 
 
-SHAPES: dict[str, Pairs] = {
-    "half are solved": solved(0.5),
-    "a fifth is solved": solved(0.2),
-    "a twentieth is solved": solved(0.05),
-    "skewed rewards": skewed,
-    "often a little better, seldom much worse": lopsided,
-    "often a little worse, seldom much better": lucky,
-    "siblings of tasks": groups,
-}
+SHAPES: list[Pairs] = [solved(0.2), skewed, lopsided, groups]
 
 
 def looked_at(pairs: Pairs, drop: float = 0.0, comparisons: int = COMPARISONS, looks: int = LOOKS) -> list[Evidence]:
@@ -109,42 +90,12 @@ def share(times: list[int | None]) -> float:
     return sum(time is not None for time in times) / len(times)
 
 
-@pytest.mark.parametrize("pairs", SHAPES.values(), ids=SHAPES)
-def test_an_equal_candidate_is_called_worse_in_at_most_a_twentieth_of_comparisons(pairs: Pairs) -> None:
+@pytest.mark.parametrize("pairs", SHAPES)
+def test_equal_candidates_are_called_worse_and_drops_of_the_margin_safe_at_most_as_often_as_allowed(
+    pairs: Pairs,
+) -> None:
     assert share([evidence.worse_at for evidence in looked_at(pairs)]) <= LEVEL
-
-
-@pytest.mark.parametrize("pairs", [solved(0.5), solved(0.2), skewed, lopsided, lucky, groups])
-def test_a_drop_of_the_margin_is_called_safe_in_at_most_a_twentieth_of_comparisons(pairs: Pairs) -> None:
     assert share([evidence.safe_at for evidence in looked_at(pairs, MARGIN)]) <= LEVEL
-
-
-def test_a_z_test_that_is_looked_at_again_and_again_alarms_far_more_often() -> None:
-    rng, alarms, pairs = np.random.default_rng(1), 0, np.arange(1, LOOKS + 1)
-    for _ in range(COMPARISONS):
-        differences = solved(0.5)(rng, LOOKS, 0.0)
-        means = np.cumsum(differences) / pairs
-        spreads = np.sqrt(np.cumsum(differences**2) / pairs - means**2)
-        alarms += bool(np.any((means < -1.645 * spreads / np.sqrt(pairs))[30:]))
-    assert alarms / COMPARISONS > 0.2
-
-
-def test_siblings_of_one_task_that_count_singly_alarm_far_more_often() -> None:
-    singly = looked_at(lambda rng, pairs, drop: of_siblings(rng, pairs // 4, drop).ravel())
-    assert share([evidence.worse_at for evidence in singly]) > 2 * LEVEL
-
-
-def test_pairs_that_count_as_they_end_hide_a_candidate_that_is_slow_to_fail() -> None:
-    """Of 64 pairs at a time, in waves; a failure of the candidate's ends after all others of its wave and the next."""
-    rng, safe = np.random.default_rng(1), {"ended": 0, "began": 0}
-    for _ in range(60):
-        live, candidate = rng.random(640) < 0.5, rng.random(640) < 0.4
-        differences, waves = candidate * 1.0 - live, np.arange(640) // 64
-        as_they_ended = np.argsort(waves + np.where(candidate, 0, 2), kind="stable")
-        for order, pairs in (("ended", differences[as_they_ended]), ("began", differences)):
-            evidence = evidence_of(pairs, MARGIN, LEVEL)
-            safe[order] += evidence.verdict == "safe"
-    assert safe["ended"] > 50 and safe["began"] <= 3
 
 
 def test_drops_and_equal_candidates_are_found_in_a_few_hundred_pairs() -> None:
@@ -176,12 +127,6 @@ def test_the_e_values_are_the_mean_wealth_of_the_bettors() -> None:
     assert (evidence.pairs, evidence.mean, evidence.verdict) == (2, -0.125, "undecided")
 
 
-def test_before_the_first_pair_nothing_is_known() -> None:
-    evidence = evidence_of([], MARGIN, LEVEL)
-    assert (evidence.pairs, evidence.mean, evidence.e_drop, evidence.e_safe) == (0, None, 1.0, 1.0)
-    assert (evidence.verdict, interval([])) == ("undecided", None)
-
-
 def test_the_verdict_that_was_reached_first_stays() -> None:
     first = evidence_of([-1.0] * 20, MARGIN, LEVEL).worse_at
     evidence = evidence_of([-1.0] * 20 + [1.0] * 200, MARGIN, LEVEL)
@@ -206,25 +151,20 @@ def test_of_several_metrics_one_needs_more_to_be_worse_and_as_much_to_be_safe() 
     assert alone.safe_at == shared.safe_at is not None
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, 1.0])
-def test_a_hundred_thousand_pairs_overflow_nothing(value: float) -> None:
-    evidence = evidence_of([value] * 100_000, MARGIN, LEVEL)
-    assert math.isfinite(evidence.e_drop) and math.isfinite(evidence.e_safe)
-    assert evidence.verdict == ("worse" if value < 0 else "safe")
+def test_a_hundred_thousand_pairs_overflow_nothing() -> None:
+    for value in (-1.0, 1.0):
+        evidence = evidence_of([value] * 100_000, MARGIN, LEVEL)
+        assert math.isfinite(evidence.e_drop) and math.isfinite(evidence.e_safe)
+        assert evidence.verdict == ("worse" if value < 0 else "safe")
 
 
-@pytest.mark.parametrize("value", [1.5, -1.01, math.nan, math.inf])
-def test_a_difference_outside_its_range_is_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="not between -1 and 1"):
-        evidence_of([0.5, value], MARGIN, LEVEL)
-
-
-@pytest.mark.parametrize(
-    ("margin", "level", "metrics"), [(0.0, 0.05, 1), (1.0, 0.05, 1), (0.1, 0.0, 1), (0.1, 0.05, 0)]
-)
-def test_margins_and_levels_that_mean_nothing_are_refused(margin: float, level: float, metrics: int) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        evidence_of([], margin, level, metrics)
+def test_what_means_nothing_is_refused() -> None:
+    for value in (1.5, math.nan):
+        with pytest.raises(ValueError, match="not between -1 and 1"):
+            evidence_of([0.5, value], MARGIN, LEVEL)
+    for margin, level, metrics in ((0.0, 0.05, 1), (1.0, 0.05, 1), (0.1, 0.0, 1), (0.1, 0.05, 0)):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            evidence_of([], margin, level, metrics)
 
 
 def test_siblings_are_one_difference_of_two_means_by_the_range() -> None:

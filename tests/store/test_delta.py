@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,19 +22,11 @@ def test_a_request_survives_being_stored_against_any_parent(request: dict, paren
     assert stored_and_read(request, parent) == request
 
 
-@given(requests)
-def test_booleans_and_numbers_that_compare_equal_are_kept_apart(request: dict) -> None:
-    assert stored_and_read({**request, "flag": True}, {**request, "flag": 1})["flag"] is True
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [({"n": True}, {"n": 1}), ({"n": 1}, {"n": 1.0}), ({"a": 0, "b": 0}, {"b": 0, "a": 0}), (0.0, -0.0)],
-)
-def test_messages_that_only_python_takes_for_equal_are_kept_apart(one: object, other: object) -> None:
-    first = {"messages": [one]}
-    second = {"messages": [other, "second"]}
-    assert dumps(stored_and_read(second, first)) == dumps(second)
+def test_messages_that_only_python_takes_for_equal_are_kept_apart() -> None:
+    equal = (({"n": True}, {"n": 1}), ({"n": 1}, {"n": 1.0}), ({"a": 0, "b": 0}, {"b": 0, "a": 0}), (0.0, -0.0))
+    for one, other in equal:
+        second = {"messages": [other, "second"]}
+        assert dumps(stored_and_read(second, {"messages": [one]})) == dumps(second)
 
 
 def test_a_growing_conversation_stores_only_its_new_messages() -> None:

@@ -6,10 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -20,12 +18,8 @@ from lightning_proxy.core.records import CallEnd, CallStart, Event, Reward, Roll
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.collect.collector import Collector
-from support.sections import TrainerConfig
 from support.served import proxy_in_front
 from support.stores import do_again
-
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -92,39 +86,12 @@ async def test_a_rollout_that_was_opened_and_has_not_begun_is_not_ended(past: Pa
     assert await past.ended_after(HOUR) == {}
 
 
-async def test_all_idle_rollouts_end_however_many_there_are(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.store.rollouts.LOOK", 2)
-    for i in range(5):
-        await past.call(f"r{i}", 0, ago=2 * HOUR if i != 2 else 0.0)
-    assert sorted(await past.ended_after(HOUR)) == ["r0", "r1", "r3", "r4"]
-    assert await past.store.rollouts.end_idle(HOUR) == 0
-
-
 async def test_none_is_forgotten_when_a_transaction_is_done_again(past: Past) -> None:
     for i in range(3):
         await past.call(f"r{i}", 0, ago=2 * HOUR)
     do_again(past.store.database)
     assert await past.store.rollouts.end_idle(HOUR) == 3
     assert sorted(await past.ended_after(HOUR)) == ["r0", "r1", "r2"]
-
-
-async def test_traffic_with_thumbs_on_single_calls_is_trained_on(running: Running, tmp_path: Path) -> None:
-    config = TrainerConfig(lone_rollouts="running", group_size=2, tasks_per_step=4)
-    async with running(tmp_path, rollouts={"end_after_idle_s": 0.5}) as system, system.store() as store:
-        for i in range(8):
-            body = {"model": "policy", "messages": [{"role": "user", "content": f"question {i}"}]}
-            headers = {"Content-Type": "application/json"}
-            async with system.session.post(f"{system.url}/v1/chat/completions", json=body, headers=headers) as answer:
-                named = {"rollout_id": answer.headers["X-Rollout-Id"], "call_id": answer.headers["X-Call-Id"]}
-            assert (await system.call("POST", "/reward", {**named, "reward": float(i % 2)}))[0] == 200
-        collector = Collector(config, store)
-        for _ in range(200):
-            if (await store.rollouts.counts()).get(("train", "completed")) == 8:
-                break
-            await asyncio.sleep(0.1)
-        batch = await collector.next_batch(0, fewer=True)
-    assert batch is not None and len(batch.rollout_ids) >= 4
-    assert {sample.advantages[-1] > 0 for sample in batch.samples} == {True, False}
 
 
 async def test_idle_rollouts_end_after_the_proxy_was_killed_by_one_of_its_workers(tmp_path: Path) -> None:

@@ -66,10 +66,3 @@ async def test_old_checkpoints_are_those_of_no_version_with_files(store: Store) 
         await store.versions.forget_files(version)
     assert await store.steps.old_checkpoints(2) == [(1, "step-1"), (4, "step-4")]
     assert await store.steps.old_checkpoints(9) == []
-
-
-async def test_a_version_that_failed_is_no_longer_that_of_its_step(store: Store) -> None:
-    for _ in range(2):
-        await published(store)
-    await store.versions.failed(1, "vLLM refused it")
-    assert [step.version for step in await store.steps.all()] == [None, 2]

@@ -49,14 +49,6 @@ def call_of(rollout_id: str, call_id: str, **request: Any) -> CallStart:
     return CallStart(call_id, RolloutName(rollout_id), "chat/completions", "policy", 0, request, 100.0)
 
 
-async def test_bodies_are_compressed_by_lz4_where_the_server_can(database: Database) -> None:
-    name = {"name": "default_toast_compression"}
-    (known,) = await database.all(
-        "SELECT setting, 'lz4' = ANY (enumvals) AS lz4 FROM pg_settings WHERE name = :name", name
-    )
-    assert known["setting"] == ("lz4" if known["lz4"] else "pglz")
-
-
 async def test_to_look_at_a_store_writes_nothing(config: StoreConfig) -> None:
     with pytest.raises(StoreUnavailable, match="it is empty"):
         await open_database(config, to_write=False)
@@ -204,20 +196,6 @@ async def test_a_cut_way_to_the_lock_is_noticed(config: StoreConfig, monkeypatch
                     os.kill(holder["pid"], signal.SIGCONT)
 
 
-async def test_several_proxies_number_the_calls_of_one_rollout(config: StoreConfig) -> None:
-    async def calls(name: str) -> None:
-        async with opened(config) as database, Recorder(Store(database), merged=False) as recorder:
-            for i in range(20):
-                await recorder.start(call_of("r", f"{name}-{i}", n=i))
-                await recorder.end(CallEnd(f"{name}-{i}", "r", "ok", {"id": "x"}, 200))
-
-    await asyncio.gather(*(calls(name) for name in "abc"))
-    async with opened(config) as database:
-        kept = await Store(database).calls.of("r")
-        assert [call.seq for call in kept] == list(range(60))
-        assert {call.status for call in kept} == {"ok"} and (await Store(database).rollouts.get("r")).calls == 60
-
-
 async def test_recorders_of_the_same_rollouts_and_prompts_never_wait_for_each_other_in_a_circle(
     server: Server, config: StoreConfig
 ) -> None:
@@ -282,8 +260,8 @@ async def test_a_feed_misses_nothing_that_is_committed_late(config: StoreConfig)
         assert [(one.kind, one.data["rollout_id"]) for one in happened] == [("reward", "r")]
 
 
-@pytest.mark.parametrize("text", ["a\0b", "ü\ud800"])
-async def test_what_no_text_of_the_server_can_hold_is_recorded_all_the_same(database: Database, text: str) -> None:
+async def test_what_no_text_of_the_server_can_hold_is_recorded_all_the_same(database: Database) -> None:
+    text = "a\0ü\ud800"
     async with Recorder(Store(database), merged=False) as recorder:
         start = call_of("r", "c", messages=[])._replace(model=text)
         await recorder.start(start)

@@ -107,52 +107,25 @@ async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database
     assert "INDEX rollouts_lone " in (await plan(database, waiting.CLAIMABLE_LONE))[1]
 
 
-async def test_rewards_by_version_are_read_off_an_index_alone(database: Database) -> None:
-    assert "USING COVERING INDEX rollouts_by_version" in (await plan(database, known()["REWARDS_BY_TASK"]))[0]
-
-
-async def test_versions_of_running_rollouts_are_read_off_an_index(database: Database) -> None:
-    assert "USING COVERING INDEX rollouts_running" in (await plan(database, PINNED_VERSIONS))[0]
-
-
-async def test_a_tip_is_taken_from_those_of_its_digest(database: Database) -> None:
-    steps = await plan(database, CONVERSATION_TAKE)
-    assert not [step for step in steps if step.startswith("SCAN") and step != "SCAN recent"], steps
-
-
-async def test_the_call_of_a_result_is_found_by_its_place_or_its_id(database: Database) -> None:
-    found = [step.split("(", 1)[1] for step in await plan(database, TOOL_RESULT) if " tool_calls_by" in step]
-    assert set(found) == {"rollout_id=? AND place=?)", "rollout_id=? AND tool_call_id=?)"}
-
-
-@pytest.mark.parametrize(("filters", "index"), [("mode", "rollouts_by_mode"), ("mode status", "rollouts_by_mode_and")])
-async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Database, filters: str, index: str) -> None:
-    assert f"USING INDEX {index}" in (await plan(database, page_of(filters.split())))[0]
-
-
-@pytest.mark.parametrize(
-    ("statement", "index"),
-    [
-        ("LONE", "rollouts_lone"),
-        ("EARLIER_OF_TASK", "rollouts_by_task"),
-    ],
-)
-async def test_what_waits_or_came_before_is_read_off_its_index(database: Database, statement: str, index: str) -> None:
-    assert f"INDEX {index} " in (await plan(database, getattr(waiting, statement)))[0]
-
-
-async def test_some_calls_are_read_without_the_others_of_their_rollout(database: Database) -> None:
-    steps = await plan(database, known()["CALLS_WITH_PARENTS"])
-    assert {step.split("(")[1] for step in steps if step.startswith("SEARCH calls")} == {"call_id=?)"}
-
-
-async def test_a_standstill_is_read_off_the_rollouts_that_were_dropped(database: Database) -> None:
-    assert "INDEX rollouts_dropped (dropped=? AND n>?)" in "".join(await plan(database, waiting.UNLEARNED))
-
-
-async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Database) -> None:
-    steps = await plan(database, page_of(["prefix"]))
-    assert "rowid" not in steps[0] and "(rollout_id>? AND rollout_id<?)" in steps[0]
+async def test_what_is_asked_for_often_is_read_off_its_index(database: Database) -> None:
+    for statement, place, index in (
+        (known()["REWARDS_BY_TASK"], 0, "USING COVERING INDEX rollouts_by_version"),
+        (PINNED_VERSIONS, 0, "USING COVERING INDEX rollouts_running"),
+        (page_of(["mode"]), 0, "USING INDEX rollouts_by_mode"),
+        (page_of(["mode", "status"]), 0, "USING INDEX rollouts_by_mode_and"),
+        (page_of(["prefix"]), 0, "(rollout_id>? AND rollout_id<?)"),
+        (waiting.LONE, 0, "INDEX rollouts_lone "),
+        (waiting.EARLIER_OF_TASK, 0, "INDEX rollouts_by_task "),
+        (waiting.UNLEARNED, slice(None), "INDEX rollouts_dropped (dropped=? AND n>?)"),
+    ):
+        steps = await plan(database, statement)
+        assert index in "".join(steps[place]), (statement, steps)
+    tips = await plan(database, CONVERSATION_TAKE)
+    assert not [step for step in tips if step.startswith("SCAN") and step != "SCAN recent"], tips
+    results = [step.split("(", 1)[1] for step in await plan(database, TOOL_RESULT) if " tool_calls_by" in step]
+    assert set(results) == {"rollout_id=? AND place=?)", "rollout_id=? AND tool_call_id=?)"}
+    some = await plan(database, known()["CALLS_WITH_PARENTS"])
+    assert {step.split("(")[1] for step in some if step.startswith("SEARCH calls")} == {"call_id=?)"}
 
 
 def test_no_statement_stands_outside_of_the_store_and_the_features() -> None:

@@ -21,8 +21,6 @@ from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.retention import (
     DAY,
-    ROLLOUT_FORGET,
-    ROLLOUTS_OVER,
     Keeper,
     over_bound,
     read_pages,
@@ -88,6 +86,7 @@ async def rows(database: Database, table: str) -> int:
 async def test_old_rollouts_go_with_all_that_was_recorded_of_them(recorded: Recorded) -> None:
     await recorded.rollout("old", ended=8, reward=1.0)
     await recorded.rollout("new", ended=6, reward=1.0)
+    assert await recorded.tidy() == {"old", "new"}, "without limits"
     assert await recorded.tidy(max_age_days=7) == {"new"}
     assert recorded.deleted == [("old", "age")]
     assert [await rows(recorded.database, table) for table in ("calls", "rewards")] == [1, 1]
@@ -100,11 +99,6 @@ async def test_none_is_forgotten_when_a_transaction_is_done_again(recorded: Reco
     do_again(recorded.database)
     assert await recorded.tidy(max_age_days=7) == set()
     assert sorted(recorded.deleted) == [(f"old{i}", "age") for i in range(3)]
-
-
-async def test_without_limits_nothing_is_deleted(recorded: Recorded) -> None:
-    await recorded.rollout("old", ended=1000)
-    assert await recorded.tidy() == {"old"}
 
 
 async def test_what_runs_is_kept_and_what_nobody_ends_goes_when_it_was_quiet_for_long(recorded: Recorded) -> None:
@@ -152,28 +146,26 @@ async def test_by_size_the_oldest_go_and_those_that_wait_for_the_trainer_last(re
     assert (await read_pages(recorded.database)).bytes < empty + 2.5 * size
 
 
-@pytest.mark.parametrize(("failed", "waits"), [("drop", False), ("zero", True), (-1.0, True)])
+@pytest.mark.parametrize(
+    ("trainer", "task", "left"),
+    [
+        ({"failed_rollouts": "drop"}, "t", "trained"),
+        ({"failed_rollouts": -1.0}, "t", "failed"),
+        ({"failed_rollouts": -1.0, "lone_rollouts": "drop"}, None, "trained"),
+        ({"failed_rollouts": -1.0, "lone_rollouts": "running"}, None, "failed"),
+    ],
+)
 @pytest.mark.sqlite
-async def test_failed_rollouts_that_count_wait_for_the_trainer_too(
-    recorded: Recorded, failed: Any, waits: bool
+async def test_what_counts_for_the_trainer_goes_last(
+    recorded: Recorded, trainer: dict[str, Any], task: str | None, left: str
 ) -> None:
-    recorded.trainer = TrainerConfig(failed_rollouts=failed)
-    await recorded.rollout("failed", ended=0.1, size=2**19)
+    """Failed rollouts where failures count, rollouts without a task where these are trained on."""
+    recorded.trainer = TrainerConfig.model_validate(trainer)
+    await recorded.rollout("failed", ended=0.1, size=2**19, task=task)
     await recorded.rollout("trained", ended=0.1, size=2**19, reward=1.0)
     for rollouts in (["trained"], []):  # those of the last step stay
         await recorded.store.steps.trained(await recorded.store.steps.claim(rollouts, 0), None, {})
-    assert await recorded.tidy(max_gib=1 / 1024) == {"failed" if waits else "trained"}
-
-
-@pytest.mark.parametrize(("lone", "waits"), [("drop", False), ("running", True)])
-@pytest.mark.sqlite
-async def test_rollouts_without_a_task_wait_where_they_are_trained_on(
-    recorded: Recorded, lone: Any, waits: bool
-) -> None:
-    recorded.trainer = TrainerConfig(lone_rollouts=lone)
-    await recorded.rollout("lone", ended=0.1, size=2**19, reward=1.0, task=None)
-    await recorded.rollout("failed", ended=0.1, size=2**19)
-    assert await recorded.tidy(max_gib=1 / 1024) == {"lone" if waits else "failed"}
+    assert await recorded.tidy(max_gib=1 / 1024) == {left}
 
 
 @pytest.mark.sqlite
@@ -219,13 +211,6 @@ async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Re
     assert [row["key"] for row in await recorded.database.all("SELECT key FROM idempotency")] == ["new"]
 
 
-async def test_one_process_at_a_time_keeps_a_store(tmp_path: Path) -> None:
-    with lock_file(tmp_path / "store.db") as first, lock_file(tmp_path / "store.db") as second:
-        assert (first, second) == (True, False)
-    with lock_file(tmp_path / "store.db") as third:
-        assert third
-
-
 @pytest.mark.sqlite
 async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: Recorded, tmp_path: Path) -> None:
     for i in range(20):
@@ -256,14 +241,6 @@ async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(
     for i in range(5):
         await recorded.rollout(f"later{i}", ended=None, size=2**17)
     assert log.stat().st_size == long
-
-
-@pytest.mark.sqlite
-async def test_looking_for_what_is_over_uses_indexes(recorded: Recorded) -> None:
-    for statement in (ROLLOUTS_OVER, ROLLOUT_FORGET):
-        params: dict[str, Any] = dict.fromkeys(("after", "limit", "before", "quiet", "n", "failed", "lone"))
-        steps = [row["detail"] for row in await recorded.database.all(f"EXPLAIN QUERY PLAN {statement}", params)]
-        assert not [step for step in steps if step.startswith("SCAN") and "steps_claimed" not in step], steps
 
 
 async def test_of_too_many_conversations_those_that_were_quiet_the_longest_are_forgotten(
