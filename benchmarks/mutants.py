@@ -40,7 +40,7 @@ def of_contract(*names: str) -> tuple[str, ...]:
 
 PLACES = [
     Place("transcript", "proxy/dialects/stream.py", of_contract("tokens", "cases", "broken_upstreams", "transparency")),
-    Place("tokens", "core/tokens.py", of_contract("tokens", "continuity", "transitions", "reports")),
+    Place("tokens", "core/tokens.py", of_contract("cases", "tokens", "continuity", "transitions", "reports")),
     Place(
         "group commit",
         "proxy/gateway/recorder.py",

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import zlib
 from contextlib import suppress
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from aiohttp import web
+
+try:
+    zstd: Any = import_module("compression.zstd")
+except ImportError:
+    zstd = import_module("backports.zstd")
 
 STATUS_LINE = b"HTTP/1.1 "
 HOST = b"Host: 127.0.0.1\r\n"
@@ -69,3 +76,8 @@ def send(url: str, *pieces: bytes, answers: int = 1) -> list[bytes]:
 
 def statuses(answers: list[bytes]) -> list[int]:
     return [int(answer.split(b" ")[1]) for answer in answers]
+
+
+def raw_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()

@@ -23,6 +23,12 @@ from contract.vllm import PlayedVllm
 
 Json = dict[str, Any]
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+ASKED: dict[str, Json] = {  # the smallest request of each dialect
+    CHAT: {"messages": [{"role": "user", "content": "go"}]},
+    COMPLETIONS: {"prompt": "go"},
+    MESSAGES: {"messages": [{"role": "user", "content": "go"}], "max_tokens": 9},
+    RESPONSES: {"input": "go"},
+}
 CASES = Path(__file__).parents[1] / "cases"
 
 
@@ -47,6 +53,15 @@ class Wire:
     breaks: bool = False  # after the last piece
     gate: threading.Event | None = None
     was_held: bool = field(default=False, init=False)
+
+
+def sampled(message: Json, prompt: list[int], ids: list[int]) -> Wire:
+    """The message as vLLM answers with it, with tokens."""
+    logprobs = {"content": [{"token": "", "logprob": -0.5}] * len(ids)}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+    body = {"id": "c1", "created": 1, "model": "base", "choices": [choice], "usage": usage, "prompt_token_ids": prompt}
+    return Wire([json.dumps(body).encode()], "application/json")
 
 
 class ScriptedVllm(PlayedVllm):

@@ -120,6 +120,19 @@ class Proxy:
         found: Json = self.get(f"/rollouts/{rollout}?requests=whole", key)
         return found
 
+    def new_key(self, name: str, *options: str) -> str:
+        """Make a key with the command line; the proxy knows it within a second."""
+        done = self.run("keys", "create", name, *options)
+        assert done.returncode == 0, done.stderr
+        key = done.stdout.strip()
+
+        def is_known() -> bool:
+            asked = (self.call("GET", "/rollouts", key=one).status for one in (None, key))
+            return next(asked) == 401 and next(asked) == 200
+
+        wait_until(is_known, 30, "the key is known")
+        return key
+
     def run(self, *arguments: str | Path) -> Done:
         """Run a command of the command line with this proxy's configuration, in its directory, in this process."""
         return lightning("--config", self.config, *arguments, cwd=self.directory)
@@ -215,13 +228,13 @@ def in_this_process(directory: Path, vllm: PlayedVllm | None = None, **sections:
 
 
 @contextmanager
-def played(server: PlayedVllm | Upstream) -> Iterator[str]:
-    """Serve a played upstream in a thread; yields its root URL."""
+def played(server: PlayedVllm | Upstream, port: int = 0) -> Iterator[str]:
+    """Serve a played upstream in a thread, at any free port unless one is given; yields its root URL."""
     started, ended, url = threading.Event(), threading.Event(), ""
 
     async def serve() -> None:
         nonlocal url
-        async with _listening(server.app) as url:
+        async with _listening(server.app, port) as url:
             started.set()
             await asyncio.to_thread(ended.wait)
 
@@ -356,10 +369,10 @@ def served(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> 
 
 
 @asynccontextmanager
-async def _listening(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+async def _listening(app: web.Application, port: int = 0) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:

@@ -7,33 +7,26 @@ import json
 import socket
 import threading
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
 
-from contract.scripted import CASES, CHAT, COMPLETIONS, MESSAGES, RESPONSES, Json, Scripted, Wire, results_of, scripted
-
-try:
-    zstd: Any = import_module("compression.zstd")
-except ImportError:
-    zstd = import_module("backports.zstd")
+from contract.raw import raw_deflate, zstd
+from contract.scripted import (
+    ASKED,
+    CASES,
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Json,
+    Scripted,
+    Wire,
+    results_of,
+)
 
 Case = dict[str, Any]
-ASKED: dict[str, Json] = {
-    RESPONSES: {"input": "go"},
-    COMPLETIONS: {"prompt": "go"},
-    MESSAGES: {"messages": [{"role": "user", "content": "go"}], "max_tokens": 99},
-    CHAT: {"messages": [{"role": "user", "content": "go"}]},
-}
 TOP = {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-
-
-def raw_deflate(data: bytes) -> bytes:
-    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-    return packer.compress(data) + packer.flush()
 
 
 PACK: dict[str, Callable[[bytes], bytes]] = {"zstd": zstd.compress, "gzip": gzip.compress, "deflate-raw": raw_deflate}
@@ -49,15 +42,12 @@ def read_cases() -> Iterator[Case]:
 ALL = list(read_cases())
 
 
-def cases_with(*keys: str, but: str = "none") -> pytest.MarkDecorator:
-    found = [case for case in ALL if all(key in case for key in keys) and but not in case]
-    return pytest.mark.parametrize("case", found, ids=[case["name"] for case in found])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
-    with scripted(tmp_path_factory.mktemp("cases")) as one:
-        yield one
+def cases_with(*keys: str, but: str = "none") -> Iterator[Case]:
+    """The cases that have these keys, of which one that fails is named."""
+    for one in ALL:
+        if all(key in one for key in keys) and but not in one:
+            print(one["name"])  # pytest shows it where the test fails
+            yield one
 
 
 def wire(case: Case, *more: Json) -> Wire:
@@ -84,24 +74,26 @@ def _piece(event: str | Json, path: str) -> str:
     return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
-@cases_with("path", "stream", but="http_version")
-def test_the_agent_gets_an_answers_bytes_and_the_record_what_it_said(case: Case, model: Scripted) -> None:
-    name = "policy" if case.get("upstream") == "vllm" else "m"
-    body = {"model": name, "stream": case.get("asks_stream", True)} | ASKED[case["path"]] | case.get("request", {})
-    url, played = f"/rollouts/{uuid.uuid4().hex}", wire(case)
-    _, got, is_whole = model.receive("POST", url + case["path"], body, played)
-    (call,) = model.proxy.get(url)["calls"]
-    sent = b"".join(played.pieces)
-    assert not case.get("clean") or (is_whole and got == sent), got
-    assert is_whole is not case.get("broken", not is_whole)
-    assert not played.was_held
-    assert [text for text in case.get("not_in_answer", ()) if text.encode() in got] == []
-    assert {key: model.asked.get(key) for key in case.get("sent", ())} == case.get("sent", {})
-    check_record(case, call)
-    if call["status"] == "ok":
-        (made, *_) = model.proxy.get(url + "/transitions")["data"]
-        response = call["response"]
-        assert made["action"]["message"] == (response["choices"][0]["message"] if "choices" in response else response)
+def test_the_agent_gets_an_answers_bytes_and_the_record_what_it_said(model: Scripted) -> None:
+    for case in cases_with("path", "stream", but="http_version"):
+        name = "policy" if case.get("upstream") == "vllm" else "m"
+        body = {"model": name, "stream": case.get("asks_stream", True)} | ASKED[case["path"]] | case.get("request", {})
+        url, played = f"/rollouts/{uuid.uuid4().hex}", wire(case)
+        _, got, is_whole = model.receive("POST", url + case["path"], body, played)
+        (call,) = model.proxy.get(url)["calls"]
+        sent = b"".join(played.pieces)
+        assert not case.get("clean") or (is_whole and got == sent), got
+        assert is_whole is not case.get("broken", not is_whole)
+        assert not played.was_held
+        assert [text for text in case.get("not_in_answer", ()) if text.encode() in got] == []
+        assert {key: model.asked.get(key) for key in case.get("sent", ())} == case.get("sent", {})
+        check_record(case, call)
+        if call["status"] == "ok" and call["response"].get("choices") != []:
+            (made, *_) = model.proxy.get(url + "/transitions")["data"]
+            response = call["response"]
+            assert made["action"]["message"] == (
+                response["choices"][0]["message"] if "choices" in response else response
+            )
 
 
 def check_record(case: Case, call: Json) -> None:
@@ -132,56 +124,52 @@ def _object(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-CHAT_CALLS = [c for c in ALL if {"stream", "tool_calls"} <= c.keys() and c["path"] == CHAT and not c.get("chat_only")]
-
-
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
-@pytest.mark.parametrize("case", CHAT_CALLS, ids=[case["name"] for case in CHAT_CALLS])
-def test_tool_calls_of_vllms_chat_stream_are_those_of_another_dialects_answer(
-    case: Case, path: str, model: Scripted
-) -> None:
+def test_tool_calls_of_vllms_chat_stream_are_those_of_another_dialects_answer(path: str, model: Scripted) -> None:
     usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}}
-    body = ASKED[path] | {"model": "policy", "stream": True}
-    answer = model.ask(path, body, wire(case, usage))
-    assert model.asked["path"] == CHAT
-    (call,) = model.proxy.rollout(answer.headers["x-rollout-id"])["calls"]
-    made = [[tool["name"], _object(tool["arguments"])] for tool in call["tool_calls"]]
-    assert made == [[tool, _object(given)] for _, tool, given in case["tool_calls"]]
-    for tool, (call_id, *_) in zip(call["tool_calls"], case["tool_calls"], strict=True):
-        assert tool["id"] == (call_id or tool["id"]) and tool["id"].encode() in answer.body
+    for case in cases_with("stream", "tool_calls", but="chat_only"):
+        if case["path"] != CHAT:
+            continue
+        answer = model.ask(path, ASKED[path] | {"model": "policy", "stream": True}, wire(case, usage))
+        assert model.asked["path"] == CHAT
+        (call,) = model.proxy.rollout(answer.headers["x-rollout-id"])["calls"]
+        made = [[tool["name"], _object(tool["arguments"])] for tool in call["tool_calls"]]
+        assert made == [[tool, _object(given)] for _, tool, given in case["tool_calls"]]
+        for tool, (call_id, *_) in zip(call["tool_calls"], case["tool_calls"], strict=True):
+            assert tool["id"] == (call_id or tool["id"]) and tool["id"].encode() in answer.body
 
 
-@cases_with("stream", "http_version")
-def test_a_client_of_http_1_0_gets_an_answer_without_chunks(case: Case, model: Scripted) -> None:
-    host, port = model.proxy.url.removeprefix("http://").split(":")
-    body = json.dumps({"model": "m", "stream": True} | ASKED[case["path"]]).encode()
-    with model.script(wire(case)) as headers, socket.create_connection((host, int(port)), 30) as connection:
-        head = f"POST {case['path']} HTTP/{case['http_version']}\r\nX-Script: {headers['X_Script']}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        got = b"".join(iter(lambda: connection.recv(65536), b""))
-    head, _, sent = got.decode().partition("\r\n\r\n")
-    assert sent.encode() == b"".join(wire(case).pieces)
-    assert "transfer-encoding" not in head and "connection: close" in head
+def test_a_client_of_http_1_0_gets_an_answer_without_chunks(model: Scripted) -> None:
+    for case in cases_with("stream", "http_version"):
+        host, port = model.proxy.url.removeprefix("http://").split(":")
+        body = json.dumps({"model": "m", "stream": True} | ASKED[case["path"]]).encode()
+        with model.script(wire(case)) as headers, socket.create_connection((host, int(port)), 30) as connection:
+            head = f"POST {case['path']} HTTP/{case['http_version']}\r\nX-Script: {headers['X_Script']}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            got = b"".join(iter(lambda: connection.recv(65536), b""))
+        head, _, sent = got.decode().partition("\r\n\r\n")
+        assert sent.encode() == b"".join(wire(case).pieces)
+        assert "transfer-encoding" not in head and "connection: close" in head
 
 
-@cases_with("request_encoding")
-def test_a_packed_request_is_recorded_as_what_it_says(case: Case, model: Scripted) -> None:
-    said = {"model": "m", "messages": [{"role": "user", "content": "é" * 1000}]}
-    encoding = case["request_encoding"]
-    with model.script({"role": "assistant", "content": "x"}) as headers:
-        packed = PACK[encoding](json.dumps(said).encode())
-        answer = model.proxy.post(CHAT, packed, Content_Encoding=encoding.removesuffix("-raw"), **headers)
-    assert answer.status == case["status"]
-    assert model.proxy.rollout(answer.headers["x-rollout-id"])["calls"][0]["request"] == said
+def test_a_packed_request_is_recorded_as_what_it_says(model: Scripted) -> None:
+    for case in cases_with("request_encoding"):
+        said = {"model": "m", "messages": [{"role": "user", "content": "é" * 1000}]}
+        encoding = case["request_encoding"]
+        with model.script({"role": "assistant", "content": "x"}) as headers:
+            packed = PACK[encoding](json.dumps(said).encode())
+            answer = model.proxy.post(CHAT, packed, Content_Encoding=encoding.removesuffix("-raw"), **headers)
+        assert answer.status == case["status"]
+        assert model.proxy.rollout(answer.headers["x-rollout-id"])["calls"][0]["request"] == said
 
 
-@cases_with("method", "path")
-def test_a_request_without_a_body(case: Case, model: Scripted) -> None:
-    with model.script(Wire([b"{}"], "application/json")) as headers:
-        answer = model.proxy.call(case["method"], case["path"], **headers, **case.get("request_headers", {}))
-    assert answer.status == case.get("status", 200)
-    assert "upstream_path" not in case or model.asked["path"] == case["upstream_path"]
+def test_a_request_without_a_body(model: Scripted) -> None:
+    for case in cases_with("method", "path"):
+        with model.script(Wire([b"{}"], "application/json")) as headers:
+            answer = model.proxy.call(case["method"], case["path"], **headers, **case.get("request_headers", {}))
+        assert answer.status == case.get("status", 200)
+        assert "upstream_path" not in case or model.asked["path"] == case["upstream_path"]
 
 
 def own(case: Case) -> Case:
@@ -190,13 +178,14 @@ def own(case: Case) -> Case:
     return found
 
 
-@cases_with("first", "later")
-@pytest.mark.parametrize("named", [True, False])
-def test_what_comes_later_about_a_call_is_in_its_record(case: Case, named: bool, model: Scripted) -> None:
-    """`null` at the end of a stream: it breaks there."""
-    case = own(case)
-    prefix = f"/rollouts/{uuid.uuid4().hex}" if named else ""
+def test_what_comes_later_about_a_call_is_in_its_record(model: Scripted) -> None:
+    """`null` at the end of a stream: it breaks there. Each in a rollout that is named, and in one that is not."""
+    for found in cases_with("first", "later"):
+        for prefix in (f"/rollouts/{uuid.uuid4().hex}", ""):
+            check_later(own(found), prefix, model)
 
+
+def check_later(case: Case, prefix: str, model: Scripted) -> None:
     def ask(method: str, path: str, body: Json | None, said: Json | list[Any]) -> str:
         events = said if isinstance(said, list) else [json.dumps(said)]
         breaks, kind = events[-1] is None, "text/event-stream" if isinstance(said, list) else "application/json"
@@ -219,22 +208,34 @@ def test_what_comes_later_about_a_call_is_in_its_record(case: Case, named: bool,
     assert model.proxy.rollout(rollout) == found
 
 
-@cases_with("turns", "results")
-def test_a_tools_result_belongs_to_the_call_that_it_answers(case: Case, model: Scripted) -> None:
-    assert model.results(uuid.uuid4().hex, case["turns"]) == case["results"]
+@pytest.mark.parametrize("proxies", [1, 2])
+def test_a_tools_result_belongs_to_the_call_that_it_answers(models: list[Scripted], proxies: int) -> None:
+    for case in cases_with("turns", "results"):
+        rollout = uuid.uuid4().hex
+        for i, turn in enumerate(case["turns"]):
+            found = models[i % proxies].results(rollout, [turn])
+        assert found == case["results"]
 
 
-@cases_with("unnamed")
-def test_an_unnamed_conversation_is_one_rollout(case: Case, model: Scripted) -> None:
-    assert len({*model.rollouts(own(case)["unnamed"])}) == 1
+def test_an_unnamed_conversation_is_one_rollout_and_no_others(model: Scripted) -> None:
+    for case in cases_with("unnamed"):
+        assert len({*model.rollouts(own(case)["unnamed"], uuid.uuid4().hex)}) == 1
+    for case in cases_with("unnamed_apart"):
+        found = model.rollouts(case["unnamed_apart"], uuid.uuid4().hex)
+        assert len({*found}) == len(found)
+    for case in cases_with("unnamed_pair"):
+        key = uuid.uuid4().hex
+        asked = [model.rollouts(list(turns), key) for turns in zip(*case["unnamed_pair"], strict=True)]
+        first, second = (set(rollouts) for rollouts in zip(*asked, strict=True))
+        assert len(first) == len(second) == 1 and first != second, asked
 
 
-@cases_with("import_file")
-def test_a_file_of_others_is_imported(case: Case, model: Scripted) -> None:
-    file = model.proxy.directory / "theirs.jsonl"
-    file.write_text(case["import_file"], encoding="utf-8")
-    done = model.proxy.run("import", file)
-    assert (done.returncode, f"{case['imported']} rollouts" in done.stderr) == (0, True), done.stderr
+def test_a_file_of_others_is_imported(model: Scripted) -> None:
+    for case in cases_with("import_file"):
+        file = model.proxy.directory / "theirs.jsonl"
+        file.write_text(case["import_file"], encoding="utf-8")
+        done = model.proxy.run("import", file)
+        assert (done.returncode, f"{case['imported']} rollouts" in done.stderr) == (0, True), done.stderr
 
 
 def post_spans(model: Scripted, rollout: str, spans: list[Json], first_id: int = 1) -> Json:
@@ -261,35 +262,35 @@ def post_spans(model: Scripted, rollout: str, spans: list[Json], first_id: int =
 
 
 @pytest.mark.feature("otel")
-@cases_with("span")
-def test_what_was_said_is_read_from_spans_of_others(case: Case, model: Scripted) -> None:
-    (call,) = post_spans(model, uuid.uuid4().hex, [{"attributes": case["span"]}])["calls"]
-    assert [m["content"] for m in call["request"]["messages"] if m["role"] == "user"] == [case["user_text"]]
-    assert call["response"]["choices"][0]["message"]["role"] == "assistant"
+def test_what_was_said_is_read_from_spans_of_others(model: Scripted) -> None:
+    for case in cases_with("span"):
+        (call,) = post_spans(model, uuid.uuid4().hex, [{"attributes": case["span"]}])["calls"]
+        assert [m["content"] for m in call["request"]["messages"] if m["role"] == "user"] == [case["user_text"]]
+        assert call["response"]["choices"][0]["message"]["role"] == "assistant"
 
 
 @pytest.mark.feature("otel")
-@cases_with("posts")
-def test_spans_stand_in_the_order_of_their_own_times(case: Case, model: Scripted) -> None:
-    name = uuid.uuid4().hex
-    rollout = [post_spans(model, name, spans, 100 * i) for i, spans in enumerate(case["posts"], 1)][-1]
-    assert [call["model"] for call in rollout["calls"]] == case["models"]
-    assert results_of(rollout) == case["results"]
-    assert all(call["latency_ms"] >= 0 for call in rollout["calls"])
+def test_spans_stand_in_the_order_of_their_own_times(model: Scripted) -> None:
+    for case in cases_with("posts"):
+        name = uuid.uuid4().hex
+        rollout = [post_spans(model, name, spans, 100 * i) for i, spans in enumerate(case["posts"], 1)][-1]
+        assert [call["model"] for call in rollout["calls"]] == case["models"]
+        assert results_of(rollout) == case["results"]
+        assert all(call["latency_ms"] >= 0 for call in rollout["calls"])
 
 
-@pytest.mark.parametrize("case", [c for c in ALL if "command" in c or "export" in c], ids=lambda case: case["name"])
-def test_a_case_is_shown_or_exported(case: Case, model: Scripted) -> None:
-    (opened,) = model.proxy.post("/rollouts", {"metadata": case.get("metadata", {})}).json
-    rollout = opened["rollout_id"]
-    model.results(rollout, case.get("turns", []))
-    if "reward" in case:
-        model.proxy.post("/reward", {"rollout_id": rollout, "reward": case["reward"]})
-    if "export" in case:
-        done = model.proxy.run("export", "--kind", case["export"], "-")
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
-        assert rollout in [row.get("session_id", row.get("rollout_id")) for row in rows]
-    else:
-        done = model.proxy.run(*(rollout if part == "%ROLLOUT%" else part for part in case["command"]))
-        assert done.json
-    assert done.returncode == 0, done.stderr
+def test_a_case_is_shown_or_exported(model: Scripted) -> None:
+    for case in (*cases_with("command"), *cases_with("export")):
+        (opened,) = model.proxy.post("/rollouts", {"metadata": case.get("metadata", {})}).json
+        rollout = opened["rollout_id"]
+        model.results(rollout, case.get("turns", []))
+        if "reward" in case:
+            model.proxy.post("/reward", {"rollout_id": rollout, "reward": case["reward"]})
+        if "export" in case:
+            done = model.proxy.run("export", "--kind", case["export"], "-")
+            rows = [json.loads(line) for line in done.stdout.splitlines()]
+            assert rollout in [row.get("session_id", row.get("rollout_id")) for row in rows]
+        else:
+            done = model.proxy.run(*(rollout if part == "%ROLLOUT%" else part for part in case["command"]))
+            assert done.json
+        assert done.returncode == 0, done.stderr

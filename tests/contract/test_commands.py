@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -61,12 +62,10 @@ def test_every_command_has_a_help_that_reads_well_at_80_columns(tmp_path: Path) 
     assert len(titles) == 5 and "Commands:" not in titles, "every command is in a group"
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["rollouts", "-h"]])
-def test_the_package_is_the_command(arguments: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_proxy", *arguments], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert (done.returncode, done.stdout) == (0, lightning(*arguments, cwd=tmp_path).stdout), done.stderr
+def test_the_package_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_proxy", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, lightning("--version", cwd=tmp_path).stdout), done.stderr
 
 
 def refused(directory: Path, *arguments: str, code: int = 2) -> str:
@@ -78,87 +77,80 @@ def refused(directory: Path, *arguments: str, code: int = 2) -> str:
     return last
 
 
-@pytest.mark.parametrize("command", [*filter(is_there, READS_CONFIGURATION)])
-def test_a_wrong_key_file_or_option_is_one_line_that_names_it(command: str, tmp_path: Path) -> None:
-    given = [*command.split(), *READS_CONFIGURATION[command].split()]
+def test_a_wrong_key_file_or_option_is_one_line_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("{}\n")
-    no_file = "lightning-proxy: cannot read no.yaml: there is no such file; `lightning-proxy init no.yaml` writes one"
-    assert refused(tmp_path, "--config", "no.yaml", *given) == no_file
-    if command != "reward":  # which takes it for an id, as it takes -1 for a value
-        assert refused(tmp_path, *command.split(), "--nonsense").startswith("Error: No such option: --nonsense")
     (tmp_path / "config.yaml").write_text("proxy: {prot: 1}\n")
-    assert refused(tmp_path, *given) == "lightning-proxy: config.yaml: proxy.prot: unknown key; did you mean port?"
+    no_file = "lightning-proxy: cannot read no.yaml: there is no such file; `lightning-proxy init no.yaml` writes one"
+    wrong_key = "lightning-proxy: config.yaml: proxy.prot: unknown key; did you mean port?"
+    for command in filter(is_there, READS_CONFIGURATION):
+        given = [*command.split(), *READS_CONFIGURATION[command].split()]
+        assert refused(tmp_path, "--config", "no.yaml", *given) == no_file
+        if command != "reward":  # which takes it for an id, as it takes -1 for a value
+            said = refused(tmp_path, *command.split(), "--nonsense")
+            assert said.startswith("Error: No such option: --nonsense"), command
+        assert refused(tmp_path, *given) == wrong_key
     assert {file.name for file in tmp_path.iterdir()} == {"config.yaml", "tasks.jsonl"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("nonsense", "'nonsense'"),
-        ("rollouts show", "'ID'"),
-        ("rollouts list --sort colour", "--sort"),
-        ("rollouts list --status gone", "--status"),
-        ("rollouts list --mode x", "--mode"),
-        ("rollouts list --since then", "--since"),
-        ("rollouts list --limit 0", "--limit"),
-        ("rollouts end r --status gone", "--status"),
-        ("reward r nan", "nan"),
-        ("reward r good", "'VALUE'"),
-        ("policy promote x", "'x'"),
-        ("policy compare 0 1 --mode both", "--mode"),
-        ("policy export 1 out --as gguf", "--as"),
-        ("keys create a --scope x", "--scope is all or own"),
-        ("keys create a --concurrent 18446744073709551616", "--concurrent"),
-        ("export out.csv", "out.csv"),
-        ("export out", "out"),
-        ("export out.jsonl --format csv", "csv"),
-        ("export out.jsonl --format parquet", "parquet"),
-        ("export - --kind x", "--kind"),
-        ("export - --status complete", "--status"),
-        ("export - --mode test", "--mode"),
-        ("export out.parquet --kind atif", "JSON Lines only"),
-        ("import none.jsonl", "none.jsonl"),
-        ("run --tasks none.jsonl -- true", "none.jsonl"),
-        ("run -- true", "--tasks"),
-        ("run --tasks tasks.jsonl --mode test -- true", "--mode"),
-        ("run --tasks tasks.jsonl --logs tasks.jsonl -- true", "--logs: cannot make the directory tasks.jsonl"),
-        ("run --tasks tasks.jsonl -- ./nowhere", "./nowhere"),
-        ("run --tasks tasks.jsonl --resume tasks.jsonl -- true", "tasks.jsonl is no file of results"),
-        ("eval --tasks tasks.jsonl --logs tasks.jsonl -- true", "--logs: cannot make the directory tasks.jsonl"),
-        ("eval --tasks tasks.jsonl --models live,live -- true", "each once"),
-        ("demo --dir tasks.jsonl", "--dir: cannot make the directory tasks.jsonl"),
-        ("plan", "policy.model"),
-        ("train --method x", "--method is rl"),
-        ("train --min-reward 1", "--min-reward needs --method sft"),
-        ("train --data x", "--data and --dir need --offline"),
-        ("run --tasks tasks.jsonl --mode eval --ahead 1 -- true", "--ahead cannot be used with --mode eval"),
-        ("serve --port high", "--port"),
-        ("serve --upstream ftp://h", "upstreams.0: base_url"),
-        ("init new.yaml --upstream ftp://h", "upstreams.0: base_url"),
-        ("store migrate store.db postgresql://h/b", "FROM"),
-        ("store migrate sqlite:///a.db sqlite:///b.db", "one of the two has to be"),
-        ("doctor --yes", "--learn"),
-        pytest.param("experiment none.yaml", "none.yaml", marks=pytest.mark.feature("experiment")),
-    ],
-)
-def test_a_wrong_value_is_one_line_that_names_it(arguments: str, named: str, tmp_path: Path) -> None:
+# What is wrong, and what names it.
+WRONG = {
+    "nonsense": "'nonsense'",
+    "rollouts show": "'ID'",
+    "rollouts list --sort colour": "--sort",
+    "rollouts list --status gone": "--status",
+    "rollouts list --since then": "--since",
+    "rollouts list --limit 0": "--limit",
+    "reward r nan": "nan",
+    "reward r good": "'VALUE'",
+    "policy promote x": "'x'",
+    "policy compare 0 1 --mode both": "--mode",
+    "policy export 1 out --as gguf": "--as",
+    "keys create a --scope x": "--scope is all or own",
+    "keys create a --concurrent 18446744073709551616": "--concurrent",
+    "export out.csv": "out.csv",
+    "export out.jsonl --format parquet": "parquet",
+    "export - --kind x": "--kind",
+    "export out.parquet --kind atif": "JSON Lines only",
+    "import none.jsonl": "none.jsonl",
+    "run --tasks none.jsonl -- true": "none.jsonl",
+    "run -- true": "--tasks",
+    "run --tasks tasks.jsonl --mode test -- true": "--mode",
+    "run --tasks tasks.jsonl --logs tasks.jsonl -- true": "--logs: cannot make the directory tasks.jsonl",
+    "run --tasks tasks.jsonl -- ./nowhere": "./nowhere",
+    "run --tasks tasks.jsonl --resume tasks.jsonl -- true": "tasks.jsonl is no file of results",
+    "eval --tasks tasks.jsonl --models live,live -- true": "each once",
+    "demo --dir tasks.jsonl": "--dir: cannot make the directory tasks.jsonl",
+    "plan": "policy.model",
+    "train --method x": "--method is rl",
+    "train --min-reward 1": "--min-reward needs --method sft",
+    "train --data x": "--data and --dir need --offline",
+    "run --tasks tasks.jsonl --mode eval --ahead 1 -- true": "--ahead cannot be used with --mode eval",
+    "serve --port high": "--port",
+    "serve --upstream ftp://h": "upstreams.0: base_url",
+    "init new.yaml --upstream ftp://h": "upstreams.0: base_url",
+    "store migrate sqlite:///a.db sqlite:///b.db": "one of the two has to be",
+    "doctor --yes": "--learn",
+    "experiment none.yaml": "none.yaml",
+}
+
+
+def test_a_wrong_value_is_one_line_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "a"}\n')
     (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
-    assert named in refused(tmp_path, *arguments.split())
+    for arguments in filter(is_there, WRONG):
+        assert WRONG[arguments] in refused(tmp_path, *arguments.split()), arguments
     assert {file.name for file in tmp_path.iterdir()} == {"config.yaml", "tasks.jsonl"}
 
 
-@pytest.mark.parametrize("command", STEERS)
-def test_without_a_proxy_one_line_says_what_to_start(command: str, tmp_path: Path) -> None:
+def test_without_a_proxy_or_with_another_server_on_its_port_one_line_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "a"}\n')
-    said = refused(tmp_path, *command.split(), *READS_CONFIGURATION[command].split(), code=1)
     expected = "lightning-proxy: no proxy answers at http://127.0.0.1:9; start it with `lightning-proxy serve`"
-    assert said == expected
+    for command in STEERS:
+        given = [*command.split(), *READS_CONFIGURATION[command].split()]
+        assert refused(tmp_path, *given, code=1) == expected, command
+    text = "<html>"
 
-
-@pytest.mark.parametrize(("command", "text"), [("policy list", "<html>"), ("status", '{"hello": "world"}')])
-def test_another_server_on_the_port_is_one_line_that_says_so(command: str, text: str, tmp_path: Path) -> None:
     async def greet(_: web.Request) -> web.Response:
         return web.Response(text=text)
 
@@ -166,8 +158,9 @@ def test_another_server_on_the_port_is_one_line_that_says_so(command: str, text:
     stranger.app.router.add_get("/{path:.*}", greet)
     with played(stranger) as url:
         (tmp_path / "config.yaml").write_text(f"proxy: {{port: {url.rpartition(':')[2]}}}\n")
-        said = refused(tmp_path, *command.split(), code=1)
-    assert f"what answers at {url} is not lightning-proxy" in said
+        for text, command in (("<html>", "policy list"), ('{"hello": "world"}', "status")):  # noqa: B007
+            said = refused(tmp_path, *command.split(), code=1)
+            assert f"what answers at {url} is not lightning-proxy" in said
 
 
 def ask(proxy: Proxy, rollout: str, text: str = "hi", task: str | None = None, reward: float | None = None) -> None:
@@ -337,31 +330,28 @@ def test_doctor_passes_a_whole_system_and_leaves_nothing_behind(publish: str, tm
         assert (proxy.get("/rollouts")["data"], proxy.vllm.adapters) == ([], {})
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "check", "outcome", "told"),
-    [
-        ("returns_token_ids", False, "tokens", "failed", "no token ids come back"),
-        ("processed_logprobs", False, "logprobs", "failed", "--logprobs-mode processed_logprobs"),
-        ("stable_template", False, "template", "warning", "a row for each call"),
-        ("parses_tools", False, "tools", "warning", "--tool-call-parser NAME"),
-        ("guarded", False, "operator", "warning", "can replace its weights"),
-        ("refuses", {"/weight_info": 404}, "publishing", "failed", "VLLM_SERVER_DEV_MODE=1"),
-        ("refuses", {"/weight_info": 401}, "publishing", "failed", "operator.key"),
-        ("refuses", {"/v1/chat/completions/render": 404}, "sampling", "warning", "--enable-scale-out"),
-        ("refuses", {"/v1/models": 404}, "upstream policy", "failed", "404"),
-        ("status", 500, "alias", "failed", "500"),
-    ],
-)
-def test_doctor_names_a_fault_of_the_policys_server_and_says_what_to_do(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any, check: str, outcome: str, told: str
-) -> None:
+FAULTS: list[tuple[str, Any, str, str, str]] = [
+    ("returns_token_ids", False, "tokens", "failed", "no token ids come back"),
+    ("processed_logprobs", False, "logprobs", "failed", "--logprobs-mode processed_logprobs"),
+    ("stable_template", False, "template", "warning", "a row for each call"),
+    ("parses_tools", False, "tools", "warning", "--tool-call-parser NAME"),
+    ("guarded", False, "operator", "warning", "can replace its weights"),
+    ("refuses", {"/weight_info": 404}, "publishing", "failed", "VLLM_SERVER_DEV_MODE=1"),
+    ("refuses", {"/weight_info": 401}, "publishing", "failed", "operator.key"),
+    ("refuses", {"/v1/chat/completions/render": 404}, "sampling", "warning", "--enable-scale-out"),
+    ("refuses", {"/v1/models": 404}, "upstream policy", "failed", "404"),
+    ("status", 500, "alias", "failed", "500"),
+]
+
+
+def test_doctor_names_a_fault_of_the_policys_server_and_says_what_to_do(proxy: Proxy) -> None:
     assert proxy.vllm is not None
-    monkeypatch.setattr(proxy.vllm, "guarded", True)
-    monkeypatch.setattr(proxy.vllm, attribute, value)
-    code, found = checks(proxy)
-    assert found[check]["outcome"] == outcome and found[check]["fix"], found[check]
-    assert told in found[check]["found"] + found[check]["fix"]
-    assert code == (1 if "failed" in {one["outcome"] for one in found.values()} else 0)
+    for attribute, value, check, outcome, told in FAULTS:
+        with patch.object(proxy.vllm, "guarded", True), patch.object(proxy.vllm, attribute, value):
+            code, found = checks(proxy)
+        assert found[check]["outcome"] == outcome and found[check]["fix"], found[check]
+        assert told in found[check]["found"] + found[check]["fix"]
+        assert code == (1 if "failed" in {one["outcome"] for one in found.values()} else 0)
 
 
 def test_doctor_names_a_server_that_cannot_load_adapters(tmp_path: Path) -> None:
@@ -388,23 +378,20 @@ def test_doctor_notices_that_rewards_do_not_arrive_or_do_not_count(tmp_path: Pat
         assert checks(proxy)[1]["rewards"]["outcome"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("sections", "failed"),
-    [
-        ("", {"proxy": "lightning-proxy serve", "upstream policy": "vllm.port is 8100"}),
-        ("vllm: {port: 9}\n", {"proxy": "lightning-proxy serve", "upstream policy": "start it with `lightning-proxy"}),
-        ("store: {url: 'sqlite:///config.yaml/s.db'}\n", {"store": ""}),
-        ("proxi: {}\n", {"configuration": ""}),
-    ],
-)
-def test_doctor_names_what_is_down_and_makes_no_store(sections: str, failed: dict[str, str], tmp_path: Path) -> None:
+def test_doctor_names_what_is_down_and_makes_no_store(tmp_path: Path) -> None:
     upstream = "upstreams: [{name: policy, base_url: 'http://127.0.0.1:9/v1'}]"
-    (tmp_path / "config.yaml").write_text(f"proxy: {{port: 9}}\n{upstream}\n{sections}")
-    done = lightning("doctor", "--json", cwd=tmp_path)
-    found = {check["name"]: check for check in done.json if check["outcome"] == "failed"}
-    assert done.returncode == 1 and found.keys() >= failed.keys()
-    for name, fix in failed.items():
-        assert fix in found[name]["fix"], found[name]
+    expected: dict[str, dict[str, str]] = {
+        "": {"proxy": "lightning-proxy serve", "upstream policy": "vllm.port is 8100"},
+        "vllm: {port: 9}\n": {"upstream policy": "start it with `lightning-proxy"},
+        "store: {url: 'sqlite:///config.yaml/s.db'}\n": {"store": ""},
+        "proxi: {}\n": {"configuration": ""},
+    }
+    for sections, failed in expected.items():
+        (tmp_path / "config.yaml").write_text(f"proxy: {{port: 9}}\n{upstream}\n{sections}")
+        done = lightning("doctor", "--json", cwd=tmp_path)
+        found = {check["name"]: check for check in done.json if check["outcome"] == "failed"}
+        assert done.returncode == 1 and found.keys() >= failed.keys()
+        assert all(fix in found[name]["fix"] for name, fix in failed.items()), found
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 

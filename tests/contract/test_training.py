@@ -291,20 +291,6 @@ def test_a_server_whose_log_probabilities_are_not_those_of_its_answers_publishes
     assert live(proxy) > before
 
 
-@only_lora
-def test_a_trainer_says_that_a_proxy_was_since_told_to_publish_in_another_way(
-    proxy: Proxy, model: Path, tmp_path: Path
-) -> None:
-    trainer = Forked(proxy, "train")
-    wait_until(lambda: "learning rate" in trainer.log.read_text(), 60, "it begins")
-    with in_this_process(tmp_path, ModelVllm(model), policy={"model": str(model), "publish": "merged"}):
-        play(proxy, "any", tasks=1, mode="eval")  # it looks again now
-        said = "policy.publish is lora for this trainer, and merged for the proxy since"
-        wait_until(lambda: said in trainer.log.read_text(), 30, "it says so")
-    trainer.signal(signal.SIGTERM)
-    assert trainer.wait().returncode == 0
-
-
 # By hand --------------------------------------------------------------------------------------------------------------
 
 

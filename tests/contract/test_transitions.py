@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,6 @@ from contract.vllm import ANSWER, PROMPT
 
 GO, DONE = user("go"), said("done")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
-    with scripted(tmp_path_factory.mktemp("transitions")) as one:
-        yield one
-
-
-@pytest.fixture
-def rollout() -> str:
-    return uuid.uuid4().hex
 
 
 def calls(*made: tuple[str, Any]) -> Json:
@@ -143,22 +131,18 @@ def test_a_request_that_the_client_sends_again_is_one_decision(proxy: Proxy, rol
     assert [one["call_id"] for one in transitions(proxy, rollout)] == ids[2:]
 
 
-@pytest.mark.parametrize(("answers", "place"), [([DONE, 500, DONE], 1), ([DONE, DONE], 1), ([500, DONE], 0)])
-def test_a_retry_takes_the_place_of_what_failed_or_else_of_the_last_answer(
-    answers: list[Any], place: int, model: Scripted, rollout: str
-) -> None:
-    for answer in answers:
-        model.ask(CHAT, {"messages": [GO]}, answer, X_Rollout_Id=rollout)
-    model.ask(CHAT, {"messages": [GO]}, DONE, X_Rollout_Id=rollout, X_Stainless_Retry_Count="1")
-    *before, retry = model.proxy.rollout(rollout)["calls"]
-    found = [i for i, call in enumerate(before) if call["superseded_by"] == retry["call_id"]]
-    assert found == [place]
-
-
-def test_a_retry_after_another_request_takes_no_answered_calls_place(model: Scripted, rollout: str) -> None:
+def test_a_retry_takes_the_place_of_what_failed_or_else_of_the_last_answer(model: Scripted) -> None:
+    for answers, place in (([DONE, 500, DONE], 1), ([DONE, DONE], 1), ([500, DONE], 0)):
+        rollout = uuid.uuid4().hex
+        for answer in answers:
+            model.ask(CHAT, {"messages": [GO]}, answer, X_Rollout_Id=rollout)
+        model.ask(CHAT, {"messages": [GO]}, DONE, X_Rollout_Id=rollout, X_Stainless_Retry_Count="1")
+        *before, retry = model.proxy.rollout(rollout)["calls"]
+        assert [i for i, call in enumerate(before) if call["superseded_by"] == retry["call_id"]] == [place]
+    rollout = uuid.uuid4().hex
     for text, count in (("same", "0"), ("other", "0"), ("same", "1")):
         model.ask(CHAT, {"messages": [user(text)]}, DONE, X_Rollout_Id=rollout, X_Stainless_Retry_Count=count)
-    assert len(transitions(model.proxy, rollout)) == 3
+    assert len(transitions(model.proxy, rollout)) == 3, "after another request it takes no answered call's place"
 
 
 def test_the_openai_clients_own_retry_is_one_decision(model: Scripted, rollout: str) -> None:
@@ -246,11 +230,14 @@ DIALECTS: dict[str, tuple[Json, Json, list[Json]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_has_all_its_fields_and_a_streamed_answer_is_the_whole_object(
-    path: str, stream: bool, model: Scripted, rollout: str
-) -> None:
+def test_a_call_has_all_its_fields_and_a_streamed_answer_is_the_whole_object(stream: bool, model: Scripted) -> None:
+    for path in DIALECTS:
+        check_call(path, stream, model)
+
+
+def check_call(path: str, stream: bool, model: Scripted) -> None:
+    rollout = uuid.uuid4().hex
     request, whole, events = DIALECTS[path]
     body = {"model": "m", "stream": stream} | request
     text = [f"event: {one.get('type')}\ndata: {json.dumps(one)}\n\n" for one in events]
@@ -291,16 +278,15 @@ HISTORIES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HISTORIES)
-def test_requests_are_read_back_as_they_were_sent(name: str, model: Scripted, rollout: str) -> None:
-    for messages in HISTORIES[name]:
-        model.ask(CHAT, {"messages": messages}, DONE, X_Rollout_Id=rollout)
-    found = model.proxy.rollout(rollout)["calls"]
-    assert json.dumps([call["request"]["messages"] for call in found]) == json.dumps(HISTORIES[name])
-    assert json.dumps([one["state"]["messages"] for one in transitions(model.proxy, rollout)]) == json.dumps(
-        HISTORIES[name]
-    )
-    assert [call["seq"] for call in found] == list(range(len(found)))
+def test_requests_are_read_back_as_they_were_sent(model: Scripted) -> None:
+    for name, histories in HISTORIES.items():
+        rollout = uuid.uuid4().hex
+        for messages in histories:
+            model.ask(CHAT, {"messages": messages}, DONE, X_Rollout_Id=rollout)
+        found, states = model.proxy.rollout(rollout)["calls"], transitions(model.proxy, rollout)
+        assert json.dumps([call["request"]["messages"] for call in found]) == json.dumps(histories), name
+        assert json.dumps([one["state"]["messages"] for one in states]) == json.dumps(histories), name
+        assert [call["seq"] for call in found] == list(range(len(found)))
 
 
 DATA = "data:image/png;base64," + "iVBORw0KGgo" * 5_000
@@ -320,13 +306,14 @@ PARTS: dict[str, Json] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", PARTS)
-def test_images_sound_and_files_reach_the_model_and_the_record(path: str, model: Scripted, rollout: str) -> None:
-    bodies = [{"model": "m", **PARTS[path], **more} for more in ({}, {"temperature": 0.5})]
-    for body in bodies:
-        model.ask(f"/rollouts/{rollout}{path}", body, DONE if path == CHAT else [])
-        assert {name: model.asked[name] for name in body} == body
-    assert [call["request"] for call in model.proxy.rollout(rollout)["calls"]] == bodies
+def test_images_sound_and_files_reach_the_model_and_the_record(model: Scripted) -> None:
+    for path, parts in PARTS.items():
+        rollout = uuid.uuid4().hex
+        bodies = [{"model": "m", **parts, **more} for more in ({}, {"temperature": 0.5})]
+        for body in bodies:
+            model.ask(f"/rollouts/{rollout}{path}", body, DONE if path == CHAT else [])
+            assert {name: model.asked[name] for name in body} == body
+        assert [call["request"] for call in model.proxy.rollout(rollout)["calls"]] == bodies
 
 
 def test_once_an_evaluation_always_one(proxy: Proxy, rollout: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 SECONDS = int(os.environ.get("LIGHTNING_FUZZ_SECONDS", "30"))
 RUN = [str(Path(sys.executable).parent / "schemathesis"), "run"]
 # An event opens the rollout that it names, so also one that was deleted: the check takes what it finds then for the
-# deleted one. tests/proxy/api/test_control_api.py has what is answered after a deletion.
+# deleted one.
 # A prompt that was just made has no version 5149395: the second check takes that 404 for the prompt's.
 # Whether a sibling has the task that was named depends on what is stored: the third takes that 422 for the schema's.
 UNSOUND = "use_after_free,ensure_resource_availability,positive_data_acceptance"

@@ -195,53 +195,49 @@ async def test_a_plugins_route_about_a_rollout_lets_in_who_may_see_it(
             assert (await system.call("GET", path, Authorization=key))[0] == status
 
 
-@pytest.mark.parametrize(
-    ("hook", "why"),
-    [
-        ("rewrite=broken", "its hook rewrite failed"),
-        ("rewrite=hangs", "its hook rewrite took longer than"),
-        ("on_call=broken", "its hook on_call failed"),
-        ("on_call=hangs", "its hook on_call took longer than"),
-        ("rewrite=forgets", "its hook rewrite failed"),
-        ("rewrite=of_none", "its hook rewrite failed"),
-        ("on_call=of_none", "its hook on_call failed"),
-        ("work=(broken,)", "its hook work failed"),
-    ],
-)
+BAD = """
+    import asyncio
+    from contextlib import asynccontextmanager
+    from lightning_proxy.proxy.plugins import Hooks, ProxyPlugin
+
+    async def broken(*_):
+        raise RuntimeError("broken")
+
+    async def of_none():  # what a hook is told does not fit
+        pass
+
+    async def forgets(*_):
+        pass
+
+    async def hangs(*_):
+        await asyncio.sleep(3600)
+
+    class proxy(ProxyPlugin):
+        @asynccontextmanager
+        async def opened(self, core):
+            yield Hooks(HOOK)
+    """
+
+
 async def test_a_hook_that_raises_or_hangs_fails_no_call(
-    running: Running, tmp_path: Path, install: Install, caplog: Any, monkeypatch: Any, hook: str, why: str
+    running: Running, tmp_path: Path, install: Install, caplog: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(plugins, "LIMIT_S", 0.2)
-    install(
-        "bad",
-        f"""
-        import asyncio
-        from contextlib import asynccontextmanager
-        from lightning_proxy.proxy.plugins import Hooks, ProxyPlugin
-
-        async def broken(*_):
-            raise RuntimeError("broken")
-
-        async def of_none():  # what a hook is told does not fit
-            pass
-
-        async def forgets(*_):
-            pass
-
-        async def hangs(*_):
-            await asyncio.sleep(3600)
-
-        class proxy(ProxyPlugin):
-            @asynccontextmanager
-            async def opened(self, core):
-                yield Hooks({hook})
-        """,
-    )
-    async with running(tmp_path, plugins=["bad"]) as system:
+    hooks = {
+        "rewrite=broken": "its hook rewrite failed",
+        "rewrite=hangs": "its hook rewrite took longer than",
+        "rewrite=forgets": "its hook rewrite failed",
+        "on_call=of_none": "its hook on_call failed",
+        "on_call=hangs": "its hook on_call took longer than",
+        "work=(broken,)": "its hook work failed",
+    }
+    for n, hook in enumerate(hooks):
+        install(f"bad{n}", BAD.replace("HOOK", hook))
+    async with running(tmp_path, plugins=[f"bad{n}" for n in range(len(hooks))]) as system:
         assert (await system.chat("r"))[0] == 200
 
         async def told() -> bool:
-            return f"plugin bad: {why}" in caplog.text
+            return all(f"plugin bad{n}: {why}" in caplog.text for n, why in enumerate(hooks.values()))
 
         await until(told)
 

@@ -95,36 +95,6 @@ async def soon(is_so: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_calls_of_one_rollout_go_through_both_in_order(two: Two) -> None:
-    messages: list[Any] = []
-    for turn in range(10):
-        messages.append(user(f"question {turn}"))
-        answer = await two.ask(turn % 2, messages, X_Rollout_Id="whole", X_Task_Id="t1")
-        assert (answer.status, answer.rollout) == (200, "whole")
-        messages.append({"role": "assistant", "content": answer.said})
-    assert two.seen[-1] == messages[:-1]
-    for proxy in (0, 1):
-        _, rollout = await two.call(proxy, "GET", "/rollouts/whole?requests=whole")
-        assert [call["seq"] for call in rollout["calls"]] == list(range(10))
-        assert [call["request"]["messages"] for call in rollout["calls"]] == two.seen
-        assert {(call["status"], call["trainable"]) for call in rollout["calls"]} == {("ok", True)}
-    status, _ = await two.call(0, "POST", "/reward", {"rollout_id": "whole", "reward": 1})
-    _, rollout = await two.call(1, "GET", "/rollouts/whole")
-    assert (status, rollout["status"], rollout["reward"]) == (200, "completed", 1.0)
-
-
-async def test_a_conversation_without_a_name_is_found_again_through_another_proxy(two: Two) -> None:
-    messages, rollouts = [user("Where does the name Ångström come from?")], set()
-    for turn in range(6):
-        answer = await two.ask(turn % 2, messages)
-        rollouts.add(answer.rollout)
-        messages += [{"role": "assistant", "content": answer.said}, user(f"and {turn}?")]
-    other = await two.ask(1, [user("Something else.")])
-    assert len(rollouts) == 1 and other.rollout not in rollouts
-    _, rollout = await two.call(0, "GET", f"/rollouts/{rollouts.pop()}")
-    assert len(rollout["calls"]) == 6
-
-
 async def test_a_promotion_counts_everywhere_and_rollouts_keep_what_they_began_with(two: Two, tmp_path: Path) -> None:
     async with two.system.store() as store:
         version = await two.system.earlier_version(store, tmp_path)

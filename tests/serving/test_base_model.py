@@ -48,16 +48,14 @@ def test_only_another_model_is_refused(trained: Config, tmp_path: Path) -> None:
         check_base_model(told(trained, tmp_path / "second"))
 
 
-@pytest.mark.parametrize("command", ["serve", "train", "vllm", "up"])
-def test_every_command_that_would_use_it_refuses_in_one_line(trained: Config, tmp_path: Path, command: str) -> None:
-    model = save_small_model(tmp_path / "second")
+def test_every_command_that_would_use_it_refuses_in_one_line(trained: Config, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    settings = told(trained, model).model_dump(mode="json")
+    settings = told(trained, save_small_model(tmp_path / "second")).model_dump(mode="json")
     settings["vllm"]["port"] = urlsplit(settings["upstreams"][0]["base_url"]).port
     path.write_text(yaml.safe_dump(settings))
-    options = ["--logs", tmp_path / "logs"] if command == "up" else []
-    code, _, err = lightning("--config", path, command, *options)
-    assert (code, err.count("\n"), "set it back" in err) == (2, 1, True), err
+    for command in (["serve"], ["train"], ["vllm"], ["up", "--logs", tmp_path / "logs"]):
+        code, _, err = lightning("--config", path, *command)
+        assert (code, err.count("\n"), "set it back" in err) == (2, 1, True), err
 
 
 def test_a_lost_or_damaged_checkpoint_is_not_what_is_complained_of(trained: Config, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_proxy.core.errors import UpstreamUnreachable
 from lightning_proxy.serving.swap import Swap
-from lightning_proxy.serving.vllm import LOADING, VllmError, VllmFleet, VllmServer, operator_session
+from lightning_proxy.serving.vllm import LOADING, VllmFleet, VllmServer, operator_session
 from support.serving import serving
 
 ROLLOUTS = [f"r{i}" for i in range(30)]
@@ -193,15 +193,6 @@ async def test_all_servers_being_away_is_an_error() -> None:
             for work in (asked.first(VllmServer.models), asked.reachable(), asked.each(VllmServer.models)):
                 with pytest.raises(UpstreamUnreachable):
                     await work
-
-
-async def test_replicas_of_different_models_are_refused(running: Any, tmp_path: Path) -> None:
-    async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
-        second.base = "another"
-        async with operator_session() as session:
-            fleet = VllmFleet(session, system.config.upstreams[0].urls)
-            with pytest.raises(VllmError, match="different base models: another, base"):
-                await fleet.base_model()
 
 
 async def test_agents_are_answered_by_verified_weights_while_others_are_being_verified(

@@ -69,22 +69,16 @@ async def test_what_one_machine_has_decided_holds_on_another(tmp_path: Path, mon
     assert not (tmp_path / "other.db").exists()
 
 
-@pytest.mark.parametrize("gpu", [True, False])
-def test_all_weights_are_published_merged_on_any_machine(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mode, "has_gpu", lambda: gpu)
-    assert publish_mode(Config.model_validate({"trainer": {"weights": "full"}})) == "merged"
-
-
-@pytest.mark.parametrize(
-    ("policy", "named"),
-    [
+def test_all_weights_are_published_merged_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu in (True, False):
+        monkeypatch.setattr(mode, "has_gpu", lambda gpu=gpu: gpu)
+        assert publish_mode(Config.model_validate({"trainer": {"weights": "full"}})) == "merged"
+    for policy, named in (
         ({"publish": "lora"}, "set policy.publish to merged"),
         ({"adapters": {"w": ["w"]}}, "policy.adapters"),
-    ],
-)
-def test_all_weights_and_adapters_are_refused_together(policy: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"trainer.weights full .*{named}"):
-        Config.model_validate({"trainer": {"weights": "full"}, "policy": policy})
+    ):
+        with pytest.raises(ValueError, match=f"trainer.weights full .*{named}"):
+            Config.model_validate({"trainer": {"weights": "full"}, "policy": policy})
 
 
 async def test_a_proxy_and_a_trainer_that_were_told_otherwise_say_so(
@@ -107,25 +101,23 @@ async def test_a_proxy_and_a_trainer_that_were_told_otherwise_say_so(
         assert check["found"] == "merged by this configuration, but the store has lora"
 
 
-@pytest.mark.parametrize(
-    ("files", "visible", "expected"),
-    [
-        (["nvidia0", "nvidiactl"], None, True),
-        (["nvidia3", "nvidiactl", "nvidia-uvm"], None, True),
-        (["nvidia3"], "3", True),
-        (["nvidia0"], "", False),
-        (["nvidia0"], "-1", False),
-        (["nvidiactl", "nvidia-uvm"], None, False),
-        ([], None, False),
-    ],
-)
-def test_any_card_is_a_gpu_unless_it_is_hidden_from_us(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], visible: str | None, expected: bool
-) -> None:
-    for name in files:
-        (tmp_path / name).touch()
-    monkeypatch.setattr(mode, "DEVICES", tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert mode.has_gpu() == expected
+def test_any_card_is_a_gpu_unless_it_is_hidden_from_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, (files, visible, expected) in enumerate(
+        [
+            (["nvidia3", "nvidiactl", "nvidia-uvm"], None, True),
+            (["nvidia3"], "3", True),
+            (["nvidia0"], "", False),
+            (["nvidia0"], "-1", False),
+            (["nvidiactl", "nvidia-uvm"], None, False),
+            ([], None, False),
+        ]
+    ):
+        devices = tmp_path / f"{n}"
+        devices.mkdir()
+        for name in files:
+            (devices / name).touch()
+        monkeypatch.setattr(mode, "DEVICES", devices)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert mode.has_gpu() == expected, files

@@ -159,9 +159,8 @@ async def test_what_else_is_not_found_behind_a_router_is_asked_for_once(running:
         assert (status, answer, asked) == (404, {"detail": "Not Found"}, 1)
 
 
-@pytest.mark.parametrize(
-    ("upstream", "publish", "told"),
-    [
+def test_a_router_that_cannot_work_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({}, "merged", "servers behind a router need policy.publish lora"),
         ({}, "auto", "servers behind a router need policy.publish lora"),
         ({"replicas": ["http://b/v1"]}, "lora", "there are no replicas"),
@@ -169,9 +168,8 @@ async def test_what_else_is_not_found_behind_a_router_is_asked_for_once(running:
         ({"servers": ["http://c/v1", "http://c/v1/"]}, "lora", "servers must differ"),
         ({"servers": ["http://c"]}, "lora", "servers of a vLLM must have a path"),
         ({"session_header": "no header"}, "lora", "session_header"),
-    ],
-)
-def test_a_router_that_cannot_work_is_refused(upstream: dict[str, Any], publish: str, told: str) -> None:
-    one = {"name": "policy", "base_url": "http://a/v1", "servers": ["http://c/v1"]} | upstream
-    with pytest.raises(ValidationError, match=told):
-        Config.model_validate({"upstreams": [one], "policy": {"publish": publish}})
+    ]
+    for upstream, publish, told in cases:
+        one = {"name": "policy", "base_url": "http://a/v1", "servers": ["http://c/v1"]} | upstream
+        with pytest.raises(ValidationError, match=told):
+            Config.model_validate({"upstreams": [one], "policy": {"publish": publish}})

@@ -51,14 +51,6 @@ async def test_what_is_to_be_served_is_what_is_live_tested_or_pinned_and_has_fil
     assert [v.version for v in await store.versions.of_status("candidate")] == [6]
 
 
-async def test_the_version_before_is_the_newest_that_was_live_and_can_be_again(store: Store) -> None:
-    for _ in range(4):
-        await published(store)
-    await store.versions.forget_files(3)
-    before = [await store.versions.before(version) for version in (4, 2, 1, 0)]
-    assert [version and version.version for version in before] == [2, 1, 0, None]
-
-
 async def test_old_checkpoints_are_those_of_no_version_with_files(store: Store) -> None:
     for checkpoint in (True, True, False, True, True, True):
         await published(store, checkpoint=checkpoint)

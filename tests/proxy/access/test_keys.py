@@ -1,248 +1,149 @@
-"""Keys as the command line makes and revokes them, and what a running proxy does with them."""
+"""What keys may do: stored ones, a rollout's own, which code that the policy runs can read, and those with limits."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import re
 import socket
-import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from functools import partial
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from contract.raw import connect
+from contract.system import Json, Proxy, in_this_process, lightning, wait_until
 from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.errors import Conflict, NotFound
 from lightning_proxy.core.records import Limits
+from lightning_proxy.store.database import ConstraintRefused
 from lightning_proxy.store.keys import Keyring
 from lightning_proxy.store.opening import opened
-from support.command_line import lightning
+from lightning_proxy.store.rollouts import ROLLOUT_SEEN
+from support.stores import store_url
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
-NOTICED_S = 5.0  # it takes half a second; the machine may be busy
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+CHAT_PATH = "/v1/chat/completions"
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+NOTE = {"kind": "note", "value": 1}
 
 
-async def create(system: Any, name: str, **more: Any) -> str:
-    """A key made by another process than the proxy's."""
-    async with opened(system.config.store) as database:
-        role, recording = more.pop("role", "agent"), more.pop("recording", True)
-        return (await Keyring(database).create(name, role, Limits(**more), recording=recording))[0]
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """It knows the key "agent"."""
+    with in_this_process(tmp_path_factory.mktemp("keyed"), proxy={"api_keys": ["agent"]}) as proxy:
+        yield proxy
 
 
-async def noticed(system: Any, key: str) -> bool:
-    """Whether the proxy lets this key in, and nobody without one, sooner or later."""
-    return await becomes(system, 401) and await becomes(system, 200, **bearer(key))
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Proxy]:
+    with in_this_process(tmp_path) as proxy:
+        yield proxy
 
 
-async def revoke(system: Any, name: str) -> None:
-    async with opened(system.config.store) as database:
-        await Keyring(database).revoke(name)
+def closed(proxy: Proxy, key: str | None = None) -> None:
+    wait_until(lambda: proxy.call("GET", "/rollouts", key=key).status == 401, 30, "the key is gone")
 
 
-async def becomes(system: Any, status: int, path: str = "/policy", method: str = "GET", **headers: str) -> bool:
-    """Whether a request gets this status, sooner or later."""
-    deadline = time.monotonic() + NOTICED_S
-    while (await system.call(method, path, **headers))[0] != status:
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.05)
-    return True
+def open_one(proxy: Proxy, key: str | None = "agent", **body: Any) -> tuple[str, str]:
+    """A new rollout and its own key."""
+    (made,) = proxy.post("/rollouts", body, key).json
+    return made["rollout_id"], made["api_key"]
 
 
-async def test_keys_of_configuration_and_store_count_side_by_side(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=["configured"]) as system:
-        key = await create(system, "stored")
-        assert await noticed(system, key)
-        assert (await system.chat("r1", **bearer("configured")))[0] == 200
-        await revoke(system, "stored")
-        assert await becomes(system, 401, **bearer(key))
-        assert (await system.chat("r1", **bearer("configured")))[0] == 200
+# Stored keys
 
 
-async def test_once_there_was_an_admins_key_agents_are_no_admins(running: Running, tmp_path: Path) -> None:
-    body = json.dumps({"version": 0}).encode()
+def test_once_there_was_an_admins_key_agents_are_no_admins(fresh: Proxy) -> None:
+    def promotes(key: str) -> int:
+        return fresh.post("/policy/promote", {"version": 0}, key).status
 
-    async def promotes(key: str) -> int:
-        return (await system.call("POST", "/policy/promote", body, **bearer(key)))[0]
-
-    async with running(tmp_path) as system:
-        agent = await create(system, "agent")
-        assert await noticed(system, agent)
-        assert await promotes(agent) == 200
-        admin = await create(system, "ops", role="admin")
-        assert await noticed(system, admin)
-        assert (await promotes(agent), await promotes(admin)) == (401, 200)
-        assert (await system.chat("r1", **bearer(admin)))[0] == 200
-        await revoke(system, "ops")
-        assert await becomes(system, 401, **bearer(admin))
-        assert await promotes(agent) == 401
+    agent = fresh.new_key("agent")
+    closed(fresh)
+    assert promotes(agent) == 200
+    admin = fresh.new_key("ops", "--admin")
+    wait_until(lambda: promotes(agent) == 401, 30, "there is an admin")
+    assert (promotes(admin), fresh.chat("r1", key=admin).status) == (200, 200)
+    fresh.run("keys", "revoke", "ops")
+    closed(fresh, admin)
+    assert promotes(agent) == 401
+    assert fresh.new_key("ops") != admin, "the name is free again"
 
 
-async def test_changes_are_logged_with_the_key_that_made_them_and_never_the_key_itself(
-    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_changes_are_logged_with_the_key_that_made_them_and_never_the_key_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lightning_proxy.audit")
-    async with running(tmp_path, admin_keys=["in-the-file"], api_keys=["agents"]) as system:
-        secret = await create(system, "ops", role="admin")
-        assert await noticed(system, secret)
-        await system.chat("r1", **bearer("agents"))
+    access = {"admin_keys": ["in-the-file"], "api_keys": ["agents"]}
+    with in_this_process(tmp_path, proxy=access) as proxy:
+        secret = proxy.new_key("ops", "--admin")
+        proxy.chat("r1", key="agents")
         for value in (0.0, 1.0):
-            reward = {"rollout_id": "r1", "reward": value}
-            assert (await system.call("POST", "/reward", reward, **bearer(secret)))[0] == 200
-        assert (await system.call("DELETE", "/rollouts/r1", **bearer(secret)))[0] == 204
-        assert (await system.call("POST", "/policy/promote", {"version": 0}, **bearer("in-the-file")))[0] == 200
-        await revoke(system, "ops")
-        assert await becomes(system, 401, **bearer(secret))
-        async with opened(system.config.store) as database:
-            (ops,) = await Keyring(database).all()
-            await Keyring(database).purge()
-        while "purged" not in caplog.text:
-            await asyncio.sleep(0.05)
-    told, key = [record.getMessage() for record in caplog.records], f"key ops (id {ops.key_id})"
+            assert proxy.post("/reward", {"rollout_id": "r1", "reward": value}, secret).status == 200
+        assert proxy.call("DELETE", "/rollouts/r1", key=secret).status == 204
+        assert proxy.post("/policy/promote", {"version": 0}, "in-the-file").status == 200
+        for command in (("revoke", "ops"), ("purge",)):
+            assert proxy.run("keys", *command).returncode == 0
+            wait_until(lambda command=command: f"was {command[0]}d" in caplog.text, 30, "it is logged")
+    told = [record.getMessage() for record in caplog.records]
+    (ops,) = {found[0] for line in told if (found := re.match(r"key ops \(id \w+\)", line))}
     assert [line for line in told if line.startswith("key ")] == [
-        f"{key} was created (admin, scope all)", f"{key} was revoked", f"{key} was purged",
+        f"{ops} was created (admin, scope all)", f"{ops} was revoked", f"{ops} was purged",
     ]  # fmt: skip
     for change in (
-        f"the reward of rollout r1 was changed, by {key}",
-        f"rollout r1 was deleted, by {key}",
+        f"the reward of rollout r1 was changed, by {ops}",
+        f"rollout r1 was deleted, by {ops}",
         "version 0 was promoted, by key proxy.admin_keys[0]",
     ):
         assert told.count(change) == 1, told
     assert not any(word in line for line in told for word in (secret, "in-the-file"))
 
 
-async def test_a_revoked_key_ends_the_rollouts_keys_that_it_asked_for(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        key, other = await create(system, "a"), await create(system, "b")
-        assert await noticed(system, other)
-        _, (mine,) = await system.call("POST", "/rollouts", {}, **bearer(key))
-        _, (theirs,) = await system.call("POST", "/rollouts", {}, **bearer(other))
-        for opened_rollout in (mine, theirs):
-            assert (await system.chat(opened_rollout["rollout_id"], **bearer(opened_rollout["api_key"])))[0] == 200
-        await revoke(system, "a")
-        assert await becomes(system, 401, **bearer(key))
-        assert (await system.chat(mine["rollout_id"], **bearer(mine["api_key"])))[0] == 401
-        assert (await system.chat(theirs["rollout_id"], **bearer(theirs["api_key"])))[0] == 200
+def test_a_revoked_key_ends_the_rollouts_keys_that_it_asked_for(fresh: Proxy) -> None:
+    key, other = fresh.new_key("a"), fresh.new_key("b")
+    (mine, own), (theirs, own_of_theirs) = open_one(fresh, key), open_one(fresh, other)
+    assert fresh.chat(mine, key=own).status == fresh.chat(theirs, key=own_of_theirs).status == 200
+    fresh.run("keys", "revoke", "a")
+    closed(fresh, key)
+    assert (fresh.chat(mine, key=own).status, fresh.chat(theirs, key=own_of_theirs).status) == (401, 200)
 
 
-async def test_the_host_rule_counts_stored_keys(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        assert (await system.call("GET", "/policy", Host="evil.example"))[0] == 403
-        key = await create(system, "ci")
-        assert await becomes(system, 200, Host="proxy.example", **bearer(key))
-        assert (await system.call("GET", "/policy", Host="proxy.example"))[0] == 401
-
-
-async def test_another_host_is_closed_even_while_there_is_no_key(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, host="0.0.0.0") as system:
-        assert (await system.chat("r1"))[0] == 401
-        assert (await system.call("POST", "/policy/rollback"))[0] == 401
-        key = await create(system, "ci")
-        assert await noticed(system, key)
-
-
-def test_with_a_key_other_machines_are_served(tmp_path: Path) -> None:
-    serve = partial(lightning, cwd=tmp_path)
+def test_another_host_is_closed_without_a_key_and_served_with_one(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, proxy={"host": "0.0.0.0"}) as proxy:
+        assert proxy.chat("r1").status == proxy.post("/policy/rollback").status == 401
+        assert proxy.chat("r1", key=proxy.new_key("ci")).status == 200
+    (tmp_path / "one").mkdir()
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        (tmp_path / "config.yaml").write_text(f"proxy: {{host: 0.0.0.0, port: {port}}}\n")
-        assert serve("keys", "create", "ci").returncode == 0
-        assert "proxy.port" in serve("serve").stderr, "the key is enough: now it is the port that cannot be had"
-    assert serve("keys", "create", "many", "--concurrent", str(2**64)).returncode == 2
-    (tmp_path / "lightning.db").write_bytes(b"no database, but as long as the head of one" * 100)
-    for command in (["serve"], ["keys", "list"]):
-        done = serve(*command)
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "lightning.db cannot be opened" in done.stderr
-
-
-async def test_names_are_unique_among_the_keys_that_let_somebody_in(tmp_path: Path) -> None:
-    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/s.db")) as database:
-        ring = Keyring(database)
-        first, _ = await ring.create("ci", "agent", Limits(), recording=True)
-        with pytest.raises(Conflict, match="'ci'"):
-            await ring.create("ci", "admin", Limits(), recording=True)
-        await ring.revoke("ci")
-        with pytest.raises(NotFound, match="'ci'"):
-            await ring.revoke("ci")
-        second, _ = await ring.create("ci", "agent", Limits(), recording=True)
-        assert first != second
-        assert [key.live for key in await ring.all()] == [False, True]
-        assert (await ring.purge(), len(await ring.all())) == (1, 1)
-
-
-async def test_a_key_over_its_limit_gets_429_in_the_shape_of_openais_api(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        key, other = await create(system, "a", requests_per_minute=3), await create(system, "b")
-        assert await noticed(system, other)
-        _, (opened_rollout,) = await system.call("POST", "/rollouts", {}, **bearer(key))
-        assert (await system.chat(opened_rollout["rollout_id"], **bearer(opened_rollout["api_key"])))[0] == 200
-        assert (await system.chat("r1", **bearer(key)))[0] == 200
-        assert (await system.chat("r1", **bearer(other)))[0] == 200
-        async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key=key, max_retries=0) as client:
-            with pytest.raises(openai.RateLimitError) as refused:
-                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
-        assert refused.value.code == "rate_limit_exceeded"
-        headers = refused.value.response.headers
-        assert 1 <= int(headers["retry-after"]) <= 20
-        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("3", "0")
-        assert len((await system.call("GET", "/rollouts/r1", **bearer(other)))[1]["calls"]) == 2
-
-
-async def test_tokens_and_requests_at_once_are_limited_by_default_limits_too(running: Running, tmp_path: Path) -> None:
-    limits = {"tokens_per_minute": 3, "concurrent": 1}
-    async with running(tmp_path, limits=limits) as system:
-        system.vllm.delays.append(0.5)
-        first = asyncio.create_task(system.chat("r1"))
-        while not system.vllm.headers:
-            await asyncio.sleep(0.01)
-        status, body = await system.chat("r1")
-        assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert (await first)[0] == 200  # of 5 tokens
-        status, body = await system.chat("r1")
-        assert (status, "3 tokens a minute" in body["error"]["message"]) == (429, True)
-
-
-async def chat_unrecorded(system: Any, **headers: str) -> tuple[int, Any, dict[str, str]]:
-    body = {"model": "policy", "messages": [{"role": "user", "content": "between us"}]}
-    async with system.session.post(f"{system.url}/v1/chat/completions", json=body, headers=headers) as answer:
-        return answer.status, await answer.json(), {name.lower(): value for name, value in answer.headers.items()}
+        (tmp_path / "one" / "config.yaml").write_text(f"proxy: {{host: 0.0.0.0, port: {port}}}\n")
+        assert lightning("keys", "create", "ci", cwd=tmp_path / "one").returncode == 0
+        told = lightning("serve", cwd=tmp_path / "one").stderr
+    assert "proxy.port" in told, "the key is enough: now it is the port that cannot be had"
 
 
 @pytest.mark.sqlite
-async def test_a_call_with_recording_off_leaves_nothing_behind(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        key = await create(system, "silent", recording=False)
-        assert await noticed(system, key)
-        off = await create(system, "ci")
-        assert await noticed(system, off)
-        for headers in (bearer(key), bearer(off) | {"X-Recording": "off"}, bearer(key) | {"X-Recording": "on"}):
-            status, body, got = await chat_unrecorded(system, **headers)
-            assert (status, body["choices"][0]["message"]["content"][:7]) == (200, "by base")
-            assert body["choices"][0]["token_ids"] is None, "what the proxy asked for is taken out"
-            assert not {"x-call-id", "x-rollout-id"} & got.keys()
-        assert not any("x-recording" in {name.lower() for name in seen} for seen in system.vllm.headers)
-        assert (await system.call("GET", "/rollouts", **bearer(off)))[1]["data"] == []
-        async with system.session.get(f"{system.url}/metrics") as answer:
-            assert 'lightning_unrecorded_calls_total{status="ok"} 3.0' in await answer.text()
-        status, body, _ = await chat_unrecorded(system, **bearer(off), **{"X-Recording": "maybe"})
-        assert (status, body["error"]["param"]) == (400, "X-Recording")
-        assert (await chat_unrecorded(system, **bearer(off)))[2]["x-call-id"]
-    assert b"between us" in b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
+def test_a_call_with_recording_off_leaves_nothing_behind(fresh: Proxy) -> None:
+    def ask(key: str, **headers: str) -> Any:
+        return fresh.post(CHAT_PATH, CHAT | {"messages": [{"role": "user", "content": "between us"}]}, key, **headers)
+
+    silent, ci = fresh.new_key("silent", "--no-recording"), fresh.new_key("ci")
+    for answer in (ask(silent), ask(ci, X_Recording="off"), ask(silent, X_Recording="on")):
+        assert answer.json["choices"][0]["token_ids"] is None, "what the proxy asked for is taken out"
+        assert not {"x-call-id", "x-rollout-id"} & answer.headers.keys()
+    assert fresh.vllm is not None and "x-recording" not in str(fresh.vllm.requests).lower()
+    assert fresh.get("/rollouts", ci)["data"] == []
+    assert 'lightning_unrecorded_calls_total{status="ok"} 3.0' in fresh.call("GET", "/metrics").body.decode()
+    wrong = ask(ci, X_Recording="maybe")
+    assert (wrong.status, wrong.error["param"]) == (400, "X-Recording")
+    assert b"between us" not in b"".join(path.read_bytes() for path in fresh.directory.glob("store.db*"))
+    assert "x-call-id" in ask(ci).headers
 
 
 async def test_agent_programs_do_not_inherit_our_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = ("LIGHTNING_API_KEY", "LIGHTNING_PROXY__ADMIN_KEYS", "LIGHTNING_UPSTREAMS", "LIGHTNING_STORE__URL")
-    for name in ours:
+    for name in ("LIGHTNING_API_KEY", "LIGHTNING_PROXY__ADMIN_KEYS", "LIGHTNING_UPSTREAMS", "LIGHTNING_STORE__URL"):
         monkeypatch.setenv(name, "our-secret")
     monkeypatch.setenv("LIGHTNING_NOTE", "theirs")
     runner = LocalRunner(["env"])
@@ -250,3 +151,168 @@ async def test_agent_programs_do_not_inherit_our_keys(tmp_path: Path, monkeypatc
     await runner.close()
     env = (tmp_path / "log").read_text()
     assert "our-secret" not in env and "OPENAI_API_KEY=of-the-rollout" in env and "LIGHTNING_NOTE=theirs" in env
+
+
+# Limits
+
+
+def test_a_key_over_its_limit_gets_429_in_the_shape_of_openais_api(fresh: Proxy) -> None:
+    key, other = fresh.new_key("a", "--requests-per-minute", "4"), fresh.new_key("b")  # one to see that it is known
+    rollout, own = open_one(fresh, key)
+    assert fresh.chat(rollout, key=own).status == fresh.chat("r1", key=key).status == 200
+    assert fresh.chat("r1", key=other).status == 200
+    with (
+        openai.OpenAI(base_url=f"{fresh.url}/v1", api_key=key, max_retries=0) as client,
+        pytest.raises(openai.RateLimitError) as refused,
+    ):
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+    headers = refused.value.response.headers
+    assert refused.value.code == "rate_limit_exceeded" and 1 <= int(headers["retry-after"]) <= 20
+    assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("4", "0")
+    assert len(fresh.rollout("r1", other)["calls"]) == 2
+
+
+def test_tokens_and_requests_at_once_are_limited_by_default_limits_too(tmp_path: Path) -> None:
+    limits = {"tokens_per_minute": 3, "concurrent": 1}
+    with in_this_process(tmp_path, proxy={"limits": limits}) as proxy:
+        assert proxy.vllm is not None
+        proxy.vllm.held = threading.Event()
+        statuses = list[int]()
+        first = threading.Thread(target=lambda: statuses.append(proxy.chat("r1").status))
+        first.start()
+        wait_until(lambda: bool(proxy.vllm and proxy.vllm.requests), 30, "the first is under way")
+        assert proxy.chat("r1").error["code"] == "rate_limit_exceeded"
+        proxy.vllm.held.set()
+        first.join()
+        refused = proxy.chat("r1")  # the first was of 5 tokens
+        assert (statuses, refused.status) == ([200], 429) and "3 tokens a minute" in refused.error["message"]
+        assert proxy.post("/reward", {"rollout_id": "r1", "reward": 1}).status == 200, "a reward has no tokens"
+
+
+def test_control_routes_count_in_a_keys_limits_as_calls_do(tmp_path: Path) -> None:
+    access = {"api_keys": ["agent"], "admin_keys": ["admin"], "limits": {"requests_per_minute": 2}}
+    with in_this_process(tmp_path, proxy=access) as proxy:
+        assert [proxy.call("GET", "/rollouts", key="agent").status for _ in range(2)] == [200, 200]
+        for method, path, body in (
+            ("GET", "/status", None), ("POST", "/reward", b"{"), ("POST", "/otlp/v1/traces", b"{}"),
+            ("POST", CHAT_PATH, CHAT), ("GET", "/rollouts", None),
+        ):  # fmt: skip
+            answer = proxy.call(method, path, body, "agent")
+            assert (answer.status, 1 <= int(answer.headers["retry-after"]) <= 30) == (429, True), path
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert proxy.call("GET", path, key="agent").status == 200
+        assert [proxy.call("GET", "/rollouts", key="admin").status for _ in range(5)] == [200] * 5
+
+
+# A rollout's own key
+
+
+def test_a_rollouts_key_calls_no_more_once_the_rollout_has_ended(keyed: Proxy, tmp_path: Path) -> None:
+    access, store = {"api_keys": ["agent"]}, {"url": store_url(keyed.directory)}
+    with in_this_process(tmp_path, proxy=access, store=store) as other:  # as another worker
+        rollout, own = open_one(keyed)
+        assert keyed.post(CHAT_PATH, CHAT, own).status == other.post(CHAT_PATH, CHAT, own).status == 200
+        assert keyed.post("/reward", {"rollout_id": rollout, "reward": 1}, own).status == 200
+        for proxy in (keyed, other):
+            wait_until(lambda proxy=proxy: proxy.post(CHAT_PATH, CHAT, own).status == 403, 30, "it has ended")
+            assert proxy.post(CHAT_PATH, CHAT, own).error["code"] == "rollout_ended"
+    assert keyed.post("/v1/embeddings", CHAT, own).status == 403
+    assert keyed.post("/reward", {"rollout_id": rollout, "reward": 0.5}, own).status == 200
+    assert keyed.chat(rollout, key="agent").status == 200, "other keys are not confined"
+
+
+def test_a_rollouts_key_changes_neither_its_task_nor_its_mode(keyed: Proxy) -> None:
+    for path, headers in (
+        (CHAT_PATH, {"X_Rollout_Mode": "eval"}),
+        ("/rollouts/{}/tasks/easier/v1/chat/completions", {}),
+        ("/rollouts/{}/events", {"X_Task_Id": "easier"}),
+    ):
+        rollout, own = open_one(keyed, task_id="t")
+        body = CHAT if "chat" in path else NOTE
+        assert keyed.post(path.format(rollout), body, own, **headers).status == 403
+        assert keyed.post(CHAT_PATH, CHAT, own, X_Rollout_Mode="train", X_Task_Id="t").status == 200
+        seen = keyed.rollout(rollout, "agent")
+        assert (seen["mode"], seen["task_id"], seen["call_count"]) == ("train", "t", 1)
+        assert keyed.post(path.format(rollout), body, "agent", **headers).status == 200
+
+
+def spans(span_id: str = "cd" * 8, **attributes: Any) -> Json:
+    """One span of a model's answer that has all that training needs, for OTLP."""
+    kinds = {str: "stringValue", int: "intValue", float: "doubleValue"}
+
+    def value(of: Any) -> Json:
+        if isinstance(of, list):
+            return {"arrayValue": {"values": [value(one) for one in of]}}
+        return {kinds[type(of)]: str(of) if isinstance(of, int) else of}
+
+    said = json.dumps([{"role": "assistant", "parts": [{"type": "text", "content": "x"}], "finish_reason": "stop"}])
+    told = {
+        "gen_ai.operation.name": "chat", "gen_ai.request.model": "policy", "gen_ai.output.messages": said,
+        "lightning.prompt_token_ids": [1, 2], "lightning.response_token_ids": [3], "lightning.logprobs": [-0.1],
+        "lightning.policy_version": 0, "gen_ai.usage.input_tokens": 2, "gen_ai.usage.output_tokens": 1,
+    } | {f"lightning.{name}": of for name, of in attributes.items()}  # fmt: skip
+    listed = [{"key": name, "value": value(of)} for name, of in told.items()]
+    times = {"startTimeUnixNano": "1700000000000000000", "endTimeUnixNano": "1700000001000000000"}
+    span = {"traceId": "ab" * 16, "spanId": span_id, "name": "chat", "attributes": listed} | times
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+
+
+@pytest.mark.feature("otel")
+def test_what_a_rollouts_key_tells_over_otlp_is_not_trained_on(keyed: Proxy) -> None:
+    def tell(key: str, **told: Any) -> int:
+        return keyed.post("/otlp/v1/traces", spans(**told), key).status
+
+    rollout, own = open_one(keyed, task_id="t")
+    assert tell(own, rollout_id=rollout) == 200
+    for name, value in (("rollout_mode", "eval"), ("task_id", "easier")):
+        assert tell(own, rollout_id=rollout, **{name: value}) == 403
+    seen = keyed.rollout(rollout, "agent")
+    (call,) = seen["calls"]
+    assert (call["trainable"], "own key" in call["untrainable_reason"], seen["mode"]) == (False, True, "train")
+    assert tell("agent", span_id="ef" * 8, rollout_id="told") == 200
+    assert keyed.rollout("told", "agent")["calls"][0]["trainable"]
+    mine, theirs = (keyed.new_key(f"{name}-telling", "--scope", "own") for name in ("mine", "theirs"))
+    assert [tell(key, span_id="12" * 8, rollout_id="traced") for key in (mine, theirs)] == [200, 404]
+
+
+def test_a_key_that_may_not_reward_may_only_call(keyed: Proxy) -> None:
+    rollout, own = open_one(keyed, may_reward=False)
+    assert keyed.post(CHAT_PATH, CHAT, own).status == 200
+    for method, path, body in (
+        ("POST", "/reward", {"rollout_id": rollout, "reward": 1}),
+        ("POST", f"/rollouts/{rollout}/end", {"status": "completed"}),
+        ("POST", f"/rollouts/{rollout}/events", NOTE),
+        ("GET", f"/rollouts/{rollout}", None),
+    ):
+        assert keyed.call(method, path, body, own).status == 403, path
+    seen = keyed.rollout(rollout, "agent")
+    assert (seen["status"], seen["rewards"], seen["events"], seen["call_count"]) == ("running", [], [], 1)
+    assert keyed.post("/rollouts", {"may_reward": "no"}, "agent").status == 422
+
+
+# Two keys with rollouts of their own
+
+
+def test_nobody_enters_what_another_key_opened_meanwhile(keyed: Proxy) -> None:
+    """Neither by a body that comes late, nor where the proxy has not seen it: the store itself refuses the record."""
+    mine, theirs = (keyed.new_key(name, "--scope", "own") for name in ("mine", "theirs"))
+    body = json.dumps(CHAT).encode()
+    head = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {theirs}\r\nX-Rollout-Id: named\r\n"
+    head += f"X-Rollout-Mode: eval\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connect(keyed.url) as late:
+        late.sendall(head.encode() + body[:5])
+        threading.Event().wait(0.5)
+        assert keyed.chat("named", key=mine).status == 200
+        late.sendall(body[5:])
+        assert late.recv(2**16).startswith(b"HTTP/1.1 404 ")
+
+    async def record_by_a_third() -> None:
+        async with opened(StoreConfig(url=store_url(keyed.directory))) as database:
+            _, key = await Keyring(database).create("third", "agent", Limits(), recording=True, scope="own")
+            row = {"rollout_id": "named", "task_id": None, "agent": None, "mode": "eval", "pin": None, "at": 1.0}
+            with pytest.raises(ConstraintRefused):
+                await database.commit([(ROLLOUT_SEEN, [row | {"key_id": key.key_id, "evidence": False}])])
+
+    asyncio.run(record_by_a_third())
+    seen = keyed.rollout("named", mine)
+    assert (seen["mode"], len(seen["calls"])) == ("train", 1)

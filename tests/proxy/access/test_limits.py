@@ -39,20 +39,11 @@ def enters(limiter: Limiter, times: int = 1) -> int:
     return let_in
 
 
-def test_a_minutes_requests_may_come_at_once_and_then_one_at_a_time(clock: PlayedClock) -> None:
+def test_a_minutes_requests_may_come_at_once_then_one_at_a_time_and_refused_ones_cost_nothing(
+    clock: PlayedClock,
+) -> None:
     limiter = Limiter(Limits(requests_per_minute=6), clock)
-    assert enters(limiter, 10) == 6
-    clock.now += 9.9
-    assert enters(limiter) == 0
-    clock.now += 0.1
-    assert enters(limiter, 2) == 1
-    clock.now += 3600
-    assert enters(limiter, 10) == 6
-
-
-def test_a_refusal_says_when_to_come_again_and_coming_then_is_right(clock: PlayedClock) -> None:
-    limiter = Limiter(Limits(requests_per_minute=6), clock)
-    enters(limiter, 6)
+    assert enters(limiter, 1000) == 6
     with pytest.raises(RateLimited) as refused, limiter.counted():
         pass
     assert dict(refused.value.headers) == {
@@ -62,39 +53,27 @@ def test_a_refusal_says_when_to_come_again_and_coming_then_is_right(clock: Playe
         b"x-ratelimit-remaining-requests": b"0",
         b"x-ratelimit-reset-requests": b"10.000s",
     }
-    clock.now += 10
-    assert enters(limiter) == 1
+    clock.now += 9.9
+    assert enters(limiter) == 0
+    clock.now += 0.1
+    assert enters(limiter, 2) == 1
+    clock.now += 3600
+    assert enters(limiter, 10) == 6
 
 
-def test_refused_requests_cost_nothing(clock: PlayedClock) -> None:
-    limiter = Limiter(Limits(requests_per_minute=6), clock)
-    assert enters(limiter, 1000) == 6
-    clock.now += 10
-    assert enters(limiter) == 1
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
+def test_tokens_are_counted_when_a_call_has_ended(clock: PlayedClock) -> None:
+    for end in (
         ended({"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}),
         ended({"input_tokens": 100, "output_tokens": 20}),
         ended(None, tuple(range(60))),
-    ],
-)
-def test_tokens_are_counted_when_a_call_has_ended(clock: PlayedClock, end: CallEnd) -> None:
-    limiter = Limiter(Limits(tokens_per_minute=60), clock)
-    with limiter.counted():
-        limiter.spend(end, 0)  # 120, twice a minute's worth
-    clock.now += 60.9
-    assert enters(limiter) == 0
-    clock.now += 0.1
-    assert enters(limiter, 5) == 5, "what a request will cost is not known when it comes"
-
-
-def test_a_usage_that_is_no_count_counts_as_nothing(clock: PlayedClock) -> None:
-    limiter = Limiter(Limits(tokens_per_minute=60), clock)
-    limiter.spend(ended({"prompt_tokens": -5, "completion_tokens": "many"}), 0)  # type: ignore[dict-item]
-    assert enters(limiter) == 1
+    ):
+        limiter = Limiter(Limits(tokens_per_minute=60), clock)
+        with limiter.counted():
+            limiter.spend(end, 0)  # 120, twice a minute's worth
+        clock.now += 60.9
+        assert enters(limiter) == 0
+        clock.now += 0.1
+        assert enters(limiter, 5) == 5, "what a request will cost is not known when it comes"
 
 
 def test_an_answer_without_usage_counts_by_its_bytes(clock: PlayedClock) -> None:

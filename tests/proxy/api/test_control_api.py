@@ -1,12 +1,22 @@
-"""The control API over HTTP, with a real store; vLLM's operator routes are played by `PolicyServer`."""
+"""What the control API tells of states that no agent can bring about from outside."""
+
+from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName
+from lightning_proxy.core.tokens import NO_TOKEN_IDS, NOT_THE_POLICY
+from lightning_proxy.proxy.api.views import words_in
+from lightning_proxy.proxy.gateway.metrics import Metrics
+from lightning_proxy.proxy.gateway.recorder import Recorder
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -29,3 +39,82 @@ async def test_a_vllm_that_stays_away_is_told_of_once(
         records = [record for record in caplog.records if record.name == "lightning_proxy.proxy.gateway.routing"]
         told = [record.getMessage() for record in records]
     assert len(told) == 1, told
+
+
+def test_the_first_words_of_every_api_are_found() -> None:
+    """They are shown in a list of rollouts."""
+    earlier = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "x"}]
+    asked = [*earlier, {"role": "user", "content": "a  b"}]
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "a b"}]}]
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    cases: list[tuple[Any, Any, str | None, str | None]] = [
+        ({"messages": asked}, {"choices": [{"message": {"role": "assistant", "content": "c"}}]}, "a b", "c"),
+        ({"messages": asked}, {"choices": [{"message": {"content": None, "tool_calls": [call]}}]}, "a b", "add(…)"),
+        ({"prompt": "a b"}, {"choices": [{"text": "c"}]}, "a b", "c"),
+        ({"input": parts}, {"output": [{"content": [{"type": "output_text", "text": "c"}]}]}, "a b", "c"),
+        ({"messages": parts, "system": "s"}, {"content": [{"type": "text", "text": "c"}]}, "a b", "c"),
+        ({"messages": 5}, {"choices": [7]}, "5", None),
+        ([], None, None, None),
+        ({"messages": [{"role": "user", "content": "x" * 999}]}, {}, "x" * 200, None),
+    ]
+    for request, response, question, answer in cases:
+        assert words_in(json.dumps({"new": request}), json.dumps(response)) == (question, answer)
+
+
+async def metrics(system: Any) -> dict[str, float]:
+    async with system.session.get(system.url + "/metrics") as answer:
+        assert answer.status == 200
+        return {name: float(value) for name, value in re.findall(r"^(lightning_\S+) (\S+)$", await answer.text(), re.M)}
+
+
+async def test_a_step_under_way_says_since_when(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        assert (await metrics(system))["lightning_step_began_seconds"] == 0
+        step = await store.steps.claim([], 0)
+        began = await store.steps.under_way_since()
+        found = await metrics(system)
+        assert began is not None and found["lightning_step_began_seconds"] == began
+        assert found["lightning_rollouts_per_step"] == system.config.trainer.rollouts_per_step
+        await store.steps.trained(step, None, {})
+        assert (await metrics(system))["lightning_step_began_seconds"] == 0
+
+
+def test_calls_of_other_models_than_the_policy_are_not_counted_as_untrainable() -> None:
+    metrics = Metrics()
+    for why in (NOT_THE_POLICY, NO_TOKEN_IDS):
+        metrics.call_ended(CallEnd("c", "r", "ok", {}, 200, (), (), untrainable_reason=why), recorded=True)
+    assert b"lightning_untrainable_calls_total 1.0" in metrics.render()
+
+
+async def test_status_counts_sampled_tokens_without_a_usage_and_says_that_publication_is_stopped(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        async with Recorder(store, merged=False) as recorder:
+            await recorder.start(CallStart("c", RolloutName("r"), "chat/completions", "policy", 0, {}, 1.0))
+            await recorder.end(CallEnd("c", "r", "ok", {}, 200, (1,), (Choice(0, (2, 3), (-1.0, -1.0)),)))
+        live = await store.versions.live()
+        collapse = {"sign": "entropy", "what": "it fell", "at": 1.0, "live_at": live.live_at, "go_back_to": 0}
+        await store.steps.trained(await store.steps.claim([], 0), None, {"collapse": collapse})
+        _, answer = await system.call("GET", "/status")
+        assert answer["recent"]["response_tokens"] == 2
+        assert answer["collapse"] == (await system.call("GET", "/policy"))[1]["collapse"] == collapse
+
+
+async def test_status_says_how_the_live_version_was_verified(running: Running, tmp_path: Path) -> None:
+    seen = {"verify_deviations": 5.1234, "verify_difference": 0.002}
+    async with running(tmp_path, publish="lora") as system, system.store() as store:
+        for n, (found, verified, story) in enumerate([
+            (seen, True, "the new weights are 5.12 standard deviations from the old"),
+            (seen | {"verified_by": "its label"}, True, "by its label alone: answers did not tell"),
+            (seen | {"version": 1}, True, "it was verified; how clearly is not recorded"),
+            ({}, False, "not verified yet: merged weights on a single server are compared once they answer agents"),
+        ], 1):  # fmt: skip
+            step = await store.steps.claim([], n - 1)
+            await store.steps.trained(step, None, {"version": n, **found})
+            assert await store.versions.new("lora", step, {}) == n
+            await store.versions.set_live(n, step, verified=verified)
+            _, answer = await system.call("GET", "/status")
+            assert answer["verified"]["story"].startswith(story)
+            shown = (await metrics(system))["lightning_policy_verify_deviations"]
+            assert shown == (answer["verified"]["deviations"] or 0.0)

@@ -1,7 +1,5 @@
 from itertools import pairwise
 
-import pytest
-
 from lightning_proxy.core.sse import SSEDecoder, encode
 
 STREAM = b': ping\n\ndata: {"a": 1}\n\nevent: x\r\ndata: two\r\ndata:  lines\r\n\r\nid: 1\rdata: cr\r\rdata: [DONE]\n\n'
@@ -21,19 +19,15 @@ def test_frames_have_the_data_of_their_lines():
     assert rest == b""
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
-def test_any_split_gives_the_same_data_and_every_byte(size):
-    cuts = [*range(0, len(STREAM), size), len(STREAM)]
-    frames, rest = frames_of(*(STREAM[a:b] for a, b in pairwise(cuts)))
-    assert [frame.data for frame in frames if frame.raw.strip()] == DATA
-    assert b"".join(frame.raw for frame in frames) + rest == STREAM
-
-
-@pytest.mark.parametrize("cut", range(len(STREAM) + 1))
-def test_every_single_cut_gives_the_same_data(cut):
-    frames, rest = frames_of(STREAM[:cut], STREAM[cut:])
-    assert [frame.data for frame in frames] == DATA
-    assert b"".join(frame.raw for frame in frames) + rest == STREAM
+def test_every_cut_gives_the_same_data_and_every_byte():
+    pieces = [[STREAM[:cut], STREAM[cut:]] for cut in range(len(STREAM) + 1)]
+    for size in (1, 2, 3, 7):
+        cuts = [*range(0, len(STREAM), size), len(STREAM)]
+        pieces.append([STREAM[a:b] for a, b in pairwise(cuts)])
+    for some in pieces:
+        frames, rest = frames_of(*some)
+        assert [frame.data for frame in frames if frame.raw.strip()] == DATA, some
+        assert b"".join(frame.raw for frame in frames) + rest == STREAM
 
 
 def test_a_crlf_is_one_line_end():
@@ -50,16 +44,13 @@ def test_an_unfinished_frame_stays_in_rest():
     assert decoder.close().is_done
 
 
-@pytest.mark.parametrize("cut", range(1, len(STREAM)))
-def test_a_frame_whose_beginning_was_let_go_loses_its_data_and_no_byte(cut):
-    decoder = SSEDecoder()
-    before = decoder.feed(STREAM[:cut])
-    given = decoder.let_go()
-    after = decoder.feed(STREAM[cut:])
-    assert b"".join(f.raw for f in before) + given + b"".join(f.raw for f in after) + decoder.rest == STREAM
-    assert [frame.data for frame in before + after if frame.data] == [
-        data for i, data in enumerate(DATA) if data and i != len(before)
-    ]
+def test_a_frame_whose_beginning_was_let_go_loses_its_data_and_no_byte():
+    for cut in range(1, len(STREAM)):
+        decoder = SSEDecoder()
+        before, given, after = decoder.feed(STREAM[:cut]), decoder.let_go(), decoder.feed(STREAM[cut:])
+        assert b"".join(f.raw for f in before) + given + b"".join(f.raw for f in after) + decoder.rest == STREAM
+        there = [data for i, data in enumerate(DATA) if data and i != len(before)]
+        assert [frame.data for frame in before + after if frame.data] == there, cut
 
 
 def test_only_the_field_named_data_is_data():

@@ -140,15 +140,6 @@ def test_what_was_cut_off_by_a_stop_string_stays_in_the_row() -> None:
     assert decode(found) == chatml([*asked, assistant("bc"), user("c")], True)
 
 
-def test_an_answer_that_was_cut_short_may_end_like_a_turn() -> None:
-    def marked(messages: Sequence[Json], ask: bool) -> str:
-        return "".join(f"{m['role']}: {m['content']};" for m in messages) + "assistant: " * ask
-
-    asked, answer = [user("a")], assistant("b;")
-    turn = turn_of(asked, answer, tokenize(marked(asked, True)), tokenize("b;"), "length")
-    assert decode(next_prompt(marked, turn, [*asked, answer, user("c")])) == marked([*asked, answer, user("c")], True)
-
-
 def test_a_template_that_rewrites_earlier_turns_is_no_base() -> None:
     def counts(messages: Sequence[Json], ask: bool) -> str:
         return f"{len(messages)}" + chatml(messages, ask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -75,26 +76,24 @@ def as_sent(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("server", "trainable"), [(sglang, True), (llama_cpp, False), (ollama, False)])
-@pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_server_is_recorded_and_trained_on_where_it_gives_tokens(
-    running: Any, tmp_path: Any, server: Answer, trainable: bool, tools: bool, stream: bool
+    running: Any, tmp_path: Any, server: Answer, trainable: bool
 ) -> None:
-    body = ASK | ({"tools": [{"type": "function", "function": {"name": "f"}}]} if tools else {}) | {"stream": stream}
     async with running(tmp_path) as system:
         system.vllm.odd, system.vllm.plain = server, True
-        directly = system.config.upstreams[0].base_url
-        async with system.session.post(f"{directly}/chat/completions", json=body) as answer:
-            own = await answer.read()
-        async with system.session.post(f"{system.url}/rollouts/r/v1/chat/completions", json=body) as answer:
-            assert answer.status == 200
-            seen = await answer.read()
-        if stream:
-            assert seen == own
-        else:  # null where llama.cpp and Ollama have no log-probabilities
-            assert as_sent(json.loads(seen)) == as_sent(json.loads(own))
-        _, rollout = await system.call("GET", "/rollouts/r")
-        (call,) = rollout["calls"]
-        assert call["trainable"] is (trainable and not stream)
-        if not call["trainable"]:
-            assert call["untrainable_reason"] == "no token ids from the upstream"
+        directly = f"{system.config.upstreams[0].base_url}/chat/completions"
+        for tools, stream in itertools.product(([], [{"type": "function", "function": {"name": "f"}}]), (False, True)):
+            body, rollout = ASK | {"stream": stream} | ({"tools": tools} if tools else {}), f"r{stream}{len(tools)}"
+            async with system.session.post(directly, json=body) as answer:
+                own = await answer.read()
+            to = f"{system.url}/rollouts/{rollout}/v1/chat/completions"
+            async with system.session.post(to, json=body) as answer:
+                assert answer.status == 200
+                seen = await answer.read()
+            if stream:
+                assert seen == own
+            else:  # null where llama.cpp and Ollama have no log-probabilities
+                assert as_sent(json.loads(seen)) == as_sent(json.loads(own))
+            (call,) = (await system.call("GET", f"/rollouts/{rollout}"))[1]["calls"]
+            assert call["trainable"] is (trainable and not stream)
+            assert call["trainable"] or call["untrainable_reason"] == "no token ids from the upstream"

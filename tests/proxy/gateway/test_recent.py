@@ -26,11 +26,6 @@ def tiny() -> Iterator[tuple[str, Json]]:
         yield f"r{i}", {"messages": [user(f"hello {i}")]}
 
 
-def parts() -> Iterator[tuple[str, Json]]:
-    for i in range(30):
-        yield f"r{i}", {"messages": [user([{"type": "text", "text": f"{n}"} for n in range(3000)])]}
-
-
 def chains_with_tools() -> Iterator[tuple[str, Json]]:
     """Their tools are the same at every turn."""
     properties = {f"argument {n}": {"type": "string", "description": "a text"} for n in range(200)}
@@ -43,23 +38,12 @@ def chains_with_tools() -> Iterator[tuple[str, Json]]:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"{turn} " * 100})
 
 
-def edited() -> Iterator[tuple[str, Json]]:
-    """A conversation whose third message differs at each call."""
-    for i in range(400):
-        yield f"r{i // 20}", {"messages": [user("a" * 999), user("b" * 999), user(f"edit {i}"), user("c" * 999)]}
-
-
-def lists_and_names() -> Iterator[tuple[str, Json]]:
-    for i in range(30):
-        yield f"r{i}", {"messages": [], "x": [[]] * 5000, "metadata": {f"{i} {n}": n for n in range(5000)}}
-
-
 def tokens() -> Iterator[tuple[str, Json]]:
     for i in range(30):
         yield f"r{i}", {"prompt": [*range(1000, 20_000)]}
 
 
-@pytest.mark.parametrize("calls", [tiny, parts, chains_with_tools, edited, lists_and_names, tokens])
+@pytest.mark.parametrize("calls", [tiny, chains_with_tools, tokens])
 def test_what_is_kept_is_what_is_counted(calls: Any) -> None:
     recent = RecentCalls(BOUND, EACH)
     tracemalloc.start()
@@ -71,7 +55,7 @@ def test_what_is_kept_is_what_is_counted(calls: Any) -> None:
     del text, body, start
     there, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert BOUND / 2 < recent._calls.size <= BOUND or calls is edited
+    assert BOUND / 2 < recent._calls.size <= BOUND
     assert there < 1.2 * recent._calls.size + 100_000
     assert there > 0.4 * recent._calls.size
     for i in range(4000):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,46 +13,7 @@ from lightning_proxy.core.config.server import RedactConfig
 from lightning_proxy.core.redact import MASK, SHAPES, Redactor
 from lightning_proxy.store.keys import new_key
 
-ALNUM = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 OPENAI = "sk-proj-Zx81kQpLmN0vBt7RyWc3HdJf5GsA2eUo9Ii6"
-
-
-def random_text(length: int, alphabet: str = ALNUM) -> st.SearchStrategy[str]:
-    return st.text(alphabet, min_size=length, max_size=length)
-
-
-def after(prefix: str, length: int, alphabet: str = ALNUM) -> st.SearchStrategy[tuple[str, str]]:
-    """A secret with this beginning, and the part of it that must not be found anywhere."""
-    # A random text of these lengths has a digit and a capital.
-    return random_text(length - 2, alphabet).map(lambda text: (f"{prefix}{text}Q7", f"{text}Q7"))
-
-
-SECRETS = st.one_of(
-    after("sk-", 48),
-    after("sk-proj-", 100, ALNUM + "-_"),
-    after("sk-ant-api03-", 93, ALNUM + "-_"),
-    after("AKIA", 16, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"),
-    after("aws_secret_access_key = ", 40, ALNUM + "+/"),
-    after('"SecretAccessKey": "', 40, ALNUM + "+/"),
-    after("ghp_", 36),
-    after("github_pat_11AAAAAAA0", 60),
-    after("xoxb-2345678901-2345678901-", 24),
-    after("Authorization: Bearer ", 30),
-    after("lpk-agent-", 43, ALNUM + "-_"),
-    after("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.", 43, ALNUM + "-_"),
-    random_text(200, ALNUM + "+/").map(
-        lambda body: (f"-----BEGIN RSA PRIVATE KEY-----\n{body}\n-----END RSA PRIVATE KEY-----", body)
-    ),
-)
-TEXT_AROUND = st.text(" .,:;'\"\n()[]{}é😀", max_size=5)
-
-
-@given(SECRETS, TEXT_AROUND)
-def test_a_secret_is_found_whatever_stands_around_it(secret: tuple[str, str], around: str) -> None:
-    whole, core = secret
-    for text in (f"{around}{whole}\n{around}", json.dumps({"key": f"{around}{whole}\n"})):
-        found = Redactor(RedactConfig(secrets=True)).text(text)
-        assert core not in found and core.replace("/", "\\/") not in found
 
 
 @given(
@@ -66,11 +25,11 @@ def test_what_holds_no_secret_is_left_as_it_is(value: Any) -> None:
     assert Redactor(RedactConfig(secrets=True)).value(value, "request") is value
 
 
-@pytest.mark.parametrize("text", ["a\\nsk-", 'x="sk-', "?key=%20sk-", "\\u000ask-", "key:sk-", "(sk-"])
-def test_a_secret_is_found_behind_an_escape(text: str) -> None:
+def test_a_secret_is_found_behind_an_escape() -> None:
     redactor = Redactor(RedactConfig(secrets=True))
-    assert redactor.text(text + OPENAI[3:]) == text[:-3] + MASK
-    assert redactor.text(redactor.text(text + OPENAI[3:])) == text[:-3] + MASK
+    for text in ("a\\nsk-", 'x="sk-', "?key=%20sk-", "\\u000ask-", "key:sk-", "(sk-"):
+        masked = redactor.text(text + OPENAI[3:])
+        assert masked == redactor.text(masked) == text[:-3] + MASK
 
 
 def test_our_own_keys_and_those_of_the_configuration_are_secrets() -> None:

@@ -4,408 +4,261 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import pytest
 from aiohttp import web
 
-from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.config.upstreams import UpstreamConfig
-from support.in_process import proxy_of
-from support.sections import PolicyConfig
-
-SAY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+from contract.raw import Seen, Upstream
+from contract.system import Json, Proxy, free_port, in_this_process, played, wait_until
 
 
-class Server:
+class Server(Upstream):
     """A model server with a name; `status` of its answers, or how it fails; what it was asked."""
 
-    def __init__(self, name: str, port: int = 0) -> None:
-        self.name, self.port = name, port
-        self.status = 200
-        self.behaviour = "answers"
-        self.bodies: list[dict[str, Any]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.behaviour, self.url = name, "answers", f"http://127.0.0.1:{free_port()}/v1"
+
+    def running(self) -> Any:
+        return played(self, int(self.url.split(":")[2].removesuffix("/v1")))
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+    def bodies(self) -> list[Json]:
+        return [json.loads(seen.body) for seen in self.seen]
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Server]:
-        app = web.Application()
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_post("/v1/{rest:.*}", self.answer)
-        app.router.add_get("/v1/{rest:.*}", self.again)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port).start()
-        self.port = runner.addresses[0][1]
-        yield self
-        await runner.cleanup()
-
-    async def models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": []}, status=self.status)
-
-    async def again(self, _: web.Request) -> web.Response:
-        return web.json_response({"by": self.name})
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        body = await (_form(request) if request.content_type == "multipart/form-data" else request.json())
-        self.bodies.append(body)
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":
+            is_list = request.path == "/v1/models"
+            body: Json = {"object": "list", "data": []} if is_list else {"by": self.name}
+            return web.json_response(body, status=self.status if is_list else 200)
+        self.seen.append(Seen(request.method, request.path_qs, {}, await request.read()))
         if self.behaviour == "hangs":
             await asyncio.sleep(60)
         if self.status != 200:
             return web.json_response({"error": {"message": f"by {self.name}"}}, status=self.status)
-        if body.get("stream"):
+        if b'"stream": true' in self.seen[-1].body:
             answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await answer.prepare(request)
             await answer.write(b'data: {"choices": [{"index": 0, "delta": {"content": "by "}}]}\n\n')
             if self.behaviour == "breaks":
-                request.transport.close()  # type: ignore[union-attr]
+                assert request.transport is not None
+                request.transport.close()
             await answer.write(b"data: [DONE]\n\n")
             return answer
-        message = {"role": "assistant", "content": f"by {self.name}"}
-        answer_id = f"by_{self.name}_{len(self.bodies)}"
-        choices = [{"index": 0, "message": message}]
-        return web.json_response({"id": answer_id, "model": body["model"], "choices": choices})
+        choices = [{"index": 0, "message": {"role": "assistant", "content": f"by {self.name}"}}]
+        return web.json_response({"id": f"by_{self.name}_{len(self.seen)}", "model": "m", "choices": choices})
 
 
-async def _form(request: web.Request) -> dict[str, Any]:
-    fields = await request.post()
-    return {name: value.file.read() if isinstance(value, web.FileField) else value for name, value in fields.items()}
-
-
-class Proxy:
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url, self.session = url, session
-
-    async def ask(self, rollout: str = "r", path: str = "chat/completions", **more: Any) -> tuple[int, Any, bytes]:
-        url = f"{self.url}/rollouts/{rollout}/v1/{path}"
-        async with self.session.post(url, json=SAY | more) as answer:
-            return answer.status, answer.headers, await answer.read()
-
-    async def get(self, path: str) -> Any:
-        async with self.session.get(self.url + path) as answer:
-            text = await answer.text()
-            return json.loads(text) if text.startswith("{") else text
-
-    async def calls(self, rollout: str = "r") -> list[dict[str, Any]]:
-        return (await self.get(f"/rollouts/{rollout}"))["calls"]
-
-    async def ready_when(self, down: list[str]) -> None:
-        """Wait until /readyz names these as down."""
-        while (await self.get("/readyz")).get("down", []) != down:
-            await asyncio.sleep(0.02)
-
-
-@asynccontextmanager
-async def proxying(tmp_path: Path, *upstreams: UpstreamConfig) -> AsyncIterator[Proxy]:
-    config = Config(
-        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
-        upstreams=list(upstreams),
-        policy=PolicyConfig(publish="merged", directory=tmp_path / "policy"),
-    )
-    async with proxy_of(config) as url, aiohttp.ClientSession() as session:
-        yield Proxy(url, session)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def upstream(name: str, *servers: Server, **settings: Any) -> UpstreamConfig:
-    settings.setdefault("kind", "openai")
+def upstream(name: str, *servers: Server, **settings: Any) -> Json:
     first, *others = (server.url for server in servers)
-    return UpstreamConfig(name=name, base_url=first, replicas=others, **settings)
+    return {"name": name, "kind": "openai", "base_url": first, "replicas": others, **settings}
 
 
-async def test_a_server_may_answer_below_any_path_and_want_a_query_of_its_own(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append(request.path_qs)
-        return web.json_response({"choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}}]})
-
-    app = web.Application()
-    app.router.add_route("*", "/{rest:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    root = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    azure = UpstreamConfig(name="azure", kind="openai", base_url=f"{root}/openai/deployments/d/?api-version=2024-10-21")
-    gemini = UpstreamConfig(name="gemini", kind="openai", base_url=f"{root}/v1beta/openai/", models=["g"])
-    async with proxying(tmp_path, azure, gemini) as proxy:
-        assert (await proxy.ask())[0] == (await proxy.ask(model="g"))[0] == 200
-        assert (await proxy.ask(path="chat/completions?a=b"))[0] == 200
-    version = "api-version=2024-10-21"
-    assert asked == [
-        f"/openai/deployments/d/chat/completions?{version}", "/v1beta/openai/chat/completions",
-        f"/openai/deployments/d/chat/completions?{version}&a=b",
-    ]  # fmt: skip
-    await runner.cleanup()
+@contextmanager
+def two(tmp_path: Path, first: Json, second: Json) -> Iterator[tuple[Proxy, Server, Server]]:
+    """A proxy before the upstreams "one", whose fallback is "two", and "two"."""
+    a, b = Server("first"), Server("second")
+    upstreams = [upstream("one", a, fallbacks=["two"], **first), upstream("two", b, **second)]
+    with a.running(), b.running(), in_this_process(tmp_path, upstreams=upstreams) as proxy:
+        yield proxy, a, b
 
 
-@pytest.mark.parametrize("failure", [429, 500, 503, "hangs", "away"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_fallback_answers_for_an_upstream_that_fails(tmp_path: Path, failure: Any, stream: bool) -> None:
-    async with Server("first").running() as first, Server("second").running() as second:
-        first.status = failure if isinstance(failure, int) else 200
-        first.behaviour = str(failure)
-        asked = first if failure != "away" else Server("gone", free_port())
-        one = upstream("one", asked, fallbacks=["two"], first_byte_timeout_s=0.3)
-        async with proxying(tmp_path, one, upstream("two", second, model_map={"m": "other"})) as proxy:
-            status, _, raw = await proxy.ask(stream=stream)
-            [call] = await proxy.calls()
-    assert (status, b"by " in raw) == (200, True)
-    assert [body["model"] for body in second.bodies] == ["other"]
-    assert len(first.bodies) == (failure != "away")
-    assert (call["status"], call["upstream"], call["model"], call["http_status"]) == ("ok", "two", "other", 200)
+def ask(proxy: Proxy, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+    return proxy.post(f"/rollouts/r{path}", {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields})
 
 
-async def test_without_a_failure_no_fallback_is_asked(tmp_path: Path) -> None:
-    async with Server("first").running() as first, Server("second").running() as second:
-        one = upstream("one", first, fallbacks=["two"])
-        async with proxying(tmp_path, one, upstream("two", second)) as proxy:
-            for status in (200, 400, 404):
-                first.status = status
-                assert (await proxy.ask())[0] == status
-            assert {call["upstream"] for call in await proxy.calls()} == {"one"}
-    assert second.bodies == []
-
-
-async def test_the_last_failure_is_shown_where_all_fail_and_retries_come_first(tmp_path: Path) -> None:
-    async with Server("first").running() as first, Server("second").running() as second:
-        first.status, second.status = 503, 429
-        one = upstream("one", first, fallbacks=["two"], retries=2, retry_wait_s=0.01)
-        async with proxying(tmp_path, one, upstream("two", second)) as proxy:
-            status, _, raw = await proxy.ask()
-            [call] = await proxy.calls()
-    assert (status, b"by second" in raw) == (429, True)
-    assert (len(first.bodies), len(second.bodies)) == (3, 1)
-    assert (call["status"], call["upstream"], call["http_status"]) == ("error", "two", 429)
-
-
-async def test_a_stream_that_has_begun_is_never_begun_again_elsewhere(tmp_path: Path) -> None:
-    async with Server("first").running() as first, Server("second").running() as second:
-        first.behaviour = "breaks"
-        one = upstream("one", first, fallbacks=["two"])
-        async with proxying(tmp_path, one, upstream("two", second)) as proxy:
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await proxy.ask(stream=True)
-            [call] = await proxy.calls()
-    assert (second.bodies, call["status"], call["upstream"]) == ([], "error", "one")
-
-
-async def test_unrecorded_requests_fall_back_too_and_fallbacks_have_fallbacks(tmp_path: Path) -> None:
-    gone = [upstream(name, Server(name, free_port()), fallbacks=[after]) for name, after in ("ab", "bc")]
-    async with Server("third").running() as third, proxying(tmp_path, *gone, upstream("c", third)) as proxy:
-        status, _, raw = await proxy.ask(path="embeddings")
-    assert (status, b"by third" in raw) == (200, True)
-
-
-@pytest.mark.parametrize("first", ["gone", "litellm"])
-async def test_a_fallback_that_has_no_such_api_is_passed_over(tmp_path: Path, first: str) -> None:
-    async with Server("last").running() as last:
-        gone = upstream("gone", Server("gone", free_port()), fallbacks=["litellm"])
-        litellm = UpstreamConfig(name="litellm", kind="litellm", model_map={"m": "gemini/m"}, fallbacks=["last"])
-        upstreams = [gone, litellm] if first == "gone" else [litellm, gone]
-        async with proxying(tmp_path, *upstreams, upstream("last", last)) as proxy:
-            status, _, raw = await proxy.ask(path="moderations")
-    assert (status, b"by last" in raw) == (200, True)
-
-
-async def test_a_fallback_that_has_no_name_for_the_alias_makes_nothing_ready(tmp_path: Path) -> None:
-    vllm = upstream("policy", Server("gone", free_port()), kind="vllm", fallbacks=["litellm"])
-    litellm = UpstreamConfig(name="litellm", kind="litellm", models=["gemini/m"])
-    async with proxying(tmp_path, vllm, litellm) as proxy:
-        assert (await proxy.ask(model="policy"))[0] == 502
-        assert (await proxy.get("/readyz"))["status"] == "not ready"
-
-
-@pytest.mark.parametrize("more", [{"kind": "openai"}, {"kind": "litellm", "models": ["openai/m"]}])
-async def test_it_is_not_ready_while_the_only_upstream_is_down(tmp_path: Path, more: dict[str, Any]) -> None:
-    server = Server("only", free_port())
-    async with proxying(tmp_path, upstream("only", server, **more)) as proxy:
-
-        async def turns(status: int, upstream: str) -> None:
-            async with asyncio.timeout(20):  # an answer is kept for a second
-                while True:
-                    async with proxy.session.get(f"{proxy.url}/readyz") as answer:
-                        found = await answer.json()
-                    assert str(server.port) not in found["upstream"]
-                    if answer.status == status:
-                        break
-                    await asyncio.sleep(0.05)
-            assert upstream in found["upstream"]
-
-        await turns(503, "not reachable")
-        async with server.running():
-            await turns(200, "ok")
-            server.status = 500
-            await turns(503, "HTTP 500")
-            server.status = 401  # it wants an agent's key
-            await turns(200, "ok")
-
-
-async def test_it_is_ready_while_a_fallback_answers_and_not_once_that_is_down_too(tmp_path: Path) -> None:
-    second = Server("second")
-    async with second.running():
-        first = upstream("first", Server("gone", free_port()), fallbacks=["second"])
-        async with proxying(tmp_path, first, upstream("second", second)) as proxy:
-            assert (await proxy.get("/readyz"))["status"] == "degraded"
-            second.status = 502
-            async with asyncio.timeout(20):
-                while (await proxy.get("/readyz"))["status"] != "not ready":
-                    await asyncio.sleep(0.05)
-
-
-async def test_what_a_fallback_of_the_policy_answers_is_no_policy_version(tmp_path: Path) -> None:
-    async with Server("second").running() as second:
-        vllm = upstream("policy", Server("gone", free_port()), kind="vllm", fallbacks=["two"])
-        async with proxying(tmp_path, vllm, upstream("two", second, model_map={"policy": "gpt"})) as proxy:
-            status, headers, _ = await proxy.ask(model="policy")
-            [call] = await proxy.calls()
-            ready = await proxy.get("/readyz")
-    assert (ready["status"], ready["upstream"]) == ("degraded", "not reachable"), "a call is answered"
-    assert (status, "X-Policy-Version" in headers) == (200, False)
-    assert "return_token_ids" not in second.bodies[0]
-    assert (call["upstream"], call["model"], call["policy_version"], call["policy_versions"]) == (
-        "two",
-        "gpt",
-        None,
-        [],
-    )
-    assert call["trainable"] is False
-
-
-async def test_a_policy_that_fails_under_way_gives_up_its_version_in_answer_and_record(
-    tmp_path: Path, running: Any
-) -> None:
-    async with Server("second").running() as second:
-        two = upstream("two", second, model_map={"policy": "gpt"})
-        async with running(tmp_path, fallbacks=["two"], others=[two]) as system:
-            status, _ = await system.chat("r")
-            [call] = (await system.call("GET", "/rollouts/r"))[1]["calls"]
-            assert (status, call["policy_version"], call["upstream"]) == (200, 0, "policy")
-            system.vllm.fails = 503
-            url = f"{system.url}/rollouts/r/v1/chat/completions"
-            async with system.session.post(url, json=SAY | {"model": "policy"}) as answer:
-                assert (answer.status, "X-Policy-Version" in answer.headers) == (200, False)
-            _, call = (await system.call("GET", "/rollouts/r"))[1]["calls"]
-    assert (call["policy_version"], call["policy_versions"], call["upstream"]) == (None, [], "two")
-    assert (call["model"], call["untrainable_reason"]) == ("gpt", "the model is not the policy")
-
-
-async def test_rollouts_keep_to_a_replica_and_only_those_of_a_dead_one_move(tmp_path: Path) -> None:
-    c = Server("c", free_port())
-    async with (
-        Server("a").running() as a,
-        Server("b").running() as b,
-        proxying(tmp_path, upstream("one", a, b, c)) as proxy,
-    ):
-        async with c.running():
-            placed = await placement(proxy)
-            assert set(placed.values()) == {"a", "b", "c"}
-            assert await placement(proxy) == placed
-        moved = await placement(proxy)
-        assert set(moved.values()) == {"a", "b"}
-        assert all(moved[rollout] == name for rollout, name in placed.items() if name != "c")
-
-
-async def placement(proxy: Proxy) -> dict[str, str]:
-    """Which replica answers which of 40 rollouts."""
-    found = {}
-    for i in range(40):
-        _, _, raw = await proxy.ask(f"r{i}")
-        found[f"r{i}"] = json.loads(raw)["choices"][0]["message"]["content"].removeprefix("by ")
+def ready(proxy: Proxy) -> Json:
+    found: Json = proxy.call("GET", "/readyz").json
     return found
 
 
-async def test_a_replica_that_answers_with_an_error_is_not_followed_by_another(tmp_path: Path) -> None:
-    async with Server("a").running() as a, Server("b").running() as b:
+def test_a_server_may_answer_below_any_path_and_want_a_query_of_its_own(tmp_path: Path) -> None:
+    server, version = Server("any"), "api-version=2024-10-21"
+    root = server.url.removesuffix("/v1")
+    azure = {"name": "azure", "kind": "openai", "base_url": f"{root}/openai/deployments/d/?{version}"}
+    gemini = {"name": "gemini", "kind": "openai", "base_url": f"{root}/v1beta/openai/", "models": ["g"]}
+    with server.running(), in_this_process(tmp_path, upstreams=[azure, gemini]) as proxy:
+        assert ask(proxy).status == ask(proxy, model="g").status == 200
+        assert ask(proxy, "/v1/chat/completions?a=b").status == 200
+    assert [seen.target for seen in server.seen] == [
+        f"/openai/deployments/d/chat/completions?{version}", "/v1beta/openai/chat/completions",
+        f"/openai/deployments/d/chat/completions?{version}&a=b",
+    ]  # fmt: skip
+
+
+def test_a_fallback_answers_for_an_upstream_that_fails(tmp_path: Path) -> None:
+    first = {"first_byte_timeout_s": 0.3, "models": ["m"]}
+    with two(tmp_path, first, {"model_map": {"m": "other", "away": "other"}}) as (proxy, one, second):
+        for failure in (429, 500, 503, "hangs"):
+            one.status, one.behaviour = failure if isinstance(failure, int) else 200, str(failure)
+            for stream in (False, True):
+                answer = ask(proxy, stream=stream)
+                call = proxy.rollout("r")["calls"][-1]
+                assert (answer.status, b"by " in answer.body) == (200, True)
+                found = (call["status"], call["upstream"], call["model"], call["http_status"])
+                assert found == ("ok", "two", "other", 200), failure
+        assert [body["model"] for body in second.bodies] == ["other"] * 8 == ["other"] * len(one.seen)
+
+
+def test_a_fallback_answers_for_an_upstream_that_is_away(tmp_path: Path) -> None:
+    last = Server("last")
+    gone = upstream("gone", Server("gone"), fallbacks=["litellm"])
+    litellm = {"name": "litellm", "kind": "litellm", "model_map": {"m": "gemini/m"}, "fallbacks": ["last"]}
+    with last.running(), in_this_process(tmp_path, upstreams=[gone, litellm, upstream("last", last)]) as proxy:
+        answer = ask(proxy, "/v1/moderations")
+        assert (answer.status, b"by last" in answer.body) == (200, True), "one that has no such API is passed over"
+
+
+def test_without_a_failure_no_fallback_is_asked(tmp_path: Path) -> None:
+    with two(tmp_path, {}, {}) as (proxy, first, second):
+        for first.status in (200, 400, 404):
+            assert ask(proxy).status == first.status
+        assert {call["upstream"] for call in proxy.rollout("r")["calls"]} == {"one"} and second.seen == []
+
+
+def test_the_last_failure_is_shown_where_all_fail_and_retries_come_first(tmp_path: Path) -> None:
+    with two(tmp_path, {"retries": 2, "retry_wait_s": 0.01}, {}) as (proxy, first, second):
+        first.status, second.status = 503, 429
+        answer = ask(proxy)
+        assert (answer.status, b"by second" in answer.body) == (429, True)
+        assert (len(first.seen), len(second.seen)) == (3, 1)
+        (call,) = proxy.rollout("r")["calls"]
+        assert (call["status"], call["upstream"], call["http_status"]) == ("error", "two", 429)
+
+
+def test_a_stream_that_has_begun_is_never_begun_again_elsewhere(tmp_path: Path) -> None:
+    with two(tmp_path, {}, {}) as (proxy, first, second):
+        first.behaviour = "breaks"
+        with pytest.raises(httpx.HTTPError):
+            ask(proxy, stream=True)
+        (call,) = proxy.rollout("r")["calls"]
+        assert (second.seen, call["status"], call["upstream"]) == ([], "error", "one")
+
+
+def test_a_fallback_that_has_no_name_for_the_alias_makes_nothing_ready(tmp_path: Path) -> None:
+    vllm = upstream("policy", Server("gone"), kind="vllm", fallbacks=["litellm"])
+    litellm = {"name": "litellm", "kind": "litellm", "models": ["gemini/m"]}
+    with in_this_process(tmp_path, upstreams=[vllm, litellm]) as proxy:
+        assert ask(proxy, model="policy").status == 502
+        assert ready(proxy)["status"] == "not ready"
+
+
+def test_it_is_not_ready_while_the_only_upstream_is_down(tmp_path: Path) -> None:
+    server = Server("only")
+    with in_this_process(tmp_path, upstreams=[upstream("only", server)]) as proxy:
+
+        def turns(status: int, told: str) -> None:
+            def is_so() -> bool:
+                answer = proxy.call("GET", "/readyz")
+                return answer.status == status and told in answer.json["upstream"]
+
+            wait_until(is_so, 20, f"{status}, {told}")  # an answer is kept for a second
+            assert server.url.split(":")[2].removesuffix("/v1") not in ready(proxy)["upstream"]
+
+        turns(503, "not reachable")
+        with server.running():
+            turns(200, "ok")
+            server.status = 500
+            turns(503, "HTTP 500")
+            server.status = 401  # it wants an agent's key
+            turns(200, "ok")
+
+
+def placement(proxy: Proxy) -> dict[str, str]:
+    """Which replica answers which of 40 rollouts."""
+    answers = {f"r{i}": proxy.chat(f"r{i}", model="m") for i in range(40)}
+    return {
+        rollout: answer.json["choices"][0]["message"]["content"].removeprefix("by ")
+        for rollout, answer in answers.items()
+    }
+
+
+def test_rollouts_keep_to_a_replica_and_only_those_of_a_dead_one_move(tmp_path: Path) -> None:
+    a, b, c = map(Server, "abc")
+    with a.running(), b.running(), in_this_process(tmp_path, upstreams=[upstream("one", a, b, c)]) as proxy:
+        with c.running():
+            placed = placement(proxy)
+            assert {*placed.values()} == {"a", "b", "c"} and placement(proxy) == placed
+        moved = placement(proxy)
+        assert {*moved.values()} == {"a", "b"}
+        assert all(moved[rollout] == name for rollout, name in placed.items() if name != "c")
+        a.reset()
+        b.reset()
         a.status = b.status = 500
-        async with proxying(tmp_path, upstream("one", a, b)) as proxy:
-            assert (await proxy.ask())[0] == 500
-    assert len(a.bodies) + len(b.bodies) == 1
+        assert ask(proxy).status == 500
+        assert len(a.seen) + len(b.seen) == 1, "an error of one is not followed by another"
 
 
-async def test_a_health_check_takes_a_replica_out_and_puts_it_back(tmp_path: Path) -> None:
-    async with Server("a").running() as a, Server("b").running() as b:
-        name = "one, server 1 of 2"
-        metric = f'lightning_upstream_up{{replica="127.0.0.1:{a.port}",upstream="one"}}'
-        async with proxying(tmp_path, upstream("one", a, b, health_check_s=0.05)) as proxy:
-            await proxy.ready_when([])
-            placed = await placement(proxy)
-            assert set(placed.values()) == {"a", "b"}
-            a.status = 503
-            await proxy.ready_when([name])
-            assert f"{metric} 0.0" in await proxy.get("/metrics")
-            assert set((await placement(proxy)).values()) == {"b"}
-            a.status = 200
-            await proxy.ready_when([])
-            assert f"{metric} 1.0" in await proxy.get("/metrics")
-            assert await placement(proxy) == placed
+def test_a_health_check_takes_a_replica_out_and_puts_it_back(tmp_path: Path) -> None:
+    a, b = map(Server, "ab")
+    address = a.url.removeprefix("http://").removesuffix("/v1")
+    metric = f'lightning_upstream_up{{replica="{address}",upstream="one"}}'
+
+    def is_down(proxy: Proxy, expected: bool) -> None:
+        down = ["one, server 1 of 2"] if expected else []
+        wait_until(lambda: ready(proxy).get("down", []) == down, 20, f"down: {down}")
+        assert f"{metric} {float(not expected)}" in proxy.call("GET", "/metrics").body.decode()
+
+    checked = upstream("one", a, b, health_check_s=0.05)
+    with a.running(), b.running(), in_this_process(tmp_path, upstreams=[checked]) as proxy:
+        is_down(proxy, False)
+        placed = placement(proxy)
+        assert {*placed.values()} == {"a", "b"}
+        a.status = 503
+        is_down(proxy, True)
+        assert {*placement(proxy).values()} == {"b"}
+        a.status = 200
+        is_down(proxy, False)
+        assert placement(proxy) == placed
 
 
-async def test_an_upstream_that_is_known_to_be_down_is_not_waited_for(tmp_path: Path) -> None:
-    async with Server("first").running() as first, Server("second").running() as second:
+def test_an_upstream_that_is_known_to_be_down_is_not_waited_for(tmp_path: Path) -> None:
+    with two(tmp_path, {"health_check_s": 0.05}, {}) as (proxy, first, second):
         first.status, first.behaviour = 500, "hangs"
-        one = upstream("one", first, fallbacks=["two"], health_check_s=0.05)
-        async with proxying(tmp_path, one, upstream("two", second)) as proxy:
-            await proxy.ready_when(["one"])
-            assert (await proxy.ask())[0] == 200
-    assert (first.bodies, len(second.bodies)) == ([], 1)
+        wait_until(lambda: ready(proxy).get("down") == ["one"], 20, "it is down")
+        assert ask(proxy).status == 200
+        assert (first.seen, len(second.seen)) == ([], 1)
 
 
-async def test_a_model_goes_to_the_upstream_that_names_it_and_what_a_fallback_maps_does_not(tmp_path: Path) -> None:
-    async with Server("first").running() as first, Server("second").running() as second:
-        one = upstream("one", first, fallbacks=["two"])
-        two = upstream("two", second, models=["direct"], model_map={"m": "renamed"})
-        three = upstream("three", second, model_map={"mapped": "other"})
-        async with proxying(tmp_path, one, two, three) as proxy:
-            for model in ("m", "unknown", "direct", "mapped"):
-                await proxy.ask(model=model)
-            calls = await proxy.calls()
-    assert [(call["upstream"], call["model"]) for call in calls] == [
-        ("one", "m"),
-        ("one", "unknown"),
-        ("two", "direct"),
-        ("three", "other"),
+def test_a_model_goes_to_the_upstream_that_names_it_and_what_a_fallback_maps_does_not(tmp_path: Path) -> None:
+    first, second = Server("first"), Server("second")
+    one = upstream("one", first, fallbacks=["two"])
+    others = [
+        upstream("two", second, models=["direct"], model_map={"m": "renamed"}),
+        upstream("three", second, model_map={"mapped": "other"}),
     ]
+    with first.running(), second.running(), in_this_process(tmp_path, upstreams=[one, *others]) as proxy:
+        for model in ("m", "unknown", "direct", "mapped"):
+            ask(proxy, model=model)
+        found = [(call["upstream"], call["model"]) for call in proxy.rollout("r")["calls"]]
+    assert found == [("one", "m"), ("one", "unknown"), ("two", "direct"), ("three", "other")]
 
 
-async def test_a_form_goes_to_the_upstream_of_the_model_that_it_names(tmp_path: Path) -> None:
-    sound = b"\x00\r\n--\xff" * 9
-    async with Server("first").running() as first, Server("second").running() as second:
-        two = upstream("two", second, models=["whisper-1"], model_map={"fast": "other"})
-        async with proxying(tmp_path, upstream("one", first), two) as proxy:
-            for model in ("m", "whisper-1", "fast"):
-                form = aiohttp.FormData({"language": "en"})
-                form.add_field("file", sound, filename="a.wav", content_type="audio/wav")
-                form.add_field("model", model)
-                async with proxy.session.post(f"{proxy.url}/v1/audio/transcriptions", data=form) as answer:
-                    assert answer.status == 200
-    assert first.bodies == [{"language": "en", "file": sound, "model": "m"}]
-    assert second.bodies == [{"language": "en", "file": sound, "model": model} for model in ("whisper-1", "other")]
+def test_a_form_goes_to_the_upstream_of_the_model_that_it_names(tmp_path: Path) -> None:
+    sound, first, second = b"\x00\r\n--\xff" * 9, Server("first"), Server("second")
+    two = upstream("two", second, models=["whisper-1"], model_map={"fast": "other"})
+    with first.running(), second.running(), in_this_process(tmp_path, upstreams=[upstream("one", first), two]) as proxy:
+        for model in ("m", "whisper-1", "fast"):
+            form: Any = {"files": {"file": ("a.wav", sound, "audio/wav")}, "data": {"language": "en", "model": model}}
+            answer = proxy.client.post(f"{proxy.url}/v1/audio/transcriptions", **form)
+            assert answer.status_code == 200
+    asked = [seen.body for seen in (*first.seen, *second.seen)]
+    for body, model in zip(asked, (b"m", b"whisper-1", b"other"), strict=True):
+        assert sound in body and b"\r\n\r\nen\r\n" in body and b'name="model"\r\n\r\n' + model + b"\r\n" in body
 
 
-async def test_a_response_is_asked_for_again_where_it_was_given(tmp_path: Path) -> None:
-    servers = (Server(name).running() for name in ("first", "twin", "other"))
-    async with next(servers) as first, next(servers) as twin, next(servers) as other:
-        one, two = upstream("one", first, twin), upstream("two", other, models=["theirs"])
-        async with proxying(tmp_path, one, two) as proxy:
-            for prefix in ("/rollouts/r/v1", "/v1"):
-                for model in ("theirs", *["m"] * 6):
-                    async with proxy.session.post(f"{proxy.url}{prefix}/responses", json={"model": model}) as answer:
-                        given = (await answer.json())["id"]
-                    by = await proxy.get(f"{prefix}/responses/{given}/input_items")
-                    assert given.startswith(f"by_{by['by']}_")
-            assert (await proxy.get("/rollouts/r/v1/responses/unknown"))["by"] in ("first", "twin")
+def test_a_response_is_asked_for_again_where_it_was_given(tmp_path: Path) -> None:
+    first, twin, other = map(Server, ("first", "twin", "other"))
+    upstreams = [upstream("one", first, twin), upstream("two", other, models=["theirs"])]
+    with first.running(), twin.running(), other.running(), in_this_process(tmp_path, upstreams=upstreams) as proxy:
+        for prefix in ("/rollouts/r/v1", "/v1"):
+            for model in ("theirs", *["m"] * 6):
+                given = proxy.post(f"{prefix}/responses", {"model": model}).json["id"]
+                by = proxy.get(f"{prefix}/responses/{given}/input_items")["by"]
+                assert given.startswith(f"by_{by}_")
+        assert proxy.get("/rollouts/r/v1/responses/unknown")["by"] in ("first", "twin")

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,12 +18,6 @@ import aiohttp
 import pytest
 import yaml
 
-from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName, ToolCall
-from lightning_proxy.proxy.gateway.recorder import Recorder
-from lightning_proxy.store.opening import opened
-from lightning_proxy.store.rollouts import ROLLOUT_COUNTS
-from lightning_proxy.store.store import Store
 from support.served import Client, Proxy, proxy_in_front, settled, workers
 
 
@@ -142,34 +135,3 @@ def test_workers_that_cannot_start_end_the_proxy_with_an_error(tmp_path: Path) -
     assert done.returncode == 1
     assert "max_export_batch_size" in done.stderr
     assert "a worker of the proxy could not start" in done.stderr.splitlines()[-1]
-
-
-async def test_calls_after_a_deletion_by_another_worker_are_readable(tmp_path: Path) -> None:
-    """What this one remembers of the rollout is gone: no call may be stored as what it adds to that."""
-    config = StoreConfig(url=f"sqlite:///{tmp_path}/store.db")
-    async with opened(config) as ours, opened(config) as theirs, Recorder(Store(ours), merged=False) as recorder:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "first"}]
-        start = CallStart("c0", RolloutName("r"), "chat/completions", "m", 0, {"messages": messages}, 1.0)
-        await recorder.start(start)
-        await recorder.end(CallEnd("c0", "r", "ok", {}, 200, (1, 2), (Choice(0, (3,), (-0.5,)),)))
-        await Store(theirs).rollouts.end("r", "failed", None)
-        await Store(theirs).rollouts.delete("r")
-        messages = [*messages, {"role": "assistant", "content": "x"}, {"role": "user", "content": "second"}]
-        others = [start._replace(call_id=f"o{i}", rollout=RolloutName(f"o{i}")) for i in range(3)]
-        again = start._replace(call_id="c1", request={"messages": messages})
-        await asyncio.gather(*(recorder.start(one) for one in (*others, again)))
-        await recorder.end(CallEnd("c1", "r", "ok", {}, 200, (1, 2, 3, 4), (Choice(0, (5,), (-0.5,)),)))
-        (call,) = await Store(theirs).calls.of("r")
-        assert (call.request["messages"], call.prompt_token_ids) == (messages, (1, 2, 3, 4))
-        assert [len(await Store(theirs).calls.of(f"o{i}")) for i in range(3)] == [1, 1, 1]
-
-
-async def test_an_answer_whose_rollout_was_deleted_meanwhile_reaches_the_agent(tmp_path: Path) -> None:
-    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
-        store = Store(database)
-        async with Recorder(store, merged=False) as recorder:
-            await recorder.start(CallStart("c", RolloutName("r"), "chat/completions", "m", 0, {"messages": []}, 1.0))
-            await store.rollouts.end("r", "failed", None)
-            await store.rollouts.delete("r")
-            await recorder.end(CallEnd("c", "r", "ok", {}, 200, tool_calls=(ToolCall("t", "f", "{}"),)))
-        assert Counter(row["mode"] for row in await database.all(ROLLOUT_COUNTS) if row["rollouts"]) == {}
