@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from contract.scripted import CHAT, Json, Scripted, scripted, together
+from contract.scripted import CHAT, Json, Scripted, together
 
 pytestmark = pytest.mark.feature("contexts")
 
