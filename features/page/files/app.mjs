@@ -20,11 +20,6 @@ const VIEWS = new Map(Object.entries({
   ...ROOMS,
 }));
 const LETTERS = new Map([...VIEWS].map(([name, { key }]) => [key, name]));
-const FEED_SAYS = {
-  live: "Events arrive as they happen.",
-  connecting: "The page connects to the proxy.",
-  off: "There is no feed for this key: the page asks every few seconds.",
-};
 const HELP = [
   ["j, k or ↓, ↑", "next and previous row"],
   ["Enter", "open the row"],
@@ -80,7 +75,7 @@ function Header({ view, filled, onHelp, onLogout }) {
       ${shown.map((name) => html`<a key=${name} href=${`#/${name}`} aria-current=${name === view && "page"}>${name}</a>`)}
       <a href="openapi.json">routes</a>
     <//></nav>
-    <span class=${`feed ${state}`} title=${FEED_SAYS[state]} role="status">${state === "off" ? "polling" : state}</span>
+    <span class=${`feed ${state}`} role="status">${state === "off" ? "polling" : state}</span>
     <button onClick=${onHelp} title="Keys" aria-label="Keys">?</button>
     ${hasKey() && html`<button onClick=${onLogout}>log out</button>`}
   </header>`;

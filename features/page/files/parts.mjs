@@ -3,7 +3,6 @@
 import htm from "./vendor/htm.mjs";
 import { h, render } from "./vendor/preact.mjs";
 import { useEffect, useRef, useState } from "./vendor/hooks.mjs";
-import { readiness } from "./data.mjs";
 
 export { render, useEffect, useRef, useState };
 export { useCallback, useMemo } from "./vendor/hooks.mjs";
@@ -93,14 +92,7 @@ export function Failure({ error, again }) {
 // What is not there yet, and the one command that helps.
 export const Empty = ({ children }) => html`<div class="empty">${children}</div>`;
 
-// How to begin. Over a store alone nothing begins.
-export function Start() {
-  const [alone, setAlone] = useState(false);
-  useEffect(() => {
-    readiness().then(({ status }) => setAlone(status === "alone"));
-  }, []);
-  return alone ? "This is a store alone." : html`<code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.`;
-}
+export const Start = () => html`<code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.`;
 
 // Shows a route's answer: that it is under way, its error, or what `children` makes of the data.
 export function Loaded({ of: { data, error, reload }, children }) {

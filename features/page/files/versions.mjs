@@ -114,22 +114,22 @@ export function Compare({ params }) {
 
 function Comparison({ versions, params }) {
   const chosen = { ...widest(versions), ...params };
-  const comparison = useData(chosen.b === undefined ? null : "/policy/compare", chosen);
+  const comparison = useData(versions.length > 1 ? "/policy/compare" : null, chosen);
   const options = [...versions].reverse().map(({ version, live }) => [version, `version ${version}${version === 0 ? ", the base model" : ""}${live ? ", live" : ""}`]);
   return html`<${Filters} view="compare">
       <${Select} name="a" label="from" options=${options} value=${chosen.a} />
       <${Select} name="b" label="to" options=${options} value=${chosen.b} />
       <${Select} name="mode" label="mode" options=${[["", "eval if both have it"], "eval", "train"]} value=${chosen.mode} />
     <//>
-    ${chosen.b === undefined ? ONLY_BASE : html`<${Loaded} of=${comparison}>${(found) => html`<${Difference} of=${found} />`}<//>`}`;
+    ${versions.length === 1 ? ONLY_BASE : html`<${Loaded} of=${comparison}>${(found) => html`<${Difference} of=${found} />`}<//>`}`;
 }
 
 // The oldest and the newest version that were evaluated, or else that earned any reward.
 function widest(versions) {
   const evaluated = versions.filter(({ rewards }) => rewards?.eval);
   const rewarded = evaluated.length > 1 ? evaluated : versions.filter(({ rewards }) => rewards?.train);
-  const [first, last] = [rewarded[0] ?? versions[0], rewarded.length > 1 ? rewarded.at(-1) : versions.at(-1)];
-  return last === first ? { a: first.version } : { a: first.version, b: last.version };
+  const [first, last] = rewarded.length > 1 ? [rewarded[0], rewarded.at(-1)] : [versions[0], versions.at(-1)];
+  return { a: first.version, b: last.version };
 }
 
 function Difference({ of: { a, b, mode, tasks, interval: sure, mean_a, mean_b, difference, data } }) {
