@@ -158,8 +158,9 @@ function Contexts({ calls, credit }) {
 
 // The call that this one continues, else the one before it by the same agent.
 function before(calls, i) {
-  const parent = calls.find(({ call_id }) => call_id === (calls[i].request_of?.call_id ?? calls[i].extends));
-  return parent ?? calls.slice(0, i).findLast(({ agent }) => agent === calls[i].agent);
+  const { contexts, extends: extended, request_of, agent } = calls[i];
+  const id = contexts?.find(({ edge }) => edge === "continues")?.call_id ?? extended ?? request_of?.call_id;
+  return calls.find(({ call_id }) => call_id === id) ?? calls.slice(0, i).findLast((call) => call.agent === agent);
 }
 
 function Event({ event }) {

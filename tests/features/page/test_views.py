@@ -67,6 +67,7 @@ async def test_a_rollout_is_shown_with_its_contexts_and_credit(running: Running,
         )  # fmt: skip
         assert [lane for lane in lanes if lane not in shown["text"]] == []
         assert shown["boxes"] == ["box out", "box up", "box down", "box up", "box out", "box up"]
+        assert shown["text"].count("calls ask") == 1, "what the call before has shown is not shown again"
         for words in ("left out: a summary", "left out: another attempt was used", "begins the rollout's first row"):
             assert words in shown["text"]
 
