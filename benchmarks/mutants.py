@@ -51,7 +51,7 @@ PLACES = [
     Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),
     Place("loss", "trainer/step/losses.py", (REFERENCE,)),
     Place("publish", "trainer/publish.py", of_contract("training", "resume")),
-    Place("key masks", "proxy/access/limits.py", of_contract("tenants")),
+    Place("limits", "proxy/access/limits.py", of_contract("limits", "tenants")),
 ]
 
 FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
