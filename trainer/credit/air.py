@@ -15,6 +15,7 @@ from jsonschema.validators import validator_for
 from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 
+from ...core.config.trainer import AirEvent
 from ...core.records import ModelCall, ToolCall
 from ...core.tools import dicts
 
@@ -30,7 +31,7 @@ _ERROR = re.compile(
 FLAGS = ("is_error", "isError")
 
 
-def air_rewards(calls: Sequence[ModelCall], weights: Mapping[str, float]) -> dict[str, float]:
+def air_rewards(calls: Sequence[ModelCall], weights: Mapping[AirEvent, float]) -> dict[str, float]:
     """Return the automatic reward of each call of a rollout, in order: each event's weight times its count.
 
     `weights`: `trainer.air`. Calls without an event that has a weight are left out.
@@ -45,7 +46,7 @@ def air_rewards(calls: Sequence[ModelCall], weights: Mapping[str, float]) -> dic
     return found
 
 
-def _events(call: ModelCall, seen: set[tuple[str, bytes]]) -> Iterator[str]:
+def _events(call: ModelCall, seen: set[tuple[str, bytes]]) -> Iterator[AirEvent]:
     """The call's events, by their names in `trainer.air`. Its tool calls (name, arguments) are added to `seen`."""
     if call.finish_reason == "length":
         yield "truncated"

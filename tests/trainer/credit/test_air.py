@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.core.config.trainer import AirEvent
 from lightning_proxy.core.records import Choice, ModelCall, ToolCall
 from lightning_proxy.core.tools import results_in
 from lightning_proxy.trainer.credit.air import air_rewards
 from support.calls import call
 
-ON = {"tool_error": -1.0, "bad_arguments": -10.0, "repeated_call": -100.0, "truncated": -1000.0}
+ON: dict[AirEvent, float] = {"tool_error": -1.0, "bad_arguments": -10.0, "repeated_call": -100.0, "truncated": -1000.0}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0}}, "required": ["n"]}
 CHAT = {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}
 
