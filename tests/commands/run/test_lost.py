@@ -38,8 +38,15 @@ class LosesMachines:
 
 
 async def test_a_lost_run_is_begun_anew_in_another_rollout(proxy: ControlApi, tmp_path: Path) -> None:
-    runner = LosesMachines(proxy, 1)
-    (result,) = await run_all(proxy, runner, [task(1)], RunOptions(logs=tmp_path / "logs"))
+    runner, ended = LosesMachines(proxy, 1), list[str]()
+
+    class Watching(Observer):
+        def ended(self, rollout: Mapping[str, Any]) -> None:
+            ended.append(rollout["status"])
+
+    async with ApiClient(proxy.url) as api:
+        (result,) = await run_tasks(api, [task(1)], runner, RunOptions(logs=tmp_path / "logs"), print, Watching())
+    assert ended == ["discarded", "completed"]
     assert (result.rollout_id, result.exit_code, result.reward, result.restarts) == ("r1", 0, 0.5, 1)
     # The lost one is open until then: a discarded one would count as a sibling that has ended.
     assert runner.seen == [["running"], ["running", "running"]]
@@ -49,18 +56,6 @@ async def test_a_lost_run_is_begun_anew_in_another_rollout(proxy: ControlApi, tm
     assert proxy.rollouts["r1"]["task_id"] == "t1"
     assert summarize([result])["restarts"] == 1
     assert sentences([result])[1][0] == "1 runs were begun anew, in other rollouts: their machine went away"
-
-
-async def test_a_lost_run_is_seen_to_end(proxy: ControlApi, tmp_path: Path) -> None:
-    counted: list[str] = []
-
-    class Counting(Observer):
-        def ended(self, rollout: Mapping[str, Any]) -> None:
-            counted.append(rollout["status"])
-
-    async with ApiClient(proxy.url) as api:
-        await run_tasks(api, [task(1)], LosesMachines(proxy, 1), RunOptions(), print, Counting())
-    assert counted == ["discarded", "completed"]
 
 
 async def test_a_run_that_is_lost_again_and_again_has_failed(proxy: ControlApi, tmp_path: Path) -> None:
