@@ -210,7 +210,9 @@ def run(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="keep results there; a rollout that has its reward there is not run again"),
+        typer.Option(
+            metavar="FILE", help="keep there which rollouts were opened; one that has its reward is not run again"
+        ),
     ] = None,
     logs: Outputs = None,
     as_json: Json = False,

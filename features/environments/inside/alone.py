@@ -39,7 +39,8 @@ def alone() -> None:
 def own_folder() -> Iterator[None]:
     """Work in an empty folder. An episode's is where `run` put its task, which goes also if the episode is killed."""
     task = os.environ.get(TASK_FILE)
-    with tempfile.TemporaryDirectory(prefix="lightning-environment-", dir=task and Path(task).parent) as folder:
+    place = task and Path(task).parent
+    with tempfile.TemporaryDirectory("-environment", dir=place, ignore_cleanup_errors=True) as folder:
         os.environ.update(HOME=folder, TMPDIR=folder)
         tempfile.tempdir = None
         os.chdir(folder)
