@@ -42,7 +42,6 @@ HOST = "127.0.0.1"
 _NONE = UpstreamConfig(name="none", kind="openai", base_url=f"http://{HOST}:9/v1")
 router = APIRouter()
 STEPS = 1000
-WIDTH, HEIGHT = 480, 60
 LIST = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>lightning-proxy</title>
@@ -55,8 +54,7 @@ LIST = """<!doctype html>
 """
 ROW = """<tr><td class="head"><a href="{address}">{name}</a></td><td data-label="steps">{steps}</td>
 <td data-label="last">{last}</td><td data-label="held out">{held_out}</td><td class="head">
-<svg class="curve" viewBox="0 0 {width} {height}" preserveAspectRatio="none">
-<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg></td></tr>"""
+<svg class="curve" viewBox="0 0 {width} 1" preserveAspectRatio="none"><polyline points="{points}"/></svg></td></tr>"""
 
 
 def dashboard(find: Callable[[], Sequence[StoreConfig]], port: int, *, is_folder: bool) -> None:
@@ -214,9 +212,9 @@ async def _learned(store: Store) -> tuple[list[float], list[float]]:
 
 
 def _row(address: str, name: str, curve: list[float], held_out: list[float], most: float) -> str:
-    across, up = WIDTH / max(1, len(curve) - 1), HEIGHT / (most or 1.0)
+    heights = [1 - max(0.0, reward) / (most or 1.0) for reward in curve]
     return ROW.format(
         address=escape(address), name=escape(name), steps=len(curve), last=f"{curve[-1]:.3g}" if curve else "",
-        held_out=" → ".join(f"{mean:.3g}" for mean in held_out), width=WIDTH, height=HEIGHT,
-        points=" ".join(f"{i * across:.1f},{HEIGHT - max(0.0, reward) * up:.1f}" for i, reward in enumerate(curve)),
+        held_out=" → ".join(f"{mean:.3g}" for mean in held_out), width=max(1, len(curve) - 1),
+        points=" ".join(f"{i},{height:.4f}" for i, height in enumerate(heights)),
     )  # fmt: skip
