@@ -89,18 +89,17 @@ def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseC
         before, after = ([one for one in scored if one.version in part] for part in (line[newest:], line[:newest]))
         if (fallen := drop(before, after)).compared >= MIN_COMPARED:
             drops.append((line[newest - 1], fallen))
-    found: Sign | None = None
-    greatest = False, config.reward_warn
+    signs: list[tuple[bool, float, Sign]] = []
     for since, fallen in drops:
         sigmas = of_several(fallen.sigmas, len(drops))
         collapsed = sigmas >= config.reward_stop and fallen.share >= config.min_drop
-        if (collapsed, sigmas) >= greatest:
-            greatest = collapsed, sigmas
-            found = Sign("reward", (
-                f"the reward fell from {fallen.before:.3g} to {fallen.after:.3g} with policy version {since} "
-                f"({sigmas:.1f} sigmas, {fallen.compared} compared with {fallen.compared})"
-            ), since, collapsed)  # fmt: skip
-    return found
+        what = (
+            f"the reward fell from {fallen.before:.3g} to {fallen.after:.3g} with policy version {since} "
+            f"({sigmas:.1f} sigmas, {fallen.compared} compared with {fallen.compared})"
+        )
+        if sigmas >= config.reward_warn:
+            signs.append((collapsed, sigmas, Sign("reward", what, since, collapsed)))
+    return max(signs)[-1] if signs else None
 
 
 def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from .collect.collector import Collector
 from .collect.groups import Order
 from .collect.sampled import AsChat, Sampled
 from .collect.schedule import Schedule
-from .plugins import TrainerCore, TrainerHooks
+from .plugins import NO_HOOKS, TrainerCore, TrainerHooks
 from .publish import Publisher
 from .rate import warn_of_rate
 from .report.metric_schema import scalars
@@ -30,7 +30,6 @@ from .waiting import GuideError, JudgeError, Stopped, all_of, in_thread, pause, 
 
 log = logging.getLogger(__name__)
 
-NO_HOOKS = TrainerHooks()
 POLL_S = 0.1  # between two looks for complete groups
 UNPUBLISHED = -1  # in place of a policy version: the trainer's weights were not published
 
@@ -60,15 +59,13 @@ class TrainingLoop:
         self._store, self._trainer, self._show, self._guide = core.store, core.engine, core.run.show, hooks.guide
         self._publisher = publisher
         sampled = Sampled(None if publisher is None else publisher.vllm, as_chat)
-        self.collector = Collector(
-            core.engine.settings, core.store, order, config.policy, core.engine.vocabulary, hooks.judge, sampled,
-            hooks.guide, hooks.sift,
-        )  # fmt: skip
+        settings, vocabulary = core.engine.settings, core.engine.vocabulary
+        self.collector = Collector(settings, core.store, order, config.policy, vocabulary, sampled, hooks)
         self._schedule = Schedule(config.trainer.schedule, self.collector, core.store)
         self._monitor = Monitor(config.trainer, core.store)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._stop = asyncio.Event()
-        self._waited_for: str | None = None  # at the last look: logged when a wait begins
+        self._waits = False  # at the last look: logged when a wait begins
         self._standstill: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._free_since = time.perf_counter()
@@ -108,10 +105,10 @@ class TrainingLoop:
             waits_for = await publisher.waits_for(self.base)
         if waits_for is None and not once:
             waits_for = await self._schedule.waits_for()
-        if waits_for is not None and self._waited_for is None:
-            log.info("the trainer waits for %s", waits_for)
-        self._waited_for = waits_for
-        if waits_for is not None:
+        was_waiting, self._waits = self._waits, waits_for is not None
+        if self._waits:
+            if not was_waiting:
+                log.info("the trainer waits for %s", waits_for)
             return False
         try:
             trained = await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
@@ -170,28 +167,26 @@ class TrainingLoop:
 
         Raises Stopped, or the PublishError of a version that does not verify: then no weight has moved.
         """
-        trainer = self._trainer
+        trainer, metrics = self._trainer, dict[str, Any](reward_by_task=batch.tasks)
 
-        async def compute() -> float:
+        async def compute() -> None:
             await in_thread(trainer.forward_backward, batch)
-            return time.perf_counter()
+            metrics["verify_s"] = time.perf_counter()
 
-        work: list[Coroutine[Any, Any, Any]] = [compute(), self.verify_live()]
-        computed, _ = await all_of(work)
-        metrics: dict[str, Any] = {"verify_s": time.perf_counter() - computed, "reward_by_task": batch.tasks}
+        await all_of([compute(), self.verify_live()])
+        metrics["verify_s"] = time.perf_counter() - metrics["verify_s"]
         metrics |= await in_thread(trainer.optim_step)
         if metrics["skipped"]:
             metrics["skipped_because"] = trainer.skipped_because
         if left_out := "; ".join(filter(None, (batch.left_out, trainer.left_out_because))):
             metrics["left_out_because"] = left_out
             log.warning("step %d: %s", batch.step, left_out)
-        signs = {} if self._publisher is None else await self._monitor.of_step(self.base, metrics)
         for name, what in trainer.warnings.items():
             if what != metrics.get("skipped_because"):  # which is logged as an error
                 log.warning("step %d: %s: %s", batch.step, name, what)
-        if warnings := trainer.warnings | signs.get("warnings", {}):
-            signs["warnings"] = warnings
-        return metrics | signs
+        signs = {} if self._publisher is None else await self._monitor.of_step(self.base, metrics)
+        warnings = trainer.warnings | signs.get("warnings", {})
+        return metrics | signs | ({"warnings": warnings} if warnings else {})
 
     async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the checkpoint. Once it is complete on disk, one row makes the step count. Raises Stopped."""
@@ -240,9 +235,8 @@ class TrainingLoop:
         if self._publisher is not None:
             await self._publisher.abandon_unfinished()
         last, untrained = await self._store.steps.last(), self._of_step(None)
-        if not untrained.is_dir() or (
-            last is None and self._fresh
-        ):  # a start before may have been configured otherwise
+        first = last is None and self._fresh  # a start before may have been configured otherwise
+        if first or not untrained.is_dir():
             await in_thread(self._trainer.save, untrained)
         if last is not None:
             await self._take_over(last, last.base if last.version is None else last.version)

@@ -78,6 +78,9 @@ class TrainerHooks:
     sift: Sift | None = None
 
 
+NO_HOOKS = TrainerHooks()
+
+
 class TrainerPlugin:
     """What a feature adds to the trainer. `methods` are the values of `--method` that it has the hook `tune` for.
 
@@ -104,7 +107,7 @@ class TrainerPlugin:
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
         """Yield the hooks. What it opened closes at the block's end, after the last step."""
-        yield TrainerHooks()
+        yield NO_HOOKS
 
 
 def methods() -> list[str]:
@@ -127,7 +130,7 @@ def check(config: Config, run: Run) -> None:
 async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> AsyncIterator[TrainerHooks]:
     """Open plugins in their order, and close them in reverse. Raise ConfigError if two have the same hook."""
     async with AsyncExitStack() as stack:
-        hooks = TrainerHooks()
+        hooks = NO_HOOKS
         for plugin in plugins:
             of_plugin = await stack.enter_async_context(plugin.opened(core))
             for name in (field.name for field in fields(of_plugin) if getattr(of_plugin, field.name) is not None):

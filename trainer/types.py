@@ -187,10 +187,6 @@ class Sample:
     def trained_tokens(self) -> int:
         return sum(self.mask)
 
-    @property
-    def result_tokens(self) -> int:
-        return sum(end - start for start, end in self.results)
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

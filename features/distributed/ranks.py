@@ -254,7 +254,7 @@ def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares
     while parts:
         slowest = max(shares, key=lambda share: _work(share, cost))
         largest = max(slowest, key=lambda part: cost(part.tree))
-        parts = [part for part in parts if part is not largest] + list(halves(largest))
+        parts = [part for part in parts if part is not largest] + halves(largest)
         finer = _longest_first(parts, cost, ranks)
         if max(_work(share, cost) for share in finer) >= _work(slowest, cost):
             break

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,6 @@ import numpy as np  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from lightning_proxy.trainer.rows.prefix_tree import micro_batches  # noqa: E402
-from lightning_proxy.trainer.step import scoring  # noqa: E402
-from lightning_proxy.trainer.step.shaping import SampledPlace, truncate  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 
 PROMPT = (3, 4, 4, 5)
@@ -64,75 +59,6 @@ def batch(step: int = 1, rollouts: int = 6, sampling: Sampling | None = None) ->
         temperatures = (1.0,) * 4 + (0.7 if i % 3 else 1.0,) * 4
         samples.append(Sample(str(i), "t", ids, (0,) * 4 + (1,) * 4, *of_answer, temperatures, shaped=shaped))
     return Batch(step, tuple(samples), tuple(s.rollout_id for s in samples))
-
-
-def plain_scores(learner: LightningTrainer, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-    """(4,) log-probabilities and entropies of an answer, by the model's own forward pass."""
-    logits = learner.policy_model(input_ids=torch.tensor([sample.token_ids])).logits[0].float()
-    logprobs, entropies = [], []
-    for i in range(4, 8):
-        row = logits[i - 1 : i]
-        places = []
-        if sample.shaped:
-            ids = np.asarray(sample.token_ids)
-            places = [SampledPlace(sample.shaped[0][2], ids[:4], ids[4:i])]
-            row = learner._shaper.before_temperature(row, places)
-        logp = (row / sample.temperatures[i]).log_softmax(-1)
-        logp = truncate(logp, places)[0] if places else logp[0]
-        logprobs.append(logp[sample.token_ids[i]])
-        entropies.append(-(logp.exp() * logp.clamp(min=-1e4)).sum())
-    return torch.stack(logprobs), torch.stack(entropies)
-
-
-def gradients(learner: LightningTrainer, total: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(total, learner.weight_sets.parameters()))
-
-
-def far(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The greatest relative difference of two lists of gradients."""
-    return max(float((f - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True))
-
-
-SHAPED = Sampling(repetition_penalty=1.5, frequency_penalty=0.2, bias=((7, 1.0),), top_p=0.95)
-
-
-@pytest.mark.parametrize("sampling", [None, SHAPED], ids=["plain", "shaped"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_every_gradient_is_that_of_plain_autograd(
-    kind: str, sampling: Sampling | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Log-probabilities and entropies are weighted at random, and come from several chunks of logits."""
-    monkeypatch.setattr(scoring, "_LOGITS_PER_CHUNK", 5 * VOCABULARY)
-    learner = trainer(save_model(tmp_path / kind, kind), tmp_path, entropy={"coef": 0.1})
-    samples = list(batch(sampling=sampling).samples)
-    if sampling is not None:  # a token that top_p leaves out has no log-probability
-        samples = [s for s in samples if plain_scores(learner, s)[0].isfinite().all()]
-        assert samples
-    (together,) = micro_batches(samples, learner._cost)
-    scores = learner._score(together)
-    weights = torch.randn(2, len(samples), 4, generator=torch.Generator().manual_seed(0))
-    found = gradients(learner, (weights * torch.stack([x[:, 4:8] for x in scores])).sum())
-    plain = [torch.stack(plain_scores(learner, sample)) for sample in together.samples]
-    assert torch.allclose(torch.stack([x[:, 4:8] for x in scores], 1), torch.stack(plain), atol=1e-4)
-    expected = gradients(learner, sum((w * p).sum() for w, p in zip(weights.unbind(1), plain, strict=True)))
-    assert far(found, expected) < 2e-5
-
-
-def test_a_step_moves_every_weight_and_makes_rewarded_tokens_likelier(tmp_path: Path) -> None:
-    learner = trainer(save_model(tmp_path / "model", "qwen3"), tmp_path)
-    given = batch()
-    good = [s.token_ids for s in given.samples if s.advantages[-1] > 0]
-    before, likely = learner.adapter(), sum(map(sum, learner.logprobs(good)))
-    for _ in range(3):
-        assert not learner.step(given)["skipped"]
-    moved = {name for name, weight in learner.adapter().items() if not torch.equal(weight, before[name])}
-    assert moved == before.keys() and {"model.embed_tokens.weight", "model.norm.weight"} <= moved
-    assert sum(map(sum, learner.logprobs(good))) > likely + 0.1
-    learner.remember_served()
-    kept = learner.logprobs(good)
-    learner.step(given)
-    now = learner.logprobs(good)
-    assert learner.logprobs(good, served=True) == kept != now == learner.logprobs(good)
 
 
 def test_with_autocast_the_weights_stay_in_float32_and_files_do_not(tmp_path: Path) -> None:
@@ -196,32 +122,3 @@ def test_a_checkpoint_of_the_other_kind_is_refused_in_one_line(
     (tmp_path / "1" / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match="weights of another shape"):
         other.load(tmp_path / "1")
-
-
-def test_what_is_of_adapters_alone_may_change(base: Path, tmp_path: Path) -> None:
-    trainer(base, tmp_path, lora_rank=4).save(tmp_path / "1")
-    assert trainer(base, tmp_path, lora_rank=8).load(tmp_path / "1") == 0
-
-
-def test_the_kl_is_to_a_frozen_copy_that_is_loaded_only_if_asked_for(base: Path, tmp_path: Path) -> None:
-    learner = trainer(base, tmp_path, kl_metric=True, learning_rate=0.01)
-    assert learner.step(batch())["kl_base"] == pytest.approx(0.0, abs=1e-6)
-    assert learner.step(batch(2))["kl_base"] > 1e-5
-    with learner.weight_sets.reference() as frozen:
-        assert all(torch.equal(a, b) for a, b in zip(
-            frozen.parameters(), AutoModelForCausalLM.from_pretrained(base).parameters(), strict=True
-        ))  # fmt: skip
-    plain = trainer(base, tmp_path)
-    plain.step(batch())
-    with pytest.raises(AssertionError), plain.weight_sets.reference():
-        pass
-
-
-def test_a_penalty_holds_the_policy_near_the_base_model(base: Path, tmp_path: Path) -> None:
-    found = []
-    for coefficient in (0.0, 5.0):
-        learner = trainer(base, tmp_path / str(coefficient), kl_metric=True, kl_coef=coefficient, learning_rate=0.003)
-        for step in range(6):
-            metrics = learner.step(replace(batch(1), step=step))
-        found.append(metrics["kl_base"])
-    assert found[1] < 0.7 * found[0]

@@ -78,3 +78,10 @@ async def test_what_runs_in_a_thread_has_ended_when_a_cancellation_goes_on() -> 
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert ended
+
+
+async def test_work_in_a_thread_that_raises_stop_iteration_ends() -> None:
+    empty: Iterator[int] = iter(())
+    async with asyncio.timeout(20):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await in_thread(next, empty)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,23 +44,6 @@ async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path
         assert "reward_by_task" not in (await b.store.versions.get(1)).metrics
 
 
-async def test_what_teaches_nothing_is_dropped_with_a_reason(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, max_staleness=0) as b:
-        useful = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
-        failed = await b.rollout("t1", None, status="failed")
-        equal = [await b.rollout("t2", 0.5) for _ in range(4)]
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(useful) == {1}
-        reasons = {r: (await b.store.rollouts.get(r)).dropped for r in [failed, *equal]}
-        assert reasons[failed] == "failed or discarded"
-        assert {reasons[r] for r in equal} == {"all rewards of the group are equal"}
-        stale = [await b.rollout(task, float(i % 2)) for task in ("t3", "t4") for i in range(4)]
-        await b.loop().run(asyncio.Event(), once=True)
-        assert {(await b.store.rollouts.get(r)).dropped for r in stale} == {
-            "stale: sampled by too old a policy version"
-        }
-
-
 async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_nothing(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path) as b:
         equal = [await b.rollout(task, 0.5) for task in ("t1", "t2") for _ in range(4)]
@@ -89,49 +69,6 @@ async def test_tokens_of_another_tokenizer_end_no_step(base: Path, tmp_path: Pat
         assert step is not None
         assert (step.metrics["calls"], step.metrics["calls_other_tokens"], step.metrics["skipped"]) == (5, 3, 0)
         assert "not the model's tokens" in str((await b.store.rollouts.get(other)).dropped)
-
-
-async def test_rollouts_over_the_models_context_are_left_out_of_a_step(base: Path, tmp_path: Path) -> None:
-    short = shutil.copytree(base, tmp_path / "short")
-    settings = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 7}))
-    async with bench(short, tmp_path) as b:
-        fits = await b.groups("t2")
-        longer = await b.rollout("t1", 0.5, answer=5)
-        fits += [await b.rollout("t1", float(i % 2)) for i in range(1, b.config.trainer.group_size)]
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(fits) == {1}
-        assert (
-            await b.store.rollouts.get(longer)
-        ).dropped == "longer than trainer.max_sample_tokens or the model's context"
-        step = await b.store.steps.last()
-        assert step is not None and (step.metrics["rows_too_long"], step.metrics["skipped"]) == (1.0, 0.0)
-
-
-@pytest.mark.parametrize("settings", [{"baseline": "reinforce_pp", "compare": "step"}, {"lone_rollouts": "running"}])
-async def test_the_reward_rises_with_other_baselines_too(base: Path, tmp_path: Path, settings: dict[str, str]) -> None:
-    """Rewarded: the share of even tokens in an answer. Rollouts are sampled by what is served, as an agent's are."""
-    async with bench(base, tmp_path, group_size=8, tasks_per_step=4, learning_rate=0.02, **settings) as b:
-        loop = b.loop()
-        await loop.resume()
-        for step in range(6):
-            for i in range(32):
-                task = None if "lone_rollouts" in settings else f"t{step}-{i // 8}"
-                await b.sampled(task, (await b.store.versions.live()).version)
-            await loop.train_once()  # unless there is nothing left to learn
-        first, *_, last = [step.metrics["reward_mean"] for step in await b.store.steps.all()]
-        assert first < 0.75 and last > 0.9
-        assert not any("warnings" in step.metrics for step in await b.store.steps.all()), "it did not collapse"
-
-
-async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
-        rollouts = [await b.rollout("t1", r) for r in (0.0, 1.0)]
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(rollouts) == {None}
-        await asyncio.sleep(1.1)
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(rollouts) == {1}
 
 
 async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
@@ -170,61 +107,6 @@ async def test_a_warm_ups_first_step_publishes_no_version_and_the_next_one_does(
         assert (live.version, live.step) == (1, 2)
 
 
-async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, group_timeout_s=30.0) as b:
-        old = [await b.rollout("t1", None, status=status) for status in ("completed", "failed")]
-        late = [await b.rollout("t2", None, status="completed") for _ in range(4)]
-        hour_ago = [{"rollout_id": rollout, "at": time.time() - 3600} for rollout in (*old, *late)]
-        await b.store.database.commit([("UPDATE rollouts SET ended_at = :at WHERE rollout_id = :rollout_id", hour_ago)])
-        new = await b.rollout("t1", 1.0)
-        await b.store.rewards.post([Reward(late[0], 1.0)], None, b"")  # the others' rewards are on their way
-        await b.loop().run(asyncio.Event(), once=True)
-        for waiting in (new, late[0]):
-            assert (await b.store.rollouts.get(waiting)).dropped is None
-
-
-async def test_rewards_of_calls_stand_in_for_the_rollouts_own(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
-        rollouts = [await b.rollout("t1", None) for _ in range(4)]
-        for i, rollout in enumerate(rollouts):
-            await b.store.rewards.post([Reward(rollout, float(i), call_id=rollout, final=True)], None, b"")
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(rollouts) == {1}
-        last = await b.store.steps.last()
-        assert last is not None and last.metrics["reward_mean"] == 1.5
-
-
-async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
-        untold = [await b.rollout("t1", None, status="completed") for _ in range(4)]
-        waiting = await b.rollout("t1", 1.0)
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of([*untold, waiting]) == {None}
-        assert (await b.store.rollouts.get(waiting)).dropped is None
-
-
-async def test_a_running_sibling_holds_nobody_up_and_its_late_result_is_learned_from(
-    base: Path, tmp_path: Path
-) -> None:
-    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
-        quick = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
-        slow = await b.rollout("t1", None)
-        loop, stop = b.loop(), asyncio.Event()
-        training = asyncio.create_task(loop.run(stop))
-        while await b.steps_of(quick) != {1}:
-            assert not training.done()
-            await asyncio.sleep(0.02)
-        assert (await b.store.rollouts.get(slow)).status == "running"
-        await b.store.rewards.post([Reward(slow, 0.5)], None, b"")
-        while await b.steps_of([slow]) != {2}:
-            assert not training.done()
-            await asyncio.sleep(0.02)
-        stop.set()
-        await training
-        last = await b.store.steps.last()
-        assert last is not None and last.metrics["rollouts_trained"] == 1.0
-
-
 async def test_agents_go_on_while_a_step_is_computed_and_what_they_do_is_the_next_steps(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,22 +130,6 @@ async def test_agents_go_on_while_a_step_is_computed_and_what_they_do_is_the_nex
         await training
         assert await b.steps_of(first) == {1}
         assert await b.steps_of(second) == {2}
-
-
-async def test_no_step_is_taken_before_its_round_is_due(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    schedule = {"when": "rollouts", "every_rollouts": 12}
-    async with bench(base, tmp_path, schedule=schedule, max_steps=2) as b:
-        early = await b.groups("t1", "t2")  # enough for a step
-        training = asyncio.create_task(b.loop().run(asyncio.Event()))
-        while "the trainer waits for 12 complete rollouts, 8 so far" not in caplog.text:
-            assert not training.done() and await b.steps_of(early) == {None}
-            await asyncio.sleep(0.01)
-        late = await b.groups("t3")
-        await training
-        assert (await b.steps_of(early), await b.steps_of(late)) == ({1}, {2})
 
 
 async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(base: Path, tmp_path: Path) -> None:
@@ -304,19 +170,3 @@ async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
         await b.loop(partial(TrainingLoop, hooks=TrainerHooks(guide=guide.guided))).run(asyncio.Event(), once=True)
         assert await b.steps_of(equal) == {1}
         assert guide.asked == [4, 4, 4] and caplog.text.count("step 1 waits: teacher: away") == 2
-
-
-async def test_a_trainer_that_is_stopped_while_its_guide_is_away_loses_no_rollout(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
-        useful, stop, guide = await b.groups("t1"), asyncio.Event(), AwayTwice()
-        hooks = TrainerHooks(guide=guide.guided)
-        running = asyncio.ensure_future(b.loop(partial(TrainingLoop, hooks=hooks)).run(stop, once=True))
-        async with asyncio.timeout(20):
-            while not guide.asked:
-                await asyncio.sleep(0.01)
-            stop.set()
-            await running
-        await b.loop().run(asyncio.Event(), once=True)
-        last = await b.store.steps.last()
-        assert last is not None and last.metrics["rollouts_trained"] == 4
-        assert await b.steps_of(useful) == {last.step}

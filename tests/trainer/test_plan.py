@@ -43,27 +43,6 @@ def test_what_is_planned_fits(tmp_path: Path, name: str, gpus: str, vllm: Any, t
     assert plan.kv_tokens >= 2 * server.max_model_len
 
 
-def test_what_the_configuration_says_is_kept(tmp_path: Path) -> None:
-    said = {"vllm": {"max_model_len": 4000, "gpu_memory_utilization": 0.5}, "trainer": {"max_tokens_per_batch": 3000}}
-    config = planned(tmp_path, "Qwen3-4B", "1x24", **said).config
-    assert (config.vllm.max_model_len, config.vllm.gpu_memory_utilization) == (4000, 0.5)
-    assert (config.trainer.max_tokens_per_batch, config.trainer.max_sample_tokens) == (3000, 4000)
-
-
-def test_all_weights_take_sixteen_bytes_a_parameter_and_a_copy_two_more(tmp_path: Path) -> None:
-    plain, compared = (
-        planned(tmp_path, "Qwen2.5-1.5B", "1x80", trainer={"weights": "full", "kl_metric": kl}, policy={
-            "model": str(tmp_path), "publish": "merged"
-        }) for kl in (False, True)
-    )  # fmt: skip
-    assert plain.vllm["adapters"] == 0
-    whole = plain.trainer["weights"] + plain.trainer["gradients, optimizer"]
-    assert whole == pytest.approx(16 * 1.54e9 / 2**30, rel=0.01)
-    assert compared.trainer["weights"] - plain.trainer["weights"] == pytest.approx(2 * 1.54e9 / 2**30, rel=0.01)
-    with pytest.raises(ConfigError, match="does not fit"):
-        planned(tmp_path, "Qwen3-8B", "1x80", trainer={"weights": "full"}, policy={"model": str(tmp_path)})
-
-
 @pytest.mark.parametrize("share", [0.5, 0.55])
 def test_a_share_of_vllms_that_is_configured_leaves_the_trainer_the_rest(tmp_path: Path, share: float) -> None:
     plan = planned(tmp_path, "Qwen3-4B", "1x24", vllm={"gpu_memory_utilization": share})
@@ -144,10 +123,3 @@ def test_cards_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(cards()) == [3]
     monkeypatch.setattr(plan_module, "ASK", ("no-such-program",))
     assert cards() == {}
-
-
-def test_cards_that_one_does_not_have_are_described() -> None:
-    assert list(cards_like("2x24,80").values()) == [24, 24, 80]
-    for wrong in ("many", "8x", "", "1x0"):
-        with pytest.raises(ConfigError, match="--gpus"):
-            cards_like(wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,13 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.core.errors import (
-    LightningError,
     NotSaved,
     PublishError,
-    TrainingUnavailable,
-    UpstreamTimeout,
-    UpstreamUnreachable,
 )
 from lightning_proxy.serving.swap import NotServed, Swap
-from lightning_proxy.serving.vllm import VllmError, VllmFault, VllmServer
-from lightning_proxy.trainer import waiting
+from lightning_proxy.serving.vllm import VllmError, VllmServer
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from support.training import (
-    DeafServer,
     HonestServer,
     RestartingServer,
     bench,
@@ -50,40 +43,6 @@ async def test_every_replica_gets_the_weights_and_is_verified(base: Path, tmp_pa
                 publish == "lora",
             )
             assert not server.paused
-
-
-class DyingServer(HonestServer):
-    """Gone for good when it is first asked for an answer."""
-
-    dead = False
-
-    async def handle(self, request: web.Request) -> web.Response:
-        self.dead |= request.path == "/v1/completions"
-        if self.dead:
-            assert request.transport is not None
-            request.transport.abort()
-        return await super().handle(request)
-
-
-@pytest.mark.parametrize("publish", ["merged", "lora"])
-@pytest.mark.parametrize("order", [(HonestServer, DyingServer), (DyingServer, HonestServer)])
-async def test_a_replica_that_dies_while_it_is_verified_holds_nothing_up(
-    base: Path, tmp_path: Path, publish: str, order: tuple[type[HonestServer], type[HonestServer]]
-) -> None:
-    async with bench(base, tmp_path, publish, order[0], replicas=[order[1]]) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.step, live.verified) == (1, 1, True)
-
-
-@pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_weights_that_one_replica_does_not_serve_do_not_count(base: Path, tmp_path: Path, publish: str) -> None:
-    async with bench(base, tmp_path, publish, replicas=[DeafServer]) as b:
-        await b.groups("t1", "t2")
-        with pytest.raises(PublishError, match="does not serve the weights"):
-            await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.store.versions.live()).version == 0
 
 
 async def test_a_version_made_live_by_hand_during_a_step_stays_live(base: Path, tmp_path: Path) -> None:
@@ -141,26 +100,6 @@ async def test_a_vllm_that_restarts_during_verification_gets_the_weights_again(
         assert (live.version, live.verified, live.status) == (1, True, "live")
 
 
-async def test_verification_goes_on_when_vllm_was_away(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with bench(base, tmp_path) as b:
-        await b.groups("t1", "t2")
-        sample, tries = VllmServer.sample, []
-
-        async def away_at_first(*args: Any) -> Any:
-            tries.append(args)
-            if len(tries) < 3:
-                raise UpstreamUnreachable("away")
-            return await sample(*args)
-
-        monkeypatch.setattr(VllmServer, "sample", away_at_first)
-        monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.step, live.verified) == (1, 1, True)
-
-
 async def test_weights_that_stay_the_old_ones_are_noticed_however_small_the_step(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, learning_rate=0.005) as b:
         await b.groups("t1", "t2")
@@ -196,19 +135,6 @@ async def test_an_adapter_that_ends_vllm_whenever_it_is_asked_is_not_published(b
             await b.loop().run(asyncio.Event(), once=True)
         assert ((await b.store.versions.live()).version, b.server.restarts) == (0, 3 * b.config.policy.verify_samples)
         assert (await b.store.versions.get(1)).status == "failed"
-
-
-async def test_what_vllm_refuses_for_another_reason_is_said(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refused(*_: Any) -> Any:
-        raise VllmError("too long")
-
-    async with bench(base, tmp_path, "lora") as b:
-        await b.groups("t1", "t2")
-        monkeypatch.setattr(VllmServer, "sample", refused)
-        with pytest.raises(VllmError, match="too long"):
-            await b.loop().run(asyncio.Event(), once=True)
 
 
 class FaultyServer(HonestServer):
@@ -268,30 +194,6 @@ async def test_a_vllm_that_is_there_and_fails_is_asked_again_so_many_times(
         assert "publishing step 1 is tried again (3 of 3): vLLM answered 500" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("between", "ends"), [(UpstreamUnreachable, False), (UpstreamTimeout, False), (NotSaved, True)]
-)
-async def test_faults_of_a_vllm_that_was_away_between_them_are_not_added_up(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: type[LightningError], ends: bool
-) -> None:
-    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-    monkeypatch.setattr("lightning_proxy.trainer.publish.FAULTS", 3)
-    async with bench(base, tmp_path, "lora") as b:
-        load, met = VllmServer.load_adapters, [VllmFault, VllmFault, between, VllmFault, VllmFault]
-
-        async def faulty_at_first(*args: Any) -> None:
-            if met:
-                raise met.pop(0)("not now")
-            await load(*args)
-
-        monkeypatch.setattr(VllmServer, "load_adapters", faulty_at_first)
-        await b.groups("t1", "t2")
-        with pytest.raises(VllmFault) if ends else nullcontext():
-            await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.store.versions.live()).step == (None if ends else 1)
-        assert "publishing" not in {version.status for version in await b.store.versions.all()}
-
-
 @pytest.mark.parametrize("publish", ["merged", "lora"])
 async def test_however_long_the_disk_is_full_the_rollouts_of_now_are_no_staler_for_it(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: str
@@ -311,33 +213,3 @@ async def test_however_long_the_disk_is_full_the_rollouts_of_now_are_no_staler_f
         await b.loop().run(asyncio.Event(), once=True)
         assert [v.version for v in await b.store.versions.all()] == [0, 1, 2]
         assert await b.steps_of(asked_before) == {2}
-
-
-async def test_another_way_of_publishing_is_told_once(base: Path, tmp_path: Path, caplog: Any) -> None:
-    async with bench(base, tmp_path, "lora") as b:
-        loop = b.loop()
-        for mode in ("lora", "merged", "merged"):
-            await b.store.versions.decide_mode(mode, "proxy", configured=True)
-            await loop.follow_live_version()
-        (line,) = [r.getMessage() for r in caplog.records if "policy.publish" in r.getMessage()]
-        assert line.startswith("policy.publish is lora for this trainer, and merged for the proxy since ")
-
-
-async def test_an_outage_of_what_trains_while_weights_are_fetched_skips_no_version(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_weights, tries = LightningTrainer.save_weights, list[Path]()
-
-    def away_at_first(self: LightningTrainer, path: Path, *, merged: bool) -> None:
-        tries.append(path)
-        if len(tries) == 1:
-            raise TrainingUnavailable("the service is away")
-        save_weights(self, path, merged=merged)
-
-    monkeypatch.setattr(LightningTrainer, "save_weights", away_at_first)
-    monkeypatch.setattr(waiting, "RETRY_S", 0.01)
-    async with bench(base, tmp_path, "lora") as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        assert [(v.version, v.status) for v in await b.store.versions.all()] == [(0, "ready"), (1, "live")]
-        assert tries == [tries[0]] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_proxy.trainer.rate import Rate, automatic_rate, rate_of, warn_of_rate
+from lightning_proxy.trainer.rate import Rate, automatic_rate, rate_of
 from support.sections import TrainerConfig
 
 WIDTH = 576  # SmolLM2-135M
@@ -22,11 +22,6 @@ def test_the_rate_falls_with_the_width_and_is_smaller_for_all_weights(width: int
     assert (automatic_rate(width), automatic_rate(width, "full")) == (lora, full)
 
 
-def test_an_adapter_with_half_the_alpha_takes_twice_the_rate() -> None:
-    assert automatic_rate(2000, alpha=16) == 1.5e-4
-    assert automatic_rate(2000, "full", alpha=16) == 5e-6
-
-
 def test_auto_says_what_it_is_for() -> None:
     lora, full = TrainerConfig(), TrainerConfig(weights="full")
     assert rate_of(lora, WIDTH) == Rate(2e-4, "`auto` for LoRA of rank 16 and alpha 32 at width 576")
@@ -39,11 +34,3 @@ def test_a_checkpoints_rate_counts_until_one_is_set() -> None:
     assert "the checkpoint's" in kept.reason and "0.0002" in kept.reason
     assert rate_of(TrainerConfig(learning_rate=3e-5), WIDTH, kept=1e-5).value == 3e-5
     assert rate_of(TrainerConfig(), WIDTH, kept=2e-4) == rate_of(TrainerConfig(), WIDTH)
-
-
-def test_the_rates_own_rule_is_not_too_high_for_all_weights(caplog: pytest.LogCaptureFixture) -> None:
-    full = TrainerConfig(weights="full")
-    warn_of_rate(full, rate_of(full, WIDTH).value)
-    assert not caplog.messages
-    warn_of_rate(full, rate_of(TrainerConfig(), WIDTH).value)
-    assert caplog.messages == ["the learning rate 0.0002 is high for trainer.weights: full: 2e-6 to 2e-5 is usual"]

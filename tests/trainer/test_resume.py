@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from lightning_proxy.core.errors import (
     ConfigError,
@@ -44,19 +43,6 @@ async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_t
         ]
 
 
-async def test_the_learning_rate_is_said_at_the_start_and_stored_with_each_step(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with bench(base, tmp_path, learning_rate="auto") as b:
-        await b.groups("t1", "t2")
-        with caplog.at_level("INFO"):
-            await b.loop().run(asyncio.Event(), once=True)
-        (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("learning rate")]
-        assert line == f"learning rate {b.trainer.rate.value:g}: {b.trainer.rate.reason}"
-        last = await b.store.steps.last()
-        assert last is not None and last.metrics["lr"] == b.trainer.rate.value
-
-
 async def test_a_version_that_was_trained_at_another_rate_keeps_it_and_the_log_says_so(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,22 +57,6 @@ async def test_a_version_that_was_trained_at_another_rate_keeps_it_and_the_log_s
             await b.loop().run(asyncio.Event(), once=True)
         _, then = [r.getMessage() for r in caplog.records if r.getMessage().startswith("learning rate")]
         assert then.startswith("learning rate 1e-05: the checkpoint's")
-
-
-async def test_trackers_get_the_rate_that_a_resumed_run_keeps(base: Path, tmp_path: Path) -> None:
-    begun: list[float] = []
-
-    class Tracker(TrainerCallback):
-        def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
-            begun.append(args.learning_rate)
-
-    async with bench(base, tmp_path, learning_rate=3e-5) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        loop = b.loop(learning_rate="auto")
-        b.trainer.trackers.callbacks.append(Tracker())
-        await loop.run(asyncio.Event(), once=True)
-    assert begun == [3e-5]
 
 
 @pytest.mark.parametrize("moment", ["claim", "trained", "set_live", "update_metrics"])

@@ -77,19 +77,6 @@ async def test_a_server_is_verified_before_agents_can_reach_it(
         assert [asked for asked, _ in watched.asked] == sorted(asked for asked, _ in watched.asked)
 
 
-async def test_a_server_that_answers_nobody_gets_new_weights_first(
-    base: Path, tmp_path: Path, watched: type[WatchedServer]
-) -> None:
-    async with bench(base, tmp_path, server=watched, replicas=[watched]) as b:
-        await b.groups("t1", "t2")
-        watched.all[1].label = "lost"
-        await b.loop().run(asyncio.Event(), once=True)
-        label = f"1-{int((await b.store.versions.live()).created_at)}"
-        assert [server.label for server in watched.all] == [label] * 2
-        first, labels = watched.asked[0]
-        assert (first, labels[0]) == (1, "default"), "the other one answers agents meanwhile"
-
-
 async def test_weights_that_the_first_server_does_not_serve_reach_no_other(
     base: Path, tmp_path: Path, watched: type[WatchedServer]
 ) -> None:
@@ -130,34 +117,6 @@ async def test_a_server_that_fails_once_the_version_is_live_is_left_to_the_proxy
         live = await b.store.versions.live()
         assert (live.version, live.verified, len(await b.store.versions.all())) == (1, True, 2)
         assert b.replicas[0].label == LOADING
-
-
-class RestartsOnce(HonestServer):
-    """Forgets its weights when it is first asked for an answer."""
-
-    restarted = False
-
-    async def handle(self, request: web.Request) -> web.Response:
-        if request.path == "/v1/completions" and not self.restarted:
-            self.restarted = True
-            self.models, self.label = {"base": self.open(str(self.base))}, "default"
-        return await super().handle(request)
-
-
-@pytest.mark.parametrize("first", [True, False])
-async def test_a_server_that_restarts_while_it_is_verified_is_no_fault_of_the_weights(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
-) -> None:
-    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.05)
-    kinds = (RestartsOnce, HonestServer) if first else (HonestServer, RestartsOnce)
-    async with bench(base, tmp_path, server=kinds[0], replicas=[kinds[1]]) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.verified) == (1, True)
-        labels = [server.label for server in (b.server, *b.replicas)]
-        # The last one is left to the proxy, which gives it what is live.
-        assert labels[0].startswith("1-") and labels[1].startswith("1-" if first else "default")
 
 
 async def test_a_publishing_that_is_broken_off_leaves_the_live_weights(

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.core.records import Choice, Reward
-from support.small_model import save_small_model
 from support.training import Bench, bench
 
 STEP = {"group_size": 8, "tasks_per_step": 4}
@@ -56,13 +54,6 @@ async def live(b: Bench) -> int:
     return (await b.store.versions.live()).version
 
 
-async def test_another_model_than_the_trainers_is_seen_at_the_first_step(base: Path, tmp_path: Path) -> None:
-    other = save_small_model(tmp_path / "other", seed=1)
-    async with bench(base, tmp_path, **STEP) as b:
-        await answered(b, 0, model=b.server.open(str(other)))
-        assert "sampler" in (await step(b))["warnings"] and await live(b) == 0
-
-
 async def test_few_tokens_and_rollouts_of_earlier_versions_say_nothing_of_the_sampler(
     base: Path, tmp_path: Path
 ) -> None:
@@ -84,26 +75,7 @@ async def test_weights_that_moved_without_a_new_version_are_not_taken_for_a_wron
         assert moved["kl"] > 0.01 and (moved["skipped"], moved["sampler_difference"]) == (0, 0)
 
 
-@pytest.mark.parametrize("weights", ["lora", "full"])
-@pytest.mark.parametrize("heat", [1.0, 0.3])
-async def test_rounding_to_bfloat16_is_no_wrong_sampler(base: Path, tmp_path: Path, weights: str, heat: float) -> None:
-    """The server computes in float32, so that all of the trainer's rounding shows."""
-    async with bench(base, tmp_path, dtype="bfloat16", weights=weights, **STEP) as b:
-        await answered(b, 0, heat=heat)
-        found = await step(b)
-        assert found["version"] == 1 and 1e-4 < found["sampler_difference"] < 0.1
-        await answered(b, 1, heat=0.6, raw=True)
-        assert (await step(b))["skipped"] == 1
-
-
 NOTHING = {"mask": {"ratio_low": 0.5, "ratio_high": 5.0}, "loss": "icepop"}
-MINE = """
-import torch
-
-def half(given):
-    kept = torch.arange(given.mask.shape[1]) < {kept}
-    return torch.where(kept, -given.ratios * given.advantages * given.logprobs, 0.0)
-"""
 
 
 async def test_a_mask_that_drops_all_tokens_is_named_and_nothing_is_published(base: Path, tmp_path: Path) -> None:
@@ -117,14 +89,3 @@ async def test_a_mask_that_drops_all_tokens_is_named_and_nothing_is_published(ba
         assert "32 masked" in (line := step_line(1, found).plain) and "warning: masked_tokens" in line
         why = "32 of 32 tokens with an advantage teach nothing: trainer.loss icepop"
         assert str(found["skipped_because"]).startswith(why)
-
-
-@pytest.mark.parametrize(("kept", "warned"), [(1, True), (3, False)])
-async def test_what_a_mask_of_ones_own_drops_is_counted(base: Path, tmp_path: Path, kept: int, warned: bool) -> None:
-    (tmp_path / "mine.py").write_text(MINE.format(kept=kept))
-    async with bench(base, tmp_path, loss=f"{tmp_path}/mine.py:half") as b:
-        await b.groups("t1", "t2")
-        found = await step(b)
-        assert (found["masked_tokens"], found["version"]) == ((4 - kept) * 8, 1)
-        assert ("masked_tokens" in found.get("warnings", {})) is warned
-        assert "lr 0.05" in step_line(1, found).plain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from lightning_proxy.core.errors import PublishError
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, ROUNDS, SURE, VERIFIED_TOKENS, WeightEvidence
-from support.training import HonestServer, bench, require_seen_clearly
+from support.training import HonestServer, bench
 
 NOISE = 0.05  # what bfloat16 does to a log-probability
 PROMPTS = 4
@@ -45,12 +44,6 @@ def test_a_difference_above_the_noise_is_told_and_below_it_there_are_no_false_al
         assert not any(found(moved, False, dice).is_old for _ in range(100)), moved
     for moved in (0.0, NOISE / 10):
         assert sum(found(moved, False, dice).is_old for _ in range(400)) <= 2, moved
-
-
-def test_weights_that_are_the_same_are_not_asked_for_again_and_again() -> None:
-    evidence = WeightEvidence()
-    evidence.add([-1.1] * 8, [-1.0] * 8, [-1.0] * 8)
-    assert (evidence.deviations, evidence.may_become_clear, evidence.is_new) == (0.0, False, False)
 
 
 class RoundingServer(HonestServer):
@@ -161,32 +154,3 @@ async def test_a_wrong_name_or_file_is_noticed_where_answers_do_not_tell(
         with pytest.raises(PublishError) as error:
             await b.loop().run(asyncio.Event(), once=True)
         assert said in error.value.message
-
-
-class CountingServer(HonestServer):
-    """Counts the answers that it is first asked for."""
-
-    answers = 0
-
-    def sample(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.answers += body["max_tokens"] == VERIFIED_TOKENS
-        return super().sample(body)
-
-
-@pytest.mark.parametrize(("verify_samples", "publish"), [(1, "lora"), (3, "lora"), (3, "merged")])
-async def test_a_version_is_verified_by_as_many_answers_as_configured(
-    base: Path, tmp_path: Path, verify_samples: int, publish: str
-) -> None:
-    policy = {"verify_samples": verify_samples}
-    async with bench(base, tmp_path, publish, CountingServer, policy=policy, learning_rate=0.05) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.store.versions.live()).version == 1
-        assert b.server.answers == verify_samples
-        await require_seen_clearly(b.store, 1)
-
-
-def test_what_is_not_a_number_is_no_evidence_for_either() -> None:
-    evidence = WeightEvidence()
-    evidence.add([-1.0], [math.nan], [-1.0])
-    assert not evidence.is_new and not evidence.is_old and not evidence.may_become_clear

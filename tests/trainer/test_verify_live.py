@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.errors import PublishError
-from lightning_proxy.core.records import Rollout
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.serving.vllm import VllmServer
-from lightning_proxy.trainer.collect.collector import UNVERIFIED
-from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.types import Sample
 from lightning_proxy.trainer.verify import Verification, WeightEvidence
 from support.training import Bench, DeafServer, bench, require_seen_clearly
 
@@ -88,29 +84,6 @@ async def test_a_trainer_that_waits_for_rollouts_verifies_meanwhile(
         assert len(await b.store.steps.newest(10)) == 1
 
 
-async def test_no_answer_is_scored_twice_while_answers_do_not_tell(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scored: list[int] = []
-
-    def undecided(_: Any, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
-        scored.append(0 if served else len(samples))
-        near = [0.1 * (n % 2 == served) + 0.01 * served for n in range(len(samples))]  # a little nearer to the new ones
-        return [[value - off for value in row.logprobs] for off, row in zip(near, samples, strict=True)]
-
-    monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 3600.0)
-    async with first_version(base, tmp_path) as (b, loop):
-        with monkeypatch.context() as patched:
-            patched.setattr(LightningTrainer, "scores_of", undecided)
-            for more in (0, 8, 16):  # and 8 that are there
-                for _ in range(more):
-                    await b.sampled("t3", version=1)
-                assert not await loop.verify_live(idle=True)
-        assert sum(scored) == 32, "each once, up to 16 at a look"
-        assert await loop.verify_live(), "vLLM is asked"
-        await require_seen_clearly(b.store, 1)
-
-
 async def test_a_version_that_answers_nobody_is_verified_by_asking_after_a_while(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,22 +91,6 @@ async def test_a_version_that_answers_nobody_is_verified_by_asking_after_a_while
     async with running(base, tmp_path) as b:
         await until_verified(b)
         await require_seen_clearly(b.store, 1)
-
-
-async def test_vllm_is_not_asked_while_agents_still_answer(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asking takes the server's time and the trainer's: their batch would wait for both."""
-    never_asked(monkeypatch)
-    async with first_version(base, tmp_path) as (b, loop):
-        monkeypatch.setattr(LightningTrainer, "scores_of", lambda _, rows, **__: [row.logprobs for row in rows])
-        monkeypatch.setattr("lightning_proxy.trainer.publish.LONGEST_S", 3600.0)
-        monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 300.0)
-        await b.store.database.commit([("UPDATE policy_versions SET live_at = live_at - 600 WHERE version = 1", [{}])])
-        assert not await loop.verify_live(idle=True)
-        await b.store.database.commit([("UPDATE rollouts SET ended_at = ended_at - 600", [{}])])
-        with pytest.raises(AssertionError, match="vLLM was asked"):
-            await loop.verify_live(idle=True)
 
 
 async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_live(
@@ -153,15 +110,6 @@ async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_l
         ]  # fmt: skip
 
 
-async def test_what_a_version_answered_that_nobody_verified_is_left_out_once_another_is_live(
-    base: Path, tmp_path: Path
-) -> None:
-    async with first_version(base, tmp_path, server=DeafServer) as (b, loop):
-        await Swap(b.store, b.vllm, "merged", b.config.policy.directory).activate(await b.store.versions.get(0))
-        assert not await loop.train_once()
-        assert {r.dropped for r in await answered(b)} == {UNVERIFIED}
-
-
 async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,8 +120,3 @@ async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
     async with first_version(base, tmp_path, server=DeafServer) as (_, loop):
         with pytest.raises(PublishError, match="agents got answers of the previous weights"):
             await loop.train_once()
-
-
-async def answered(b: Bench) -> list[Rollout]:
-    """The rollouts that version 1 answered."""
-    return [rollout for rollout in (await b.store.rollouts.page({}, 50))[0] if rollout.policy_version == 1]

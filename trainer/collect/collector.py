@@ -23,9 +23,10 @@ from ...store.waiting import EQUAL_REWARDS
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.air import air_rewards
 from ..credit.strategies import Credited, group_credit, training_rules
+from ..plugins import NO_HOOKS, TrainerHooks
 from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
 from ..rows.samples import RolloutSamples, rollout_samples
-from ..types import AskJudge, Batch, Guide, RolloutRewards, Sample, Sibling, Sift, Sifted
+from ..types import AskJudge, Batch, RolloutRewards, Sample, Sibling, Sifted
 from .groups import STANDS_S, Order, WaitingGroups
 from .sampled import Sampled
 
@@ -55,20 +56,17 @@ class Collector:
         order: Order | None = None,
         policy: PolicyConfig | None = None,
         vocabulary: int | None = None,
-        judge: AskJudge | None = None,
         sampled: Sampled | None = None,
-        guide: Guide | None = None,
-        sift: Sift | None = None,
+        hooks: TrainerHooks = NO_HOOKS,
     ) -> None:
         """`policy` says which agents have adapters of their own; `vocabulary` is the number of the model's tokens.
 
-        `sampled` says how calls were sampled; by default their requests alone do. `guide` may teach something of
-        rollouts whose rewards teach nothing. `sift` may leave calls out, or push them down.
+        `sampled` says how calls were sampled; by default their requests alone do.
         """
         policy = policy or PolicyConfig()
-        self._config, self._store, self._judge, self._guide = config, store, judge, guide
+        self._config, self._store, self._judge, self._guide = config, store, hooks.judge, hooks.guide
         self._adapter_of, self._vocabulary = policy.adapter_of, vocabulary
-        self._sampled, self._sift = sampled or Sampled(), sift or Sifted
+        self._sampled, self._sift = sampled or Sampled(), hooks.sift or Sifted
         self._failed_has_reward = config.failed_reward is not None
         self._rules, self._agents = training_rules(config), TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]

@@ -5,7 +5,7 @@ Nodes are numbered in preorder, so a subtree is an interval, and "is an ancestor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -43,8 +43,7 @@ class PrefixTree:
 def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
     """Return the tree of `rows`, in O(tokens): a sorted row shares its longest prefix with the row before it."""
     paths: list[Ints] = [np.empty(0, np.int64)] * len(rows)
-    tokens: list[Ints] = []
-    depths: list[Ints] = []
+    tokens, depths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     ends = np.empty(sum(map(len, rows)), np.int64)
     size, path, before = 0, np.empty(0, np.int64), np.empty(0, np.int64)
     for index in sorted(range(len(rows)), key=lambda i: tuple(rows[i])):
@@ -57,7 +56,7 @@ def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
         path, before, size = np.concatenate([path[:shared], new]), row, size + len(new)
         paths[index] = path
     ends[path] = size
-    return PrefixTree(_joined(tokens), _joined(depths), ends[:size].copy(), tuple(paths))
+    return PrefixTree(np.concatenate(tokens), np.concatenate(depths), ends[:size].copy(), tuple(paths))
 
 
 def padded_tree(tree: PrefixTree, multiple: int) -> PrefixTree:
@@ -77,10 +76,6 @@ def shared_prefix(a: Ints, b: Ints) -> int:
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n
-
-
-def _joined(parts: list[Ints]) -> Ints:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +131,15 @@ def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]
     gives the same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a single
     sample has.
     """
-    by_adapter = groupby(sorted(samples, key=lambda s: (s.adapter, s.token_ids)), key=lambda s: s.adapter)
-    return [batch for _, ordered in by_adapter for batch in _of_one_adapter(list(ordered), cost)]
-
-
-def _of_one_adapter(ordered: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
-    rows = [np.asarray(sample.token_ids[:-1], np.int64) for sample in ordered]
-    shared = np.array([shared_prefix(a, b) for a, b in pairwise([np.empty(0, np.int64), *rows])], np.int64)
-    cuts = _cheapest_cuts(np.array([len(row) for row in rows], np.int64), shared, cost)
-    return [_batch(tuple(ordered[start:stop])) for start, stop in pairwise(cuts)]
+    found: list[MicroBatch] = []
+    in_order = sorted(samples, key=lambda sample: (sample.adapter, sample.token_ids))
+    for _, of_adapter in groupby(in_order, key=lambda sample: sample.adapter):
+        ordered = tuple(of_adapter)
+        rows = [np.asarray(sample.token_ids[:-1], np.int64) for sample in ordered]
+        shared = np.array([shared_prefix(a, b) for a, b in pairwise([np.empty(0, np.int64), *rows])], np.int64)
+        cuts = _cheapest_cuts(np.array([len(row) for row in rows], np.int64), shared, cost)
+        found += [_batch(ordered[start:stop]) for start, stop in pairwise(cuts)]
+    return found
 
 
 def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
@@ -168,10 +163,12 @@ def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
     return cuts[::-1]
 
 
-def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
+def halves(batch: MicroBatch) -> list[MicroBatch]:
     """Return two batches of half the samples each, or the batch itself if it has a single sample."""
     middle = len(batch.samples) // 2
-    yield from (_batch(half) for half in (batch.samples[:middle], batch.samples[middle:]) if half)
+    if not middle:
+        return [batch]
+    return [_batch(batch.samples[:middle]), _batch(batch.samples[middle:])]
 
 
 def _batch(samples: tuple[Sample, ...]) -> MicroBatch:

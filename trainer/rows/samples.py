@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -80,68 +81,52 @@ class RolloutSamples:
 
 @dataclass(slots=True)
 class _Row:
-    """A row under construction; all lists grow together.
-
-    Every answer is of the same `adapter`. `ids` is `token_ids` as an array. The first and last answers begin at
-    `first_answer` and `last_answer`. `items`: how many messages or items the last call's request had.
-    """
+    """A row under construction: its calls, each with its advantage. `ids`: the last one's prompt and answer, so all."""
 
     adapter: str
-    token_ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
-    call_ids: list[str] = field(default_factory=list)
-    shaped: list[tuple[int, int, Sampling]] = field(default_factory=list)
-    results: list[tuple[int, int]] = field(default_factory=list)
-    versions: set[int] = field(default_factory=set)
+    calls: list[tuple[ModelCall, float, Sampling]] = field(default_factory=list)
     ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    first_answer: int = 0
-    last_answer: int = 0
-    items: int = 0
 
     def add(self, call: ModelCall, advantage: float, sampling: Sampling) -> None:
         """Append a call whose prompt begins with this row."""
-        context, items = call.prompt_token_ids[len(self.token_ids) :], conversation(call.request)
-        known = 0 if call.request.get("previous_response_id") else self.items
-        if self.token_ids and only_results(items[known:]):
-            self.results.append((len(self.token_ids), len(call.prompt_token_ids)))
-        self.items = len(items)
-        self._extend(context, 0, [0.0] * len(context), 0.0, 1.0)
-        self.last_answer = len(self.token_ids)
-        self.first_answer = self.first_answer or self.last_answer
-        self._extend(call.response_token_ids, 1, call.logprobs, advantage, sampling.temperature)
-        if not sampling.is_plain:
-            self.shaped.append((self.last_answer, len(self.token_ids), sampling))
-        self.call_ids.append(call.call_id)
-        self.versions.update(call.policy_versions)
-        self.ids = np.array(self.token_ids, np.int64)
-
-    def _extend(
-        self, ids: Sequence[int], mask: int, logprobs: Sequence[float], advantage: float, temperature: float
-    ) -> None:
-        self.token_ids += ids
-        self.mask += [mask] * len(ids)
-        self.logprobs += logprobs
-        self.advantages += [advantage] * len(ids)
-        self.temperatures += [temperature] * len(ids)
+        self.calls.append((call, advantage, sampling))
+        self.ids = np.array(call.row_token_ids, np.int64)
 
     def sample(self, rollout_id: str, task_id: str) -> Sample:
+        n, last = len(self.ids), self.calls[-1][0]
+        mask, logprobs, advantages, temperatures = [0] * n, [0.0] * n, [0.0] * n, [1.0] * n
+        shaped: list[tuple[int, int, Sampling]] = []
+        for call, advantage, sampling in self.calls:
+            start, end = len(call.prompt_token_ids), len(call.row_token_ids)
+            mask[start:end] = [1] * (end - start)
+            logprobs[start:end] = call.logprobs
+            advantages[start:end] = [advantage] * (end - start)
+            temperatures[start:end] = [sampling.temperature] * (end - start)
+            if not sampling.is_plain:
+                shaped.append((start, end, sampling))
+        calls = [call for call, _, _ in self.calls]
         return Sample(
             rollout_id=rollout_id,
             task_id=task_id,
-            token_ids=tuple(self.token_ids),
-            mask=tuple(self.mask),
-            logprobs=tuple(self.logprobs),
-            advantages=tuple(self.advantages),
-            temperatures=tuple(self.temperatures),
-            call_ids=tuple(self.call_ids),
+            token_ids=tuple(last.row_token_ids),
+            mask=tuple(mask),
+            logprobs=tuple(logprobs),
+            advantages=tuple(advantages),
+            temperatures=tuple(temperatures),
+            call_ids=tuple(call.call_id for call in calls),
             adapter=self.adapter,
-            shaped=tuple(self.shaped),
-            results=tuple(self.results),
-            versions=tuple(sorted(self.versions)),
+            shaped=tuple(shaped),
+            results=tuple(_results(calls)),
+            versions=tuple(sorted({version for call in calls for version in call.policy_versions})),
         )
+
+
+def _results(calls: Sequence[ModelCall]) -> Iterator[tuple[int, int]]:
+    """Where, between two answers of a row, there are results of tools and nothing else."""
+    for before, call in pairwise(calls):
+        known = 0 if call.request.get("previous_response_id") else len(conversation(before.request))
+        if only_results(conversation(call.request)[known:]):
+            yield len(before.row_token_ids), len(call.prompt_token_ids)
 
 
 def rollout_samples(
@@ -169,7 +154,7 @@ def rollout_samples(
         sampling = sampled(call)
         if reason := _unusable(call, sampling, max_tokens, vocabulary):
             counts[reason] += 1
-            placements.append(Placement(None, _without_first_word(reason)))
+            placements.append(Placement(None, reason.partition("_")[2]))
             continue
         assert sampling is not None
         adapter, prompt = adapter_of(call.agent), np.array(call.prompt_token_ids, np.int64)
@@ -179,7 +164,7 @@ def rollout_samples(
         rows[index].add(call, advantage, sampling)
         ending[call.call_id] = index
         counts.update(["calls", outcome] if outcome else ["calls"])
-        placements.append(Placement(index, _without_first_word(outcome) if outcome else "first"))
+        placements.append(Placement(index, outcome.partition("_")[2] if outcome else "first"))
     rollout_id = calls[0].rollout_id if calls else ""
     samples = tuple(row.sample(rollout_id, task_id) for row in rows)
     return RolloutSamples(samples, counts, tuple(placements))
@@ -232,14 +217,10 @@ def _place(rows: Sequence[_Row], adapter: str, prompt: Ints, likely: int | None)
     return len(rows), _fork(rows[index], n, len(prompt))
 
 
-def _without_first_word(count: str) -> str:
-    """`drift` for `forks_drift`, `too_long` for `rows_too_long`."""
-    return count.partition("_")[2]
-
-
 def _fork(nearest: _Row, shared: int, prompt: int) -> str:
     if shared == prompt:
         return "forks_adjoining" if shared == len(nearest.ids) else "forks_repeated"
-    if shared > nearest.last_answer:
+    first, last = (len(nearest.calls[i][0].prompt_token_ids) for i in (0, -1))
+    if shared > last:
         return "forks_drift"
-    return "forks_edited" if shared >= nearest.first_answer else "forks_new"
+    return "forks_edited" if shared >= first else "forks_new"

@@ -159,7 +159,12 @@ def token_scores(
         is_trained = any(parameter.requires_grad for parameter in _head(model).parameters())
         again = partial(checkpoint, _scores, use_reentrant=False, preserve_rng_state=False)
         compute = again if is_trained else _scores_and_slopes
-    parts = [compute(model, *chunk, entropy_gradient) for chunk in _chunks(model, hidden, tokens)]
+    size, parts = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size), []
+    for start in range(0, len(hidden), size):
+        part = slice(start, start + size)
+        places = tokens.places and tokens.places[part]
+        chunk = _Tokens(tokens.labels[part], tokens.temperatures[part], tokens.shaper, places)
+        parts.append(compute(model, hidden[part], chunk, entropy_gradient))
     logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
     return logprobs, entropies
 
@@ -180,14 +185,6 @@ def _scores_and_slopes(
         return score.detach() + ((hidden - states.detach()) * slope).sum(-1)
 
     return linear(logprobs, entropy_gradient), linear(entropies, False) if entropy_gradient else entropies
-
-
-def _chunks(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens) -> Iterator[tuple[Tensor, _Tokens]]:
-    size = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
-    for start in range(0, len(hidden), size):
-        part = slice(start, start + size)
-        places = tokens.places and tokens.places[part]
-        yield hidden[part], _Tokens(tokens.labels[part], tokens.temperatures[part], tokens.shaper, places)
 
 
 def _scores(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gradient: bool) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def _smaller(one: Pass, shortage: Numbers) -> list[Pass]:
         shortage.sums["rows_out_of_memory"] += 1
         shortage.too_large += (samples[0].rollout_id,)
         return []
-    found = list(halves(one.micro_batch))
+    found = halves(one.micro_batch)
     shortage.sums["passes_halved"] += 1
     shortage.fitting = min(shortage.fitting, max(len(half.tree) for half in found))
     return [Pass(half, one.counts) for half in found]

@@ -215,7 +215,8 @@ class LightningTrainer:
         own = [sample for sample in samples if sample.adapter == adapter]
         compared = batch.compared_by_adapter.get(adapter, batch.compared)
         weights = token_weights(own, self.settings, compared)
-        return StepTotals(weights, sum(s.trained_tokens for s in own), sum(s.result_tokens for s in own))
+        results = sum(end - start for sample in own for start, end in sample.results)
+        return StepTotals(weights, sum(sample.trained_tokens for sample in own), results)
 
     def _pass(self, one: Pass, totals: StepTotals, version: int | None) -> Numbers:
         """Add the gradients of a pass, unless its loss is not finite. A pass that does not count adds 0."""

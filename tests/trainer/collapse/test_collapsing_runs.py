@@ -18,23 +18,6 @@ from support.training import (
 )
 
 
-async def test_what_was_stopped_is_not_published_in_another_way_either(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, **ABSURD) as b:
-        await sample_varied(b, 0)
-        await b.loop().run(asyncio.Event(), once=True)
-        await sample_varied(b, 1)
-    for _ in range(2):  # a restart changes nothing
-        async with bench(base, tmp_path, "lora", **ABSURD) as b:
-            await b.loop().run(asyncio.Event(), once=True)
-            collapse, live, last = (
-                await b.store.steps.collapse(),
-                await b.store.versions.live(),
-                await b.store.steps.last(),
-            )
-            assert collapse is not None and (collapse.sign, live.version) == ("reward", 1)
-            assert last is not None and (last.step, last.version) == (1, 1)
-
-
 async def test_a_policy_that_collapses_is_trained_no_further_until_it_is_rolled_back(
     base: Path, tmp_path: Path
 ) -> None:

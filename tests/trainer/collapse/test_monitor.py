@@ -15,7 +15,7 @@ from lightning_proxy.core.records import CallStart, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.collapse import LINE, Monitor
+from lightning_proxy.trainer.collapse import Monitor
 from lightning_proxy.trainer.credit.strategies import JUDGE
 from support.sections import TrainerConfig
 
@@ -86,19 +86,6 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
         yield Run(Store(database), tmp_path)
 
 
-async def test_before_the_first_step_there_is_nothing_to_find(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 0, 0)
-    assert await run.monitor().look() is None
-
-
-async def test_rewards_that_are_as_large_as_numbers_can_be_are_compared_too(run: Run) -> None:
-    await run.rollouts(0, 1.7e308, 1.7e308, 1.7e308, 1.7e308)
-    await run.step()
-    await run.rollouts(1, -1.7e308, -1.7e308, -1.7e308, -1.7e308)
-    found = await run.monitor().look()
-    assert found is not None and (found.sign, found.go_back_to) == ("reward", 0)
-
-
 async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(run: Run) -> None:
     await run.rollouts(0, 1, 1, 1, 0)
     assert await run.step() == 1
@@ -110,29 +97,6 @@ async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(
     assert found.story.startswith("the reward fell from 0.75 to 0 with policy version 1 (5.8 sigmas")
     assert "`lightning-proxy policy promote 0`" in found.story
     assert await run.monitor().look() == found == await run.store.steps.collapse()
-
-
-async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(2, 0, 0, 0, 0)
-    await run.committed()
-    assert await run.monitor().keep() == {0, 1}
-    found = await run.monitor().look()
-    assert found is not None and (found.sign, found.go_back_to) == ("reward", 1)
-
-
-async def test_a_step_that_was_overtaken_by_hand_is_not_of_the_line_of_what_is_live(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 1, 1, 1, 1)
-    await run.step()
-    await run.committed()
-    await run.store.versions.set_live(0)
-    await run.rollouts(0, 0, 0, 0, 0)
-    assert await run.monitor().look() is None
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -192,17 +156,6 @@ async def test_what_is_done_is_configured(run: Run, action: str, stops: bool) ->
     assert (await run.monitor(action=action).look() is not None) is stops
     last = await run.store.steps.last()
     assert last is not None and ("warnings" in last.metrics) is (action != "off")
-
-
-async def test_promoting_the_live_version_lets_training_go_on_where_the_last_step_was_skipped(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 0, 0, 0, 0)
-    await run.skipped()
-    monitor = run.monitor()
-    assert await monitor.look() is not None
-    await run.store.versions.set_live(1)
-    assert await monitor.look() is None
 
 
 async def test_a_judges_scores_of_what_was_trained_on_do_not_set_versions_apart(run: Run) -> None:
@@ -265,66 +218,9 @@ async def test_what_can_be_gone_back_to_keeps_its_files_from_the_beginning(run: 
     assert await run.monitor(action=action).keep() == ({19, 17, 13, 9} if action == "stop" else set())
 
 
-async def test_a_reward_that_falls_little_by_little_is_gone_back_from_while_few_versions_have_files(run: Run) -> None:
-    found, monitor = None, run.monitor()
-    for version, right in enumerate([8] * 6 + [7, 7, 6, 5, 5, 4]):
-        if version:
-            await run.step()
-            for old in {*range(1, version - 2)} - await monitor.keep():
-                await run.store.versions.forget_files(old)
-        await run.rollouts(version, *[1.0] * right, *[0.0] * (8 - right))
-        found = found or await monitor.look()
-    assert found is not None and "with policy version 7" in found.what and found.go_back_to == 5
-
-
-async def test_where_all_from_before_are_gone_the_oldest_since_is_gone_back_to(run: Run) -> None:
-    for kl in (0.1, 0.1, 0.1, 2.0, 2.0):  # from version 3 on
-        await run.step(kl=kl)
-    for gone in (1, 2, 3):
-        await run.store.versions.forget_files(gone)
-    said = await run.monitor().of_step(5, {"kl": 2.0, "skipped": 0.0})
-    assert said["collapse"]["go_back_to"] == 4
-
-
-async def test_the_first_version_is_gone_back_from_to_the_base_model(run: Run) -> None:
-    for kl in (0.1, 2.0, 2.0):
-        await run.step(kl=kl)
-    said = await run.monitor().of_step(3, {"kl": 2.0, "skipped": 0.0})
-    assert said["collapse"]["go_back_to"] == 0
-
-
-async def test_the_first_steps_are_those_of_rl_that_changed_something(run: Run) -> None:
-    of_all = {"rollouts_counted": 64.0, "counted_std": 0.4}
-    await run.step(method="sft", rollouts_counted=2000.0, counted_mean=0.95, counted_std=0.2)
-    await run.skipped()
-    for mean in (0.3, 0.35, 0.4):
-        await run.step(**of_all, counted_mean=mean, entropy=1.0)
-    learned = {**of_all, "counted_mean": 0.93, "entropy": 0.08, "skipped": 0.0}
-    assert await run.monitor(steps=1).of_step(4, learned) == {}
-    said = await run.monitor(steps=1).of_step(4, learned | {"counted_mean": 0.35})
-    assert said["collapse"]["sign"] == "entropy"
-
-
 @pytest.mark.parametrize(("level", "watched"), [("token", True), ("sequence", False)])
 async def test_clipped_sequences_are_no_sign(run: Run, level: str, watched: bool) -> None:
     await run.step()
     config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": level})
     said = await Monitor(config, run.store).of_step(1, {"clip_share": 0.6, "skipped": 0.0})
     assert ("warnings" in said) is watched
-
-
-async def test_limits_that_nothing_could_exceed_are_lowered(run: Run) -> None:
-    await run.step()
-    worst = {"clip_share": 1.0, "skipped": 0.0}
-    assert (await run.monitor(steps=1, max_clip_share=1.0).of_step(1, worst))["collapse"]["sign"] == "clip_share"
-    for _ in range(LINE):
-        await run.step(kl=2.0)
-    assert "collapse" in await run.monitor(steps=1000).of_step(LINE + 1, {"kl": 2.0, "skipped": 0.0})
-
-
-async def test_a_skipped_step_and_one_that_was_overtaken_by_hand_say_nothing(run: Run) -> None:
-    await run.step(kl=0.1)
-    monitor = run.monitor(steps=1)
-    assert await monitor.of_step(1, {"kl": 2.0, "skipped": 1.0}) == {}
-    await run.store.versions.set_live(0)
-    assert await monitor.of_step(1, {"kl": 2.0, "skipped": 0.0}) == {}

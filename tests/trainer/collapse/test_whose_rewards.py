@@ -108,17 +108,6 @@ async def test_an_own_key_with_evaluator_counts(tenants: Tenants, tmp_path: Path
     assert await tenants.collapsed()
 
 
-async def test_keys_that_are_made_later_leave_what_was_rewarded_without_one(tenants: Tenants, tmp_path: Path) -> None:
-    await tenants.rewarded({}, 0, GOOD)
-    await tenants.publish(tmp_path)
-    assert not await tenants.collapsed()
-    plain, own = await tenants.system.key("plain"), await tenants.system.key("own", scope="own")
-    await tenants.rewarded(own, 1, BAD)
-    assert not await tenants.collapsed()
-    await tenants.rewarded(plain, 1, BAD)
-    assert await tenants.collapsed()
-
-
 async def test_rollouts_that_an_own_key_fails_or_opens_in_masses_hide_and_stop_nothing(
     tenants: Tenants, tmp_path: Path
 ) -> None:

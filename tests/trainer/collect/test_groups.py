@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.groups import Group, Grouping, Member, formed
 from lightning_proxy.core.records import Limits, Reward, RolloutName
 from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.collect import collector as collecting
@@ -57,22 +54,6 @@ async def test_groups_are_those_that_were_opened_whichever_siblings_end_first(tr
     assert found is not None
     assert Counter(advantages(found).values()) == {0.5: 8, -0.5: 8}
     assert [found.metrics[name] for name in ("groups", "groups_trained", "groups_equal")] == [2, 2, 0]
-
-
-async def test_slower_failures_make_hardly_any_group_equal() -> None:
-    """Many groups of a task are under way at once, and failures are 1.3 times slower."""
-    source, members = random.Random(0), []
-    for group in range(50):
-        for i in range(8):
-            right = source.random() < 0.5
-            took = source.expovariate(1) * (1.0 if right else 1.3)
-            n = 8 * group + i + 1
-            members.append((n, right, Member(n, "t", None, None, "completed", 0.0, True, True, True, took)))
-    right = {n: value for n, value, _ in members}
-    groups = formed((member for _, _, member in members), Grouping(8, False, 600.0))
-    assert [(group.after, group.last) for group in groups] == [(8 * i, 8 * i + 8) for i in range(50)]
-    equal = [group for group in groups if len({right[n] for n in range(group.after + 1, group.last + 1)}) == 1]
-    assert len(equal) <= 2
 
 
 async def test_a_set_smaller_than_the_trainers_group_is_a_group_and_one_that_is_larger_waits_for_all(
@@ -131,16 +112,6 @@ async def test_rollouts_without_a_reward_take_no_place_in_a_group_of_live_traffi
     assert found == {"r1-0": 5.0 - (0 + 4 + 0 + 5) / 4}, "it was opened among them, and its reward is late"
 
 
-async def test_a_replaced_sibling_belongs_to_the_group(traffic: Traffic) -> None:
-    await traffic.open("t", "a", "lost")
-    await traffic.store.rollouts.open([(RolloutName("again", "t"), "hash of again")], {}, sibling_of="lost")
-    await traffic.rollout("a", "t", 1.0)
-    await traffic.rollout("lost", "t", None, status="discarded")
-    assert await traffic.batch(group_size=2) is None
-    await traffic.rollout("again", "t", 0.0)
-    assert advantages(await traffic.batch(group_size=2)) == {"a-0": 0.5, "again-0": -0.5}
-
-
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
 async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline: str) -> None:
     first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
@@ -153,26 +124,6 @@ async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline:
     alone = {"grpo": 0.5 / (0.5**0.5 + 1e-4), "dr_grpo": 0.5, "rloo": 1.0, "reinforce_pp": 1.0}[baseline]
     assert found["b1-0"] == pytest.approx(alone, rel=1e-3) and found["b0-0"] == pytest.approx(-alone, rel=1e-3)
     assert abs(found["a0-0"]) <= 2e4, "older rewards are cut to the range"
-
-
-async def test_rollouts_of_all_other_keys_and_of_none_share_their_groups(traffic: Traffic) -> None:
-    _, all_scoped = await traffic.store.keys.create("agents", "agent", Limits(), recording=True)
-    await of_key(traffic, all_scoped.key_id, "t", "a")
-    await of_key(traffic, None, "t", "b")
-    await traffic.rollout("a", "t", 1.0)
-    await traffic.rollout("b", "t", 0.0)
-    assert advantages(await traffic.batch()) == {"a-0": 0.5, "b-0": -0.5}
-
-
-async def test_rollouts_of_a_key_that_is_gone_stay_apart(traffic: Traffic) -> None:
-    await of_key(traffic, await own_key(traffic, "A"), "t", "a0", "a1")
-    await of_key(traffic, None, "t", "b0", "b1")
-    await traffic.store.keys.revoke("A")
-    await traffic.store.keys.purge()
-    for name, reward in (("a0", 100.0), ("b0", 0.0), ("a1", -100.0), ("b1", 1.0)):
-        await traffic.rollout(name, "t", reward)
-    found = advantages(await traffic.batch(tasks_per_step=2))
-    assert found == {"a0-0": 100.0, "a1-0": -100.0, "b0-0": -0.5, "b1-0": 0.5}
 
 
 @pytest.mark.parametrize("task", ["t", None])
@@ -188,15 +139,6 @@ async def test_a_running_baseline_has_no_rewards_of_another_tenant(traffic: Traf
     await traffic.rollout("b4", task, 1.0)
     found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
     assert advantages(found) == {"b4-0": pytest.approx(0.8)}
-
-
-async def test_older_rewards_count_as_the_nearer_end_of_the_range(traffic: Traffic) -> None:
-    config = Config.model_validate({"rewards": {"range": [0, 1]}, "trainer": {"group_size": 2, "tasks_per_step": 1,
-                                                                             "baseline": "dr_grpo"}})  # fmt: skip
-    for name, reward in (("a", 1e9), ("b", -1e9)):
-        await traffic.rollout(name, "t", reward)
-    found = await Collector(config.trainer, traffic.store).next_batch(0)
-    assert advantages(found) == {"a-0": 0.5, "b-0": -0.5}
 
 
 async def test_a_group_of_absurd_advantages_is_left_out_by_name_and_the_step_is_taken(
@@ -288,37 +230,6 @@ async def test_a_look_reads_what_has_changed_however_much_waits(
     assert advantages(await collector.next_batch(0)) == {"a-0": 0.5, "b-0": -0.5}
     statements, rows, writes = counted.taken()
     assert (statements <= 40, rows <= 60, writes) == (True, True, 1), "the step is claimed"
-
-
-async def test_choosing_among_many_groups_that_are_ready_compares_each_once(
-    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked = Counter[str]()
-
-    def order(group: Group) -> float:
-        looked["order"] += 1
-        return group.oldest
-
-    await fill(traffic, [(f"w{i}", f"task{i}") for i in range(10_000)])
-    config = TrainerConfig(group_size=2, tasks_per_step=8, group_timeout_s=1e-9)
-    collector = Collector(config, traffic.store, order)
-    assert len(await collector._waiting.next(fewer=False, since=None)) == 8
-    assert looked["order"] == 10_000
-
-
-async def test_a_poll_writes_nothing_where_rewards_of_other_names_have_been_counted(
-    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fill(traffic, [(f"w{i}", f"task{i}") for i in range(100)], reward="style")
-    collector = Collector(TrainerConfig(reward_weights={"style": 1.0}, group_timeout_s=1e10), traffic.store)
-    counted = Counted(traffic, monkeypatch)
-    assert await collector.waiting() == (100, 1e9)
-    assert counted.taken()[2] >= 1
-    for _ in range(3):
-        assert await collector.next_batch(0) is None
-    assert counted.taken()[2] == 0
-    await traffic.rollout("later", "t", 2.0, reward_name="style")
-    assert (await collector.waiting())[0] == 101
 
 
 async def test_a_trainer_that_missed_what_happened_looks_at_all_again(traffic: Traffic) -> None:

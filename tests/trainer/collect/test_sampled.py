@@ -19,7 +19,6 @@ from lightning_proxy.trainer.types import Sampling
 from support.calls import call
 
 CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
-STRICT = {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]}
 
 
 class RenderingServer:
@@ -65,16 +64,6 @@ async def test_the_servers_own_defaults_count_where_the_request_is_silent() -> N
         assert sampled.of(loud) == Sampling(0.9, top_k=20, repetition_penalty=1.05)
 
 
-@pytest.mark.parametrize("endpoint", ["chat/completions", "completions", "responses", "messages"])
-async def test_it_is_asked_once_for_each_set_of_parameters(endpoint: str) -> None:
-    server = RenderingServer({})
-    async with asked_of(server) as sampled:
-        calls = [asking(endpoint, seed=i, messages=[{"role": "user", "content": str(i)}]) for i in range(5)]
-        await sampled.look([*calls, asking(endpoint, top_p=0.5)])
-        assert server.asked == 2
-        assert sampled.of(calls[4]) == Sampling()
-
-
 async def test_a_call_for_messages_is_asked_for_as_the_chat_that_it_was_sent_as() -> None:
     server = RenderingServer({})
     said = [{"role": "user", "content": "hi"}, {"role": "system", "content": "Be brief."}]
@@ -94,12 +83,6 @@ async def test_a_grammar_is_vllms_own_and_is_not_guessed_without_it() -> None:
         assert sampled.of(asking(**CHOICE)) is None
         assert "structured_outputs" in (sampled.why_not(asking(**CHOICE)) or "")
         assert sampled.of(asking(top_p=0.5)) == Sampling(top_p=0.5)
-
-
-async def test_strict_tools_are_plain_where_vllm_constrains_nothing() -> None:
-    async with asked_of(RenderingServer({})) as sampled:
-        await sampled.look([asking(**STRICT)])
-        assert sampled.of(asking(**STRICT)) == Sampling()
 
 
 @pytest.mark.parametrize(

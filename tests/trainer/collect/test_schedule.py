@@ -77,11 +77,6 @@ def test_a_wrong_schedule_is_named(tmp_path: Path, schedule: str, what: str) -> 
     assert what in error.value.message
 
 
-def test_a_time_without_quotes_is_a_time(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("trainer: {schedule: {when: times, at: [12:30, 02:00]}}")
-    assert load_config(tmp_path / "c.yaml").trainer.schedule.at == ["12:30", "02:00"]
-
-
 class Traffic:
     """A store with what agents do to it, and the schedule that looks at it."""
 

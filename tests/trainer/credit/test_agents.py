@@ -18,7 +18,6 @@ from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.credit.agents import TrainedAgents
 from lightning_proxy.trainer.types import Batch, RolloutRewards, Sibling
 from support.calls import call
 from support.credit import group_advantages
@@ -37,20 +36,6 @@ def config(**changed: Any) -> TrainerConfig:
     return TrainerConfig.model_validate({"baseline": "dr_grpo", **changed})
 
 
-@pytest.mark.parametrize(
-    ("configured", "roles"),
-    [
-        (None, ("*", "*", "*")),
-        (["planner"], ("planner", None, None)),
-        (["planner", "*"], ("planner", "*", "*")),
-        (["*"], ("*", "*", "*")),
-    ],
-)
-def test_calls_count_as_what_their_agent_is_called(configured: Any, roles: tuple[str | None, ...]) -> None:
-    agents = TrainedAgents(configured)
-    assert (agents.role("planner"), agents.role("executor"), agents.role(None)) == roles
-
-
 def test_calls_of_agents_that_are_not_trained_have_no_advantage() -> None:
     group = [sibling(1.0, "pe-p"), sibling(0.0, "pe")]
     assert group_advantages(group, config(agents=["planner"])) == [[0.5, None, None, 0.5], [-0.5, None]]
@@ -65,13 +50,6 @@ def test_a_named_agent_is_compared_only_with_rollouts_that_it_took_part_in() -> 
     assert group_advantages(group, config()) == [[2.0, 2.0], [0.0, 0.0], [-2.0]]
 
 
-def test_an_agent_that_is_in_one_rollout_only_has_nothing_to_be_compared_with() -> None:
-    assert group_advantages([sibling(1.0, "pe"), sibling(0.0, "p")], config(agents=["executor"])) == [
-        [None, 0.0],
-        [None],
-    ]
-
-
 @pytest.mark.parametrize("credit", ["uniform", "discounted"])
 def test_rewards_of_calls_count_for_their_own_agent_alone_if_so_configured(credit: str) -> None:
     # The planner's calls are worth 1 and 0; the executor's luck, 0 and 8, is not its doing.
@@ -81,18 +59,6 @@ def test_rewards_of_calls_count_for_their_own_agent_alone_if_so_configured(credi
     assert own == [[0.5, -4.0], [-0.5, 4.0]]
     team = group_advantages(group, config(credit=credit, agents=both))
     assert [values[0] for values in team] == [-3.5, 3.5]
-
-
-def test_the_rollouts_own_reward_counts_for_every_agent() -> None:
-    group = [sibling(1.0, "pe", {1: 8.0}), sibling(0.0, "pe")]
-    found = group_advantages(group, config(credit="discounted", agents=["planner"], agent_credit="own"))
-    assert found == [[0.5, None], [-0.5, None]]
-
-
-def test_anchor_compares_no_states_of_different_agents() -> None:
-    # The same prompt, shown to the planner in one rollout and to the executor in the other.
-    group = [sibling(1.0, "p"), sibling(0.0, "e")]
-    assert group_advantages(group, config(credit="anchor", anchor_weight=1.0)) == [[0.5], [-0.5]]
 
 
 class Traffic:
@@ -166,22 +132,6 @@ async def test_rollouts_without_a_trained_agent_are_dropped_and_a_wrong_name_is_
     assert (await traffic.store.rollouts.get("a")).dropped == "trainer.agents names none of its agents"
     assert "trainer.agents: no call of planer so far" in caplog.text
     assert "the agents of the rollouts are: no name (calls without X-Agent-Name), planner" in caplog.text
-
-
-async def test_wrong_names_in_credit_and_adapters_are_told_too(
-    traffic: Traffic, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, final in (("a", 1.0), ("b", 0.0)):
-        await traffic.rollout(name, final, [("planner", (0, 1))])
-    with caplog.at_level(logging.WARNING):
-        settings = {"credit": {"planer": "discounted", "*": "uniform"}, "adapters": {"own": ["plannner", "planner"]}}
-        assert await traffic.batch(**settings) is not None
-    assert "trainer.credit: no call of planer so far; the agents of the rollouts are: planner" in caplog.text
-    assert "policy.adapters" not in caplog.text, "nobody else is there"
-    with caplog.at_level(logging.WARNING):
-        await traffic.rollout("c", 1.0, [("planner", (0, 1)), ("writer", (0, 2))])
-        await traffic.batch(**settings, group_timeout_s=1e-9)
-    assert "policy.adapters: no call of plannner so far; the agents of the rollouts are: planner, writer" in caplog.text
 
 
 async def test_no_warning_while_every_agent_that_was_seen_is_trained(

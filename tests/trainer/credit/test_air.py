@@ -31,10 +31,6 @@ def reward(*calls: ModelCall) -> dict[str, float]:
     return air_rewards(calls, ON)
 
 
-def test_a_call_in_which_nothing_happened_gets_nothing() -> None:
-    assert reward(made(tool('{"n": 1}', is_error=False)), made(call_id="b")) == {}
-
-
 def test_tool_errors_and_truncation_count() -> None:
     assert reward(made(tool('{"n": 1}', is_error=True), tool('{"n": 2}', is_error=True))) == {"a": -2.0}
     assert reward(made(choices=(Choice(0, finish_reason="length"),))) == {"a": -1000.0}
@@ -86,10 +82,6 @@ def test_schemas_are_found_in_the_requests_of_every_api(offered: dict[str, Any])
     assert reward(made(tool('{"n": -1}'), request=request)) == {"a": -10.0}
 
 
-def test_free_form_input_need_not_be_json() -> None:
-    assert reward(made(tool("print(1)"), request={"tools": [{"type": "custom", "name": "f"}]})) == {}
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -118,11 +110,6 @@ def test_the_same_call_again_counts_however_its_arguments_are_written() -> None:
         made(tool(first, "g"), request=free, call_id="3"),
     ]
     assert reward(*calls) == {"2": -100.0, "3": -100.0}
-
-
-def test_calls_that_decided_nothing_are_left_out() -> None:
-    failed = made(tool('{"n": 1}'), call_id="a", superseded_by="b")
-    assert reward(failed, made(tool('{"n": 1}'), call_id="b")) == {}
 
 
 def test_what_has_no_weight_is_no_event() -> None:

@@ -65,16 +65,6 @@ def test_a_wrong_answer_is_named(tmp_path: Path, body: str, told: str) -> None:
     assert str(error.value) == f"trainer.credit {file}:f: {told}"
 
 
-def test_a_file_may_have_dataclasses(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
-        "@dataclass\nclass Weight:\n    value: float = 2.0\n\n"
-        "def f(group, config):\n    return [[Weight().value] * len(one.calls) for one in group]\n"
-    )
-    assert group_advantages(GROUP, config(f"{file}:f")) == [[2.0] * 3, [2.0] * 2]
-
-
 def test_what_cannot_be_loaded_is_said_before_anything_is_trained(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     with pytest.raises(ConfigError, match="^trainer.credit: there is no file "):

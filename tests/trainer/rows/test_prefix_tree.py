@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, TreeCost, build_tree, micro_batches, padded_tree
+from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, TreeCost, build_tree, micro_batches
 from lightning_proxy.trainer.types import Sample
 
 torch = pytest.importorskip("torch")
@@ -39,18 +39,6 @@ def test_a_tree_holds_every_row_and_each_prefix_once(seed: int) -> None:
     assert [tree.token_ids[path].tolist() for path in tree.paths] == rows
     assert [tree.depths[path].tolist() for path in tree.paths] == [list(range(len(row))) for row in rows]
     assert len(tree) == len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
-
-
-def test_a_padded_tree_has_more_nodes_that_nobody_sees() -> None:
-    tree = build_tree([[1, 2, 3], [1, 2, 4], [5]])
-    padded = padded_tree(tree, 4)
-    assert len(padded) == 8 and padded.ends.tolist() == [*tree.ends.tolist(), 6, 7, 8]
-    assert padded_tree(padded, 4).ends.tolist() == padded.ends.tolist()
-
-
-def test_no_rows_make_an_empty_tree() -> None:
-    tree = build_tree([])
-    assert len(tree) == 0 and tree.paths == ()
 
 
 def test_a_recurrent_model_is_refused() -> None:
@@ -85,21 +73,6 @@ def test_micro_batches_hold_every_sample_once_and_keep_to_the_budget() -> None:
         assert [tuple(batch.tree.token_ids[p]) for p in batch.tree.paths] == [s.token_ids[:-1] for s in batch.samples]
 
 
-def test_a_sample_over_the_budget_stands_alone() -> None:
-    made = micro_batches(samples("a", [list(range(30)), [40, 41]]), TreeCost(attention=0.0, max_nodes=10))
-    assert [len(batch.tree) for batch in made] == [29, 1]
-
-
-def test_unrelated_tasks_share_a_pass_where_they_fit() -> None:
-    given = samples("a", [[1, 2, 3, 4]]) + samples("b", [[1, 5, 6, 7]]) + samples("c", [[9, 8, 7, 6]])
-    assert [len(batch.samples) for batch in micro_batches(given, TreeCost(attention=1.0, max_nodes=100))] == [3]
-    assert [len(batch.samples) for batch in micro_batches(given, TreeCost(attention=1.0, max_nodes=5))] == [2, 1]
-
-
-def test_no_samples_make_no_micro_batches() -> None:
-    assert micro_batches([], TreeCost(attention=0.0, max_nodes=10)) == []
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_cuts_compute_less_twice(seed: int) -> None:
     given = sorted(samples("a", random_rows(seed, count=8)), key=lambda s: s.token_ids)
@@ -129,23 +102,8 @@ def test_memory_is_saved_where_little_is_computed_twice_for_it() -> None:
     assert len(micro_batches(samples("a", [[*trunk, *answer] for answer in answers]), cost)) == 1
 
 
-def test_calls_that_only_share_a_games_rules_make_no_large_pass() -> None:
-    """158 calls of a game took 13.6 GiB in one pass, and no less time than in nine."""
-    rules = list(range(1000, 1145))
-    calls = samples("a", [[*rules, *range(n * 40, n * 40 + 40)] for n in range(158)])
-    made = micro_batches(calls, TreeCost(0.0, max_nodes=8192, comfortable=1024))
-    assert max(len(batch.tree) for batch in made) < 1100
-
-
 def test_thousands_of_samples_are_cut_quickly() -> None:
     rng = np.random.default_rng(0)
     given = samples("a", [[1, 2, 3, *rng.integers(0, 50, 20).tolist()] for _ in range(3000)])
     made = micro_batches(given, TreeCost(attention=0.01, max_nodes=8192))
     assert sum(len(batch.samples) for batch in made) == 3000 and len(made) < 10
-
-
-def test_a_tree_of_many_tokens_is_quick_to_describe() -> None:
-    rng = np.random.default_rng(0)
-    trunk = rng.integers(0, 1000, 4000).tolist()
-    tree = build_tree([trunk + rng.integers(0, 1000, 100).tolist() for _ in range(40)])
-    assert len(tree) == 8000

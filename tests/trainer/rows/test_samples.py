@@ -27,22 +27,6 @@ def rows(*calls: ModelCall, max_tokens: int = 100) -> RolloutSamples:
     return rollout_samples(calls, advantages, task_id="t", max_tokens=max_tokens, sampled=Sampled().of)
 
 
-def test_a_row_that_would_become_too_long_ends_before_it() -> None:
-    made = rows(call([1], [2], name="a"), call([1, 2, 7, 8], [9], name="b"), max_tokens=4)
-    assert [sample.token_ids for sample in made.samples] == [(1, 2)]
-    assert made.counts["rows_too_long"] == 1
-
-
-def test_a_single_call_is_one_row() -> None:
-    (sample,) = rows(call([1, 2], [3, 4], temperature=0.5)).samples
-    assert sample.token_ids == (1, 2, 3, 4)
-    assert sample.mask == (0, 0, 1, 1)
-    assert sample.logprobs == pytest.approx((0, 0, -0.3, -0.4))
-    assert sample.advantages == (0.0, 0.0, 1.0, 1.0)
-    assert sample.temperatures == (1.0, 1.0, 0.5, 0.5)
-    assert (sample.rollout_id, sample.task_id, sample.call_ids) == ("r", "t", ("c",))
-
-
 def test_a_row_says_how_its_answers_were_sampled_where_that_is_more_than_a_temperature() -> None:
     first, second = call([1], [2], temperature=0.7), call([1, 2, 7], [9, 8], temperature=0.7, top_p=0.9, top_k=5)
     (sample,) = rows(first, second).samples
@@ -83,12 +67,6 @@ def test_what_a_request_alone_does_not_tell_is_left_out(request_: dict[str, Any]
     assert made.samples == () and made.counts["calls_not_followed"] == 1
 
 
-def test_tokens_that_the_model_does_not_have_are_left_out_of_a_bias_with_the_call() -> None:
-    for asked in ({"logit_bias": {"64": 1.0}}, {"allowed_token_ids": [64]}, {"stop_token_ids": [64]}):
-        made = rollout_samples([call([1], [2], **asked)], [1.0], task_id="t", max_tokens=9, vocabulary=64)
-        assert made.samples == () and made.counts["calls_not_followed"] == 1
-
-
 @pytest.mark.parametrize(
     "request_",
     [
@@ -113,44 +91,15 @@ def test_a_call_that_continues_the_tokens_joins_the_row_with_its_own_advantage()
     assert sample.call_ids == ("a", "b")
 
 
-def test_a_call_that_differs_in_one_token_opens_a_new_row() -> None:
-    first, second = rows(call([1], [2, 3]), call([1, 2, 4, 5], [6])).samples
-    assert first.token_ids == (1, 2, 3)
-    assert second.mask == (0, 0, 0, 0, 1)
-
-
-def test_any_open_row_may_be_continued_not_only_the_last() -> None:
-    first, second = rows(call([1], [2]), call([5], [6]), call([1, 2, 3], [4])).samples
-    assert first.token_ids == (1, 2, 3, 4)
-    assert second.token_ids == (5, 6)
-
-
 def test_the_longest_row_that_fits_is_continued() -> None:
     first, second = rows(call([1], [2]), call([1], [2, 3]), call([1, 2, 3, 7], [4])).samples
     assert first.token_ids == (1, 2)
     assert second.token_ids == (1, 2, 3, 7, 4)
 
 
-def test_a_branch_keeps_the_shared_part_as_context() -> None:
-    first, second = rows(call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 5], [6])).samples
-    assert first.mask == (0, 1, 0, 1)
-    assert second.mask == (0, 0, 0, 1)
-
-
-def test_an_untrainable_call_is_only_context() -> None:
-    made = rows(call([1], [2], trainable=False), call([1, 2, 3], [4]))
-    assert [s.mask for s in made.samples] == [(0, 0, 0, 1)]
-    assert made.counts["calls_untrainable"] == 1
-
-
 @pytest.mark.parametrize("unusable", [call([], [1]), call([1], []), call([1], [2], temperature=0)])
 def test_calls_without_a_prompt_an_answer_or_a_distribution_are_left_out(unusable: ModelCall) -> None:
     assert rows(unusable) == RolloutSamples((), Counter(calls_untrainable=1), (Placement(None, "untrainable"),))
-
-
-def test_calls_with_several_answers_are_left_out_and_counted() -> None:
-    made = rows(call([1], [2], choices=2))
-    assert made == RolloutSamples((), Counter(calls_ambiguous=1), (Placement(None, "ambiguous"),))
 
 
 def test_rows_over_the_limit_are_dropped_and_counted() -> None:
@@ -165,10 +114,6 @@ def test_calls_with_tokens_that_the_model_does_not_have_are_left_out_and_counted
     made = rollout_samples(calls, [1.0] * 4, task_id="t", max_tokens=100, vocabulary=9)
     assert [s.token_ids for s in made.samples] == [(1, 2, 3, 8)]
     assert made.counts["calls_other_tokens"] == 2
-
-
-def test_no_calls_give_no_rows() -> None:
-    assert rows() == RolloutSamples((), Counter())
 
 
 @pytest.mark.parametrize(
@@ -196,15 +141,6 @@ def test_after_a_drift_the_sampled_answer_is_trained_where_it_was_sampled_and_th
     first, second = rows(call([1], [2, 3], name="a"), call([1, 2, 8, 7], [4], name="b")).samples
     assert (first.token_ids, first.mask, first.call_ids) == ((1, 2, 3), (0, 1, 1), ("a",))
     assert (second.token_ids, second.mask, second.call_ids) == ((1, 2, 8, 7, 4), (0, 0, 0, 0, 1), ("b",))
-
-
-def test_two_answers_with_nothing_between_them_stay_two() -> None:
-    """One row would make one sequence of them, where a loss looks at sequences."""
-    made = rows(call([1], [2, 3]), call([1, 2, 3], [4]), call([1, 2, 3, 4, 7], [5])).samples
-    assert [(s.token_ids, s.mask) for s in made] == [
-        ((1, 2, 3), (0, 1, 1)),
-        ((1, 2, 3, 4, 7, 5), (0, 0, 0, 1, 0, 1)),
-    ]
 
 
 def test_the_merge_rate_is_of_the_calls_that_had_a_row_to_join() -> None:

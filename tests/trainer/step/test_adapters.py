@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
-from lightning_proxy.serving.mode import has_gpu, publish_mode
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.rows.prefix_tree import TreeCost, micro_batches
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from lightning_proxy.trainer.weights import Weights
@@ -58,14 +55,6 @@ def test_what_cannot_be_is_refused_with_its_keys(tmp_path: Path, policy: str, me
     with pytest.raises(ConfigError) as error:
         load_config(tmp_path / "config.yaml")
     assert message in error.value.message
-
-
-@pytest.mark.skipif(has_gpu(), reason="auto is lora on a GPU")
-def test_without_a_gpu_adapters_need_lora_by_name() -> None:
-    config = Config.model_validate({"policy": {"adapters": OWN}})
-    with pytest.raises(ConfigError, match=r"policy\.adapters needs policy\.publish: lora; .* auto means merged"):
-        publish_mode(config)
-    assert publish_mode(Config.model_validate({"policy": {"adapters": OWN, "publish": "lora"}})) == "lora"
 
 
 def test_vllm_has_room_for_every_adapter_of_as_many_versions(base: Path) -> None:
@@ -142,64 +131,6 @@ def batch(step: int, *parts: tuple[Sample, ...]) -> Batch:
 def apart(one: Weights, other: Weights) -> float:
     assert one.keys() == other.keys()
     return max(float((one[key] - other[key]).abs().max()) for key in one)
-
-
-def test_no_micro_batch_has_rows_of_two_adapters_though_they_share_a_prompt() -> None:
-    given = (*rows("default", 3, 1), *rows("writer", 3, 1))
-    made = micro_batches(given, TreeCost(attention=0.0, max_nodes=1000))
-    assert [(b.adapter, len(b.samples)) for b in made] == [("default", 3), ("writer", 3)]
-    assert {s.adapter for s in made[0].samples} == {"default"}
-
-
-@pytest.mark.parametrize("settings", [{}, {"loss_type": "dapo"}, {"kl_coef": 0.1, "max_tokens_per_batch": 20}])
-def test_each_adapter_gets_the_update_that_its_own_samples_give_alone(
-    base: Path, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    """Three steps; the second has nothing of the checker's. The writer has three times as many calls."""
-    together = trainer(base, tmp_path / "all", **settings)
-    alone = {name: trainer(base, tmp_path / name, **settings) for name in ("default", "writer", "checker")}
-    start = together.weight_sets.all_weights()
-    for step in (1, 2, 3):
-        parts = {"default": rows("default", 4, step), "writer": rows("writer", 4, 10 + step, calls=3)}
-        if step != 2:
-            parts["checker"] = rows("checker", 2, 20 + step)
-        before = together.adapter("checker")
-        metrics = together.step(batch(step, *parts.values()))
-        norms = [alone[name].step(batch(step, own))["grad_norm"] for name, own in parts.items()]
-        assert metrics["grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-4)
-        assert (apart(together.adapter("checker"), before) == 0.0) == (step == 2)
-    for name, learner in alone.items():
-        assert apart(together.adapter(name), learner.adapter(name)) <= 1e-6, name
-        assert apart(together.adapter(name), start[name]) > 1e-3, name
-
-
-def test_the_shared_adapter_trains_as_it_does_where_it_is_the_only_one(base: Path, tmp_path: Path) -> None:
-    several, single = trainer(base, tmp_path / "a"), trainer(base, tmp_path / "b", adapters={})
-    for step in (1, 2):
-        own = rows("default", 4, step)
-        several.step(batch(step, own, rows("writer", 4, step)))
-        single.step(batch(step, own))
-    assert apart(several.adapter(), single.adapter()) <= 1e-6
-
-
-def test_a_steps_loss_is_averaged_over_the_rollouts_that_the_adapters_agents_took_part_in(
-    base: Path, tmp_path: Path
-) -> None:
-    """With plain gradient descent's step size: twice as many compared rollouts, half the gradient, of that adapter."""
-    norms = {}
-    for compared in (4, 8):
-        learner = trainer(base, tmp_path / str(compared), max_grad_norm=1e9)
-        given = replace(batch(1, rows("writer", 4, 1)), compared=16, compared_by_adapter={"writer": compared})
-        norms[compared] = learner.step(given)["grad_norm"]
-    assert norms[4] == pytest.approx(2 * norms[8], rel=1e-5)
-
-
-def test_the_kl_is_to_the_model_without_any_adapter(base: Path, tmp_path: Path) -> None:
-    learner = trainer(base, tmp_path, kl_metric=True)
-    given = batch(1, rows("default", 4, 1), rows("writer", 4, 2))
-    assert learner.step(given)["kl_base"] == pytest.approx(0.0, abs=1e-6)
-    for name in ("default", "writer"):
-        assert learner.step(batch(2, rows(name, 4, 1)))["kl_base"] > 1e-4
 
 
 def test_log_probabilities_are_those_of_the_adapter_that_is_asked_for(base: Path, tmp_path: Path) -> None:

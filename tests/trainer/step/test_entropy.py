@@ -23,11 +23,6 @@ def weights(bonus: EntropyBonus, *entropies: float) -> list[float]:
     return found
 
 
-def test_a_fixed_weight_stays_and_none_is_the_default() -> None:
-    assert weights(EntropyBonus(EntropyConfig(coef=0.01)), 0.0, 9.0) == [0.01, 0.01, 0.01]
-    assert weights(EntropyBonus(EntropyConfig()), 0.0, 9.0) == [0.0, 0.0, 0.0]
-
-
 def test_with_a_target_the_weight_grows_while_the_entropy_is_low_and_counts_only_then() -> None:
     bonus = EntropyBonus(EntropyConfig(target=0.5, delta=0.1, max_coef=0.25))
     # By hand: 0 + 0.1 + 0.1, at most 0.25; over the target it shrinks and does not count.

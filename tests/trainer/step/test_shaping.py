@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_proxy.trainer.types import Batch, Sample, Sampling
-from support.sections import PolicyConfig, TrainerConfig
+from lightning_proxy.trainer.types import Sample, Sampling
 from support.small_model import VOCABULARY, save_small_model
 
 torch = pytest.importorskip("torch")
@@ -19,14 +17,12 @@ torch = pytest.importorskip("torch")
 from tokenizers import pre_tokenizers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from lightning_proxy.trainer.rows.prefix_tree import micro_batches  # noqa: E402
 from lightning_proxy.trainer.step.shaping import (  # noqa: E402
     Grammars,
     SampledPlace,
     Shaper,
     truncate,
 )
-from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 
 PROMPT, ANSWER = (3, 4, 4, 5), (6, 7, 6, 8)
 END = 1
@@ -130,15 +126,6 @@ def test_every_way_to_sample_is_that_of_vllms_sampler(shaper: Shaper, way: dict[
     assert torch.allclose(ours(shaper, logits, sampling), of_vllm(logits, sampling, words), atol=2e-5)
 
 
-def test_top_p_over_a_large_vocabulary_looks_beyond_the_likeliest_where_it_must() -> None:
-    flat = torch.zeros(2, 5000)
-    flat[1, 0] = 20.0
-    place = SampledPlace(Sampling(top_p=0.9), np.array([1]), np.array([]))
-    left = truncate(flat.log_softmax(-1), [place, place]).isfinite().sum(-1).tolist()
-    assert left[1] == 1
-    assert left[0] == pytest.approx(5000, abs=500)  # all are as likely: none can be told from another
-
-
 def test_a_grammar_allows_at_each_token_what_fits_and_ends_where_the_answer_leaves_it(model: Path) -> None:
     pytest.importorskip("xgrammar")
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -154,53 +141,9 @@ def test_a_grammar_allows_at_each_token_what_fits_and_ends_where_the_answer_leav
     assert len(grammars.masks(Sampling(grammar=json.dumps({"regex": "("})), [3])) == 0
 
 
-def trained(model: Path, where: Path, samples: list[Sample], **settings: Any) -> dict[str, float]:
-    config = TrainerConfig.model_validate({"report_to": [], "dtype": "float32", "learning_rate": 1e-2, **settings})
-    learner = LightningTrainer(config, PolicyConfig(model=str(model), directory=where))
-    return learner.step(Batch(1, tuple(samples), ("r", "s")))
-
-
 def row(name: str, answer: tuple[int, ...], sampling: Sampling, logprobs: tuple[float, ...] | None = None) -> Sample:
     n, m = len(PROMPT), len(answer)
     return Sample(
         name, "t", (*PROMPT, *answer), (0,) * n + (1,) * m, (0.0,) * n + (logprobs or (-1.0,) * m),
         (0.0,) * n + ((1.0 if name == "r" else -1.0),) * m, (1.0,) * (n + m), shaped=((n, n + m, sampling),),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("loss_type", ["cispo", "grpo", "sapo", "vespo"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_token_that_the_present_weights_would_not_sample_is_left_out_of_the_loss(
-    model: Path, tmp_path: Path, loss_type: str, level: str
-) -> None:
-    if level == "sequence" and loss_type in ("cispo", "vespo"):
-        pytest.skip("not offered together")
-    only_two = Sampling(allowed=(6, 7))
-    samples = [row("r", (6, 9, 7), only_two), row("s", (9, 9), only_two)]
-    metrics = trained(model, tmp_path, samples, loss_type=loss_type, importance_level=level, kl_coef=0.1)
-    assert (metrics["trained_tokens"], metrics["outside_tokens"], metrics["skipped"]) == (2, 3, 0)
-    assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
-
-
-def test_the_gradient_of_a_shaped_log_probability_is_its_own(model: Path, tmp_path: Path) -> None:
-    """As autograd finds it through the sampler's own operations, penalties on both sides of 0 included."""
-    config = TrainerConfig.model_validate({"report_to": [], "dtype": "float32"})
-    learner = LightningTrainer(config, PolicyConfig(model=str(model), directory=tmp_path))
-    sampling = Sampling(repetition_penalty=1.5, frequency_penalty=0.2, bias=((7, 1.0),), top_k=23)
-    sample = row("r", (6, 7, 6), sampling)
-    adapters = [p for p in learner.model.parameters() if p.requires_grad]
-    for parameter in adapters:
-        torch.nn.init.normal_(parameter, std=0.1)
-    (batch,) = micro_batches([sample], learner._cost)
-    scores = learner._score(batch).logprobs
-    mine = torch.autograd.grad(scores[scores.isfinite()].sum(), adapters)
-    logits = learner.policy_model(input_ids=torch.tensor([sample.token_ids])).logits[0]
-    total = torch.zeros(())
-    for i in range(len(PROMPT), len(sample.token_ids)):
-        place = SampledPlace(sampling, np.array(PROMPT), np.array(sample.token_ids[len(PROMPT) : i]))
-        shaped = learner._shaper.before_temperature(logits[i - 1 : i], [place])
-        logprob = truncate(shaped.log_softmax(-1), [place])[0, sample.token_ids[i]]
-        total = total + logprob if logprob.isfinite() else total
-    assert total
-    for got, expected in zip(mine, torch.autograd.grad(total, adapters), strict=True):
-        assert torch.allclose(got, expected, atol=1e-5)

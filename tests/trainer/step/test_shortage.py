@@ -89,12 +89,6 @@ def test_with_all_weights_the_passes_begin_anew_and_the_step_is_the_same(directo
         assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
-def test_the_next_step_begins_with_passes_that_fit(directory: Path) -> None:
-    learner = with_memory_for(trainer(directory, max_tokens_per_batch=ROOMY), 40, forward)
-    assert learner.step(batch(1))["passes_halved"] > 0
-    assert learner.step(batch(2))["passes_halved"] == 0
-
-
 def test_a_sample_that_does_not_fit_alone_is_left_out_and_named(directory: Path) -> None:
     given = batch(1)
     largest = max(given.samples, key=lambda s: len(s.token_ids))
@@ -107,14 +101,6 @@ def test_a_sample_that_does_not_fit_alone_is_left_out_and_named(directory: Path)
     assert metrics["rows_out_of_memory"] == 1 and not metrics["skipped"]
     assert metrics["trained_tokens"] == sum(s.trained_tokens for s in others)
     assert learner.left_out_because is not None and f"1 row of rollout {long.rollout_id}: " in learner.left_out_because
-
-
-def test_a_step_without_memory_for_any_sample_changes_nothing(directory: Path) -> None:
-    learner = with_memory_for(trainer(directory), 1, forward)
-    before = learner.adapter()
-    assert learner.step(batch(1, tasks=1, siblings=2))["skipped"] == 1
-    assert learner.skipped_because is not None and "too large for the memory" in learner.skipped_because
-    assert all(torch.equal(weight, before[name]) for name, weight in learner.adapter().items())
 
 
 async def test_rollouts_that_do_not_fit_are_not_offered_again(base: Path, tmp_path: Path) -> None:

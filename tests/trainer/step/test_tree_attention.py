@@ -16,8 +16,6 @@ torch = pytest.importorskip("torch")
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM  # noqa: E402
 
 from lightning_proxy.trainer.step import tree_attention  # noqa: E402
@@ -30,7 +28,6 @@ from lightning_proxy.trainer.step.tree_attention import (  # noqa: E402
     attention_plan,
     block_mask,
     flex,
-    tree_attention_forward,
     use_tree_attention,
 )
 
@@ -146,28 +143,6 @@ def test_scores_and_gradients_equal_those_of_the_rows_one_by_one(kind: str, shap
     assert_a_tree_equals_its_rows(lora_model(kind, seed), random_samples(seed, shape))
 
 
-def test_gradients_survive_checkpointing() -> None:
-    model, samples = lora_model("llama", 0), random_samples(0, "long")
-    expected = gradient(model, samples, as_a_tree)
-    model.enable_input_require_grads()
-    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    assert relative_difference(gradient(model, samples, as_a_tree), expected) < 1e-5
-
-
-def test_under_autocast_attention_is_in_the_lower_precision_too() -> None:
-    model, samples = lora_model("qwen3", 0), random_samples(0, "long")
-    expected = gradient(model, samples, one_by_one)
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = gradient(model, samples, one_by_one)
-        found = gradient(model, samples, as_a_tree)
-    assert relative_difference(found, expected) < 2 * relative_difference(plain, expected)
-    query, mask = torch.randn(1, 4, 3, 8), TreeMask(build_tree([[1, 2, 3]]), CPU)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, _ = tree_attention_forward(torch.nn.Module(), query, query, query, None, tree_mask=mask)
-    assert out.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_a_model_that_attends_by_trees_scores_ordinary_padded_rows_as_before(kind: str) -> None:
     model = lora_model(kind, 0)
@@ -184,13 +159,6 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused() -> None:
     config = CodeGenConfig(vocab_size=10, n_positions=16, n_embd=8, n_layer=1, n_head=2, rotary_dim=4)
     with pytest.raises(ConfigError, match="CodeGenForCausalLM"):
         use_tree_attention(CodeGenForCausalLM(config))
-
-
-def test_attention_sinks_are_refused() -> None:
-    query = torch.randn(1, 2, 3, 8)
-    mask = TreeMask(build_tree([[1, 2, 3]]), CPU)
-    with pytest.raises(ConfigError, match="s_aux"):
-        tree_attention_forward(torch.nn.Module(), query, query, query, None, tree_mask=mask, s_aux=torch.zeros(2))
 
 
 def visible_by_paths(tree: PrefixTree) -> "torch.Tensor":
@@ -253,26 +221,6 @@ def test_the_mask_by_blocks_is_the_one_that_pytorch_finds_pair_by_pair(shape: st
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert shape == "wide" or found.full_kv_num_blocks.sum() > 0
-
-
-def test_the_mask_takes_no_memory_for_pairs_of_nodes() -> None:
-    ends = torch.full((32 * 1024,), 32 * 1024)
-    with LargestTensor() as largest:
-        block_mask(ends)
-    assert largest.bytes < 2**20  # a byte for every pair is a GiB
-
-
-class LargestTensor(TorchDispatchMode):
-    """Keeps the size of the largest tensor that is made."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return out
 
 
 @pytest.mark.long
