@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from contract.system import Process, configuration, lightning, played, wait_until
+from contract.system import Json, Process, configuration, lightning, played, wait_until
 from contract.vllm import PlayedVllm
 from support.features import has
 from support.paths import ROOT
 
-Json = dict[str, Any]
 PROMISED: Json = {
     "proxy": {"host": "127.0.0.1", "port": 8080, "workers": 1, "api_keys": [], "admin_keys": []},
     "store": {"url": "sqlite:///lightning.db"},

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from contract.system import Answer, Proxy, in_this_process, played, wait_until
+from contract.system import Answer, Json, Proxy, in_this_process, played, wait_until
 from contract.vllm import PlayedVllm
 from support.features import has
 
-Json = dict[str, Any]
 NUMBERS = itertools.count()
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 PATH_PARTS = {"rollout_id": "nobody", "name": "nobody", "call_id": "nobody", "version": "1", "reward_id": "1"}

@@ -12,12 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from contract.system import Done, Process, Proxy, free_port, in_this_process, lightning, wait_until
+from contract.system import Done, Json, Process, Proxy, free_port, in_this_process, lightning, wait_until
 from contract.vllm import PlayedVllm
 from support.features import has, is_there
 from support.postgres import postgres_server
 
-Json = dict[str, Any]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ADDS = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 LOOKS = [*filter(is_there, (

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from contract.system import Done, Process, Proxy, wait_until
+from contract.system import Done, Json, Process, Proxy, wait_until
 from support.ray_cluster import RayCluster, ray_cluster
 
-Json = dict[str, Any]
 NUMBERS = itertools.count()
 POST = """
 import json, os, pathlib, subprocess, sys, time, urllib.request

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from contract.model import VOCABULARY, ModelVllm, save_model
-from contract.system import Proxy, in_this_process, wait_until
+from contract.system import Json, Proxy, in_this_process, wait_until
 from support.features import has
 
-Json = dict[str, Any]
 WEIGHTS = {"reward": 1.0, "style": 0.5}
 TRAINER: Json = {
     "group_size": 4, "tasks_per_step": 1, "baseline": "dr_grpo", "learning_rate": 0.05, "report_to": [],

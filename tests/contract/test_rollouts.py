@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from contract.scripted import said, sampled, scripted
-from contract.system import Proxy, in_this_process
+from contract.system import Json, Proxy, in_this_process
 
-Json = dict[str, Any]
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 DOCS = Path(__file__).parents[2] / "docs"
 

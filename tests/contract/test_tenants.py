@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from contract.model import Faulty, ModelVllm, save_model
-from contract.system import Answer, Proxy, in_this_process, wait_until
+from contract.system import Answer, Json, Proxy, in_this_process, wait_until
 from support.features import has
 
-Json = dict[str, Any]
 REWARD = 0.1234
 SECRETS = ("b-task", "SECRET", str(REWARD))  # what tells of the other tenant
 TRAINER = {"group_size": 2, "tasks_per_step": 1, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}

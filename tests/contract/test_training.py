@@ -7,15 +7,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from contract.model import Faulty, ModelVllm, save_model
-from contract.system import Forked, Proxy, in_this_process, wait_until
+from contract.system import Forked, Json, Proxy, in_this_process, wait_until
 from contract.training import GROUP, TRAINER, ask, by_weights, play, versions
-
-Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")

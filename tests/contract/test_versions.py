@@ -16,10 +16,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from contract.model import ModelVllm, save_model
-from contract.system import Done, Process, Proxy, in_this_process, wait_until
+from contract.system import Done, Json, Process, Proxy, in_this_process, wait_until
 from contract.training import TRAINER, play
 
-Json = dict[str, Any]
 # Version 1 does all tasks, the base model every other one.
 AGENT = """
 import json, os, sys, urllib.request
