@@ -46,14 +46,13 @@ Scores = list[list[float]]  # of each row, the log-probability of each target
 class Datum:
     """One row. Lists are as long as `tokens`; `targets[i]` is the token after `tokens[i]`.
 
-    `mask[i]` is 1 where the policy sampled `targets[i]`. `advantages` carry the token's weight in the step's loss.
+    `advantages` carry the token's weight in the step's loss.
     """
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     advantages: tuple[float, ...] = ()
-    mask: tuple[int, ...] = ()
 
 
 class TinkerService:

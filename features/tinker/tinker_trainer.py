@@ -7,12 +7,12 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 
-import numpy as np
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -22,19 +22,18 @@ from ...core.errors import ConfigError
 from ...trainer.checkpoint import atomic_directory, config_changes, saved_config, saved_rate, write_config
 from ...trainer.rate import rate_after, rate_of
 from ...trainer.report.trackers import Trackers
-from ...trainer.step.losses import token_weights
+from ...trainer.step.losses import LossInputs, policy_loss, token_weights
 from ...trainer.step.scoring import longest_sample
-from ...trainer.step.step_metrics import SAMPLER_TOKENS, nats_apart, some_rollouts, wrong_sampler
+from ...trainer.step.step_metrics import SAMPLER_TOKENS, k3, nats_apart, some_rollouts, wrong_sampler
 from ...trainer.types import Batch, Sample
 from ...trainer.weights import tolerance
 from .config import LOSSES, TinkerConfig
-from .service import Datum, TinkerService, Weights, write_adapter
+from .service import Datum, Scores, TinkerService, Weights, write_adapter
 
 log = logging.getLogger(__name__)
 STATE_FILE = "tinker.json"
 # AdamW's defaults, which the local trainer takes.
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-MAX_LOG_RATIO = 20.0  # exp() of anything larger is useless in a metric and may overflow
 
 
 class TinkerTrainer:
@@ -102,18 +101,19 @@ class TinkerTrainer:
     def _gradients(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
         """Return the metrics of the forward pass. If the step is to be skipped, the service forgets the gradients."""
         config = self.settings
-        rows = rows_of(samples, token_weights(samples, config, batch.compared), config.section(TinkerConfig).reduction)
+        weights = token_weights(samples, config, batch.compared)
+        rows = rows_of(samples, weights, config.section(TinkerConfig).reduction)
         self._service.ready(self._state)
         low, high = clip_limits(config)
         limits = {"clip_low_threshold": low, "clip_high_threshold": high}
         logprobs = self._service.forward_backward(rows, LOSSES[config.loss_type], limits)
-        metrics = numbers_of(rows, logprobs, config)
-        fresh = [i for i, sample in enumerate(samples) if sample.versions == (batch.version,)]
-        of_fresh = numbers_of([rows[i] for i in fresh], [logprobs[i] for i in fresh], config) if fresh else {"kl": 0.0}
+        metrics = numbers_of(samples, logprobs, weights, config)
+        fresh = [sample.versions == (batch.version,) for sample in samples]
+        of_fresh = numbers_of([*compress(samples, fresh)], [*compress(logprobs, fresh)], weights, config)
         metrics["sampler_difference"] = nats_apart(of_fresh["kl"])
         if not math.isfinite(metrics["loss"]):
             self.skipped_because = f"the loss is not finite over {some_rollouts([s.rollout_id for s in samples])}"
-        elif of_fresh.get("trained_tokens", 0) >= SAMPLER_TOKENS:
+        elif of_fresh["trained_tokens"] >= SAMPLER_TOKENS:
             self.skipped_because = wrong_sampler(of_fresh["kl"], self._tolerance)
             self.warnings = {"sampler": self.skipped_because} if self.skipped_because else {}
         if self.skipped_because is not None:
@@ -235,15 +235,11 @@ def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: 
     rows = []
     for sample in samples:
         ids, weight = sample.token_ids, weights[sample.rollout_id]
-        weight *= _divisor(len(ids) - 1, len(samples), reduction)
+        if reduction == "mean":
+            weight *= (len(ids) - 1) * len(samples)
         advantages = tuple(weight * value for value in sample.advantages[1:])
-        rows.append(Datum(ids[:-1], ids[1:], sample.logprobs[1:], advantages, sample.mask[1:]))
+        rows.append(Datum(ids[:-1], ids[1:], sample.logprobs[1:], advantages))
     return rows
-
-
-def _divisor(tokens: int, rows: int, reduction: str) -> float:
-    """The number by which the service divides the loss of a row of so many tokens."""
-    return float(tokens * rows) if reduction == "mean" else 1.0
 
 
 def clip_limits(config: TrainerConfig) -> tuple[float, float]:
@@ -253,29 +249,26 @@ def clip_limits(config: TrainerConfig) -> tuple[float, float]:
     return 1 - config.clip_low, 1 + config.clip_high
 
 
-def numbers_of(rows: Sequence[Datum], logprobs: Sequence[Sequence[float]], config: TrainerConfig) -> dict[str, float]:
-    """Return a step's loss, ratios and KL by the names of `metric_schema`. `logprobs` are the policy's, by target.
+def numbers_of(
+    samples: Sequence[Sample], logprobs: Scores, weights: Mapping[str, float], config: TrainerConfig
+) -> dict[str, float]:
+    """Return a step's loss, ratios and KL by the names of `metric_schema`. `logprobs` are the policy's, by target."""
 
-    The loss of each token is as the API documents it.
-    """
-    mask = np.concatenate([np.asarray(row.mask, bool) for row in rows])
-    ours = np.concatenate([np.asarray(values, np.float64) for values in logprobs])[mask]
-    theirs = np.concatenate([np.asarray(row.logprobs, np.float64) for row in rows])[mask]
-    reduction = config.section(TinkerConfig).reduction
-    weighted = [np.asarray(r.advantages, np.float64) / _divisor(len(r.tokens), len(rows), reduction) for r in rows]
-    advantages, log_ratios = np.concatenate(weighted)[mask], ours - theirs
-    ratios, (low, high) = np.exp(np.minimum(log_ratios, MAX_LOG_RATIO)), clip_limits(config)
-    bounded = np.clip(ratios, low, high)
-    if LOSSES[config.loss_type] == "cispo":
-        terms = -bounded * ours * advantages
-    else:
-        terms = -np.minimum(ratios * advantages, bounded * advantages)
-    clipped, n = (ratios < low) & (advantages < 0) | (ratios > high) & (advantages > 0), max(len(ratios), 1)
+    def row(values: Iterable[Iterable[float]]) -> Tensor:
+        return torch.tensor([[*chain.from_iterable(values)]], dtype=torch.float64)
+
+    of_tokens = row([weights[sample.rollout_id]] * (len(sample.token_ids) - 1) for sample in samples)
+    sampled, mask = row(sample.logprobs[1:] for sample in samples), row(sample.mask[1:] for sample in samples)
+    advantages = row(sample.advantages[1:] for sample in samples)
+    given, kept = LossInputs(row(logprobs), sampled, advantages, mask, config, weights=of_tokens), mask.bool()
+    ratios, pulled, (low, high) = given.ratios[kept], advantages[kept], clip_limits(config)
+    clipped = (ratios < low) & (pulled < 0) | (ratios > high) & (pulled > 0)
+    n = max(len(ratios), 1)
     return {
-        "loss": float(terms.sum()),
-        "kl": float((ratios - 1 - log_ratios).sum()) / n,
+        "loss": float(policy_loss(given)),
+        "kl": float(k3((given.logprobs - sampled)[kept]).sum()) / n,
         "ratio_mean": float(ratios.sum()) / n,
-        "ratio_max": float(ratios.max(initial=0.0)),
+        "ratio_max": max(ratios.tolist(), default=0.0),
         "clip_share": float(clipped.sum()) / n,
         "trained_tokens": float(len(ratios)),
     }
