@@ -37,18 +37,14 @@ def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
     assert max(len(line) for line in output.getvalue().splitlines()) <= 100
 
 
-def test_the_demo_never_empties_a_directory_that_is_not_its_own(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="choose another --dir"):
-        begin(DemoOptions(directory=tmp_path))
-    assert (tmp_path / "thesis.txt").exists()
-
-
-def test_an_earlier_demos_directory_is_emptied(tmp_path: Path) -> None:
+def test_an_earlier_demos_directory_is_emptied_and_never_another(tmp_path: Path) -> None:
     options = DemoOptions(directory=tmp_path / "demo", seed=3)
     (begin(options).directory / "lightning.db").touch()
     begin(options)
     assert [path.name for path in (tmp_path / "demo").iterdir()] == ["demo.json"]
+    with pytest.raises(ConfigError, match="choose another --dir"):
+        begin(DemoOptions(directory=tmp_path))
+    assert (tmp_path / "demo").exists()
 
 
 def test_a_demo_is_resumed_with_the_options_that_it_began_with_and_only_where_one_began(tmp_path: Path) -> None:

@@ -16,7 +16,12 @@ from lightning_proxy.commands.system import processes
 from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port, reason
 from support.paths import ROOT
 
-SLEEPS = [sys.executable, "-c", "import time; time.sleep(1000)"]
+
+def python(script: str) -> list[str]:
+    return [sys.executable, "-c", script]
+
+
+SLEEPS = python("import time; time.sleep(1000)")
 # Says so when it is ready, then ignores both polite signals; its own child does too.
 STUBBORN = """
 import os, signal, time
@@ -48,9 +53,7 @@ async def written(path: Path) -> list[int]:
 
 
 async def test_a_child_that_dies_while_starting_is_reported_with_its_last_words(tmp_path: Path) -> None:
-    spec = ChildSpec(
-        "web", [sys.executable, "-c", "print('no room'); raise SystemExit(7)"], health_url="http://127.0.0.1:9"
-    )
+    spec = ChildSpec("web", python("print('no room'); raise SystemExit(7)"), health_url="http://127.0.0.1:9")
     async with Supervisor(tmp_path) as supervisor:
         with pytest.raises(ChildDied, match=r"web ended \(exit code 7\)[\s\S]*no room"):
             await supervisor.wait_healthy(await supervisor.start(spec))
@@ -88,7 +91,7 @@ async def test_children_are_ended_newest_first(tmp_path: Path) -> None:
 async def test_a_stubborn_child_is_killed_with_its_own_children(tmp_path: Path) -> None:
     said: list[str] = []
     async with Supervisor(tmp_path, said.append) as supervisor:
-        await supervisor.start(ChildSpec("stubborn", [sys.executable, "-c", STUBBORN], grace_s=0.2))
+        await supervisor.start(ChildSpec("stubborn", python(STUBBORN), grace_s=0.2))
         pids = await written(tmp_path / "stubborn.log")
         assert all(exists(pid) for pid in pids)
     await until_gone(*pids)
@@ -154,7 +157,7 @@ async def test_a_child_that_dies_is_started_again_as_often_as_it_may(tmp_path: P
     starts = str(tmp_path / "starts")
     script = f"import pathlib; pathlib.Path({starts!r}).open('a').write('x'); raise SystemExit(3)"
     async with Supervisor(tmp_path, said.append) as children:
-        await children.start(ChildSpec("moody", [sys.executable, "-c", script], restarts=2))
+        await children.start(ChildSpec("moody", python(script), restarts=2))
         with pytest.raises(ChildDied, match="exit code 3"):
             await children.guard(asyncio.Event().wait())
     assert Path(starts).read_text() == "xxx"
@@ -174,14 +177,14 @@ async def test_the_others_go_on_without_a_child_that_is_not_vital(
             await asyncio.sleep(0.05)
 
     async with Supervisor(tmp_path, said.append) as children:
-        await children.start(ChildSpec("moody", [sys.executable, "-c", script], restarts=1, vital=False))
+        await children.start(ChildSpec("moody", python(script), restarts=1, vital=False))
         await children.guard(see_it_started(4))
     assert any("the others keep running" in line for line in said)
 
 
 async def test_a_child_that_was_told_something_wrong_is_not_started_again(tmp_path: Path) -> None:
     async with Supervisor(tmp_path) as children:
-        spec = ChildSpec("wrong", [sys.executable, "-c", "raise SystemExit(2)"], restarts=2, vital=False)
+        spec = ChildSpec("wrong", python("raise SystemExit(2)"), restarts=2, vital=False)
         await children.start(spec)
         with pytest.raises(ChildDied, match="exit code 2"):
             await children.guard(asyncio.Event().wait())
@@ -196,7 +199,7 @@ async def test_a_child_that_closes_its_port_and_lives_on_is_started_again_as_if_
     script = f"import socket, time\nwith socket.create_server(('127.0.0.1', {port})): time.sleep(1)\ntime.sleep(1000)"
     async with Supervisor(tmp_path, said.append) as children:
         url = f"http://127.0.0.1:{port}/health"
-        await children.start(ChildSpec("vllm", [sys.executable, "-c", script], {}, url, grace_s=0.1, restarts=1))
+        await children.start(ChildSpec("vllm", python(script), {}, url, grace_s=0.1, restarts=1))
         with pytest.raises(ChildDied, match="vllm closed its port and did not end"):
             await children.guard(asyncio.Event().wait())
     assert [line for line in said if "starting it again" in line] == [

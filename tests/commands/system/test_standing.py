@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from lightning_proxy.commands.system import steps, up
-from lightning_proxy.commands.system.steps import newest_of_trainer
 from lightning_proxy.commands.system.up import UpView
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
@@ -19,17 +18,6 @@ from lightning_proxy.core.config.upstreams import UpstreamConfig
 
 WAITS = "2026-11-26 03:20:2{} ERROR lightning_proxy.trainer.loop: step 3 waits to be saved: no space; free some space\n"
 STEP = "2026-11-26 03:20:30,016 INFO lightning_proxy.commands.system.steps: step 3 reward 0.5\n"
-
-
-def test_the_newest_message_of_a_trainer_is_known_and_whether_it_warns(tmp_path: Path) -> None:
-    log = tmp_path / "trainer.log"
-    assert newest_of_trainer(log) == ("", False)
-    log.write_text(STEP + WAITS.format("4,016"))
-    assert newest_of_trainer(log) == ("step 3 waits to be saved: no space; free some space", True)
-    log.write_text(WAITS.format("4,016") + STEP)
-    assert newest_of_trainer(log) == ("step 3 reward 0.5", False)
-    log.write_text("Loading weights: 100%")
-    assert newest_of_trainer(log) == ("Loading weights: 100%", False)
 
 
 async def test_a_warning_that_only_repeats_is_told_once_until_another_line_comes(
