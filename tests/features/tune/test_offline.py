@@ -186,12 +186,8 @@ def test_every_group_is_trained_on_once_an_epoch_whatever_was_trained_on_before(
     assert steps[6]["epochs_done"] == 2
     assert max(abs(loss) for loss, _, _ in whole.losses()) > 0
     assert steps[1]["loss"] != steps[4]["loss"], "the second epoch goes on from the first"
-
-
-def test_the_weights_are_where_it_says(whole: Run, base: Path) -> None:
-    assert (whole.out / "adapter" / "adapter_model.safetensors").is_file()
-    assert (whole.out / "model" / "config.json").is_file()
-    assert (whole.out / "adapter" / "COMPLETE").is_file()
+    for file in ("adapter/adapter_model.safetensors", "adapter/COMPLETE", "model/config.json"):
+        assert (whole.out / file).is_file()
 
 
 @pytest.mark.long
@@ -224,13 +220,10 @@ def _same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_an_export_trains_to_the_same_weights_as_the_store(
-    whole: Run, recorded: Path, base: Path, tmp_path: Path, suffix: str
+    whole: Run, recorded: Path, base: Path, tmp_path: Path
 ) -> None:
-    if suffix == "parquet":
-        pytest.importorskip("pyarrow")
-    target = export(recorded, tmp_path / f"week.{suffix}")
+    target = export(recorded, tmp_path / "week.jsonl")
     run = Run(tmp_path / "run", base, **whole.trainer)
     code, text = run.train("--data", target, "--epochs", "2")
     assert code == 0, text
