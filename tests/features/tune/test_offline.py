@@ -268,7 +268,7 @@ async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are
     settings = {"credit": "discounted", "baseline": "dr_grpo", "group_size": 2, "group_timeout_s": 1e-9}
     settings |= {
         "reward_weights": {"reward": 1.0, "style": 2.0, "judge": 8.0},
-        "air": {"tool_error": -0.1, "truncated": -0.1},
+        "air": {"tool_error": -0.1, "bad_arguments": -0.1, "truncated": -0.1},
     }
     found = []
     for number, data in enumerate((source, export(source, tmp_path / f"week.{suffix}"))):
