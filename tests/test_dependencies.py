@@ -34,7 +34,6 @@ EXTRAS = {
     "features/optimize": {"optimize", "providers"},
     "commands/files.py": {"parquet"},
     "features/ray": {"ray"},
-    "commands/system": {"vllm"},
     "commands/train.py": {"train"},
 }
 # What the agents that use the client have of their own.
