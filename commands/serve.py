@@ -151,35 +151,23 @@ def _app(config: Config, lines: CallLines) -> ASGIApp:
     logging.getLogger("uvicorn.error").addFilter(_is_fault)
     gc.freeze()  # imported modules stay; collecting them again and again cost a tenth of the throughput
     gc.set_threshold(10_000, 20, 20)  # calls leave hardly any cycles to look for
-    return _Plain(create_app(config, (lines.call_ended,)))
+    return _plain(create_app(config, (lines.call_ended,)))
 
 
-class _Plain:
+def _plain(app: ASGIApp) -> ASGIApp:
     """The app, whose start says in one line why it failed, if that is an error of ours."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            error = sys.exc_info()[1]  # Starlette sends the traceback of what it has just caught
+            if message["type"] == "lifespan.startup.failed" and isinstance(error, LightningError):
+                typer.echo(f"lightning-proxy: {error.message}", err=True)
+                message["message"] = ""
+            await send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan":
-            return await self._app(scope, receive, send)
-        failed: list[Message] = []
+        await app(scope, receive, tell if scope["type"] == "lifespan" else send)
 
-        async def hold(message: Message) -> None:
-            if message["type"] == "lifespan.startup.failed":
-                failed.append(message)
-            else:
-                await send(message)
-
-        try:
-            await self._app(scope, receive, hold)
-        except LightningError as error:
-            typer.echo(f"lightning-proxy: {error.message}", err=True)
-            await send({"type": "lifespan.startup.failed", "message": ""})
-        except BaseException:
-            for message in failed:
-                await send(message)
-            raise
+    return called
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
