@@ -1,7 +1,7 @@
 """Assigns credit: turns the rewards of a group's rollouts into a return and an advantage for each call. Pure.
 
 A strategy is one function. It takes a group (rollouts that are compared with each other) and returns one list per
-rollout, with one `Credited` per call. An advantage of 0.0 teaches nothing, and so does a group of zeros. Where
+rollout, with the advantage of each call. An advantage of 0.0 teaches nothing, and so does a group of zeros. Where
 `trainer.agents` names agents, the calls of an agent are compared with calls of the same agent only.
 """
 
@@ -40,8 +40,7 @@ class Credited(NamedTuple):
     advantage: float
 
 
-Credit = list[list[Credited]]
-Strategy = Callable[[Sequence[Sibling], TrainerConfig], Credit]
+Strategy = Callable[[Sequence[Sibling], TrainerConfig], Values]
 
 
 def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited | None]]:
@@ -72,19 +71,21 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
     return found
 
 
-def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
-    """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named)."""
-    found: dict[str, Credit] = {}
+def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited]]:
+    """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named).
+
+    The return that a user's own function compares is not known: the rollout's stands for it.
+    """
+    advantages: dict[str, Values] = {}
     for name in {*config.credits.values(), "uniform"}:
-        if name in STRATEGIES:
-            found[name] = STRATEGIES[name](group, config)
-        else:  # the return that a user's own function compares is not known: the rollout's stands
-            returns = _of_rollouts(group, [sibling.rewards.total for sibling in group])
-            found[name] = _credited(returns, own_credit(name, group, config))
-    return [
-        [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
-        for i, sibling in enumerate(group)
-    ]
+        advantages[name] = STRATEGIES[name](group, config) if name in STRATEGIES else own_credit(name, group, config)
+    found: list[list[Credited]] = []
+    for i, sibling in enumerate(group):
+        by_call = discounted_returns(sibling.calls, sibling.rewards, config.discount)
+        names = [strategy_of(call.agent, config.credit) for call in sibling.calls]
+        returns = [by_call[j] if name in OF_CALLS else sibling.rewards.total for j, name in enumerate(names)]
+        found.append([Credited(returns[j], advantages[name][i][j]) for j, name in enumerate(names)])
+    return found
 
 
 def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
@@ -94,16 +95,15 @@ def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
     return credit.get(agent or "*", credit.get("*", "uniform"))
 
 
-def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
+def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3).
 
     A(call) = A(rollout): all calls had the same share in the result. Returns 1 and 0 make 0.5 and -0.5 by `dr_grpo`.
     """
-    returns = [sibling.rewards.total for sibling in group]
-    return _credited(_of_rollouts(group, returns), _of_rollouts(group, compared(config.baseline, returns)))
+    return _of_rollouts(group, compared(config.baseline, [sibling.rewards.total for sibling in group]))
 
 
-def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
+def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Compute A_k = R_k - baseline of the siblings' R_k, where R_k is the discounted sum of the rewards from call k on.
 
     Of two rollouts with rewards 1, 0 and 0, 0 for their calls the returns are 1, 0 and 0, 0: by `dr_grpo` the first
@@ -126,10 +126,10 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
                 baselines = dict(zip(there, of_step or (), strict=False))
             for i, j in there.items():
                 found[i][j] = baselines[i].advantage(returns[i][j]) if i in baselines else 0.0
-    return _credited(returns, found)
+    return found
 
 
-def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
+def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Compute A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
 
     A(rollout) compares the sums of all rewards, those of the calls and the rollout's own. A(step) compares the
@@ -148,13 +148,14 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
         values = compared(config.baseline, [returns[i][j] for i, j in places])
         for (i, j), value in zip(places, values, strict=True):
             found[i][j] += config.anchor_weight * value
-    return _credited(returns, found)
+    return found
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     # A judge's scores are rewards of calls, and are treated like any other.
     {"uniform": uniform, "discounted": discounted, "anchor": anchor, "judge": discounted}
 )
+OF_CALLS = STRATEGIES.keys() - {"uniform"}  # they compare the returns of calls, not of rollouts
 
 
 def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, discount: float) -> list[float]:
@@ -180,10 +181,6 @@ def state_of(call: ModelCall) -> Hashable:
 def _of_rollouts(group: Sequence[Sibling], values: Sequence[float]) -> Values:
     """Give every call of a rollout the value of that rollout."""
     return [[value] * len(sibling.calls) for sibling, value in zip(group, values, strict=True)]
-
-
-def _credited(returns: Values, advantages: Values) -> Credit:
-    return [[Credited(*both) for both in zip(*of, strict=True)] for of in zip(returns, advantages, strict=True)]
 
 
 def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
