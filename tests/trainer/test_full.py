@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.trainer.rows.prefix_tree import micro_batches
+from lightning_proxy.trainer.step import scoring
+from lightning_proxy.trainer.step.shaping import SampledPlace, truncate
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
 from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import VOCABULARY, save_small_model
@@ -122,3 +126,55 @@ def test_a_checkpoint_of_the_other_kind_is_refused_in_one_line(
     (tmp_path / "1" / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match="weights of another shape"):
         other.load(tmp_path / "1")
+
+
+def gradients(learner: LightningTrainer, total: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(total, learner.weight_sets.parameters()))
+
+
+SHAPED = Sampling(repetition_penalty=1.5, frequency_penalty=0.2, bias=((7, 1.0),), top_p=0.95)
+
+
+def far(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The greatest relative difference of two lists of gradients."""
+    return max(float((f - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True))
+
+
+def plain_scores(learner: LightningTrainer, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """(4,) log-probabilities and entropies of an answer, by the model's own forward pass."""
+    logits = learner.policy_model(input_ids=torch.tensor([sample.token_ids])).logits[0].float()
+    logprobs, entropies = [], []
+    for i in range(4, 8):
+        row = logits[i - 1 : i]
+        places = []
+        if sample.shaped:
+            ids = np.asarray(sample.token_ids)
+            places = [SampledPlace(sample.shaped[0][2], ids[:4], ids[4:i])]
+            row = learner._shaper.before_temperature(row, places)
+        logp = (row / sample.temperatures[i]).log_softmax(-1)
+        logp = truncate(logp, places)[0] if places else logp[0]
+        logprobs.append(logp[sample.token_ids[i]])
+        entropies.append(-(logp.exp() * logp.clamp(min=-1e4)).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("sampling", [None, SHAPED], ids=["plain", "shaped"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_gradient_is_that_of_plain_autograd(
+    kind: str, sampling: Sampling | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities and entropies are weighted at random, and come from several chunks of logits."""
+    monkeypatch.setattr(scoring, "_LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    learner = trainer(save_model(tmp_path / kind, kind), tmp_path, entropy={"coef": 0.1})
+    samples = list(batch(sampling=sampling).samples)
+    if sampling is not None:  # a token that top_p leaves out has no log-probability
+        samples = [s for s in samples if plain_scores(learner, s)[0].isfinite().all()]
+        assert samples
+    (together,) = micro_batches(samples, learner._cost)
+    scores = learner._score(together)
+    weights = torch.randn(2, len(samples), 4, generator=torch.Generator().manual_seed(0))
+    found = gradients(learner, (weights * torch.stack([x[:, 4:8] for x in scores])).sum())
+    plain = [torch.stack(plain_scores(learner, sample)) for sample in together.samples]
+    assert torch.allclose(torch.stack([x[:, 4:8] for x in scores], 1), torch.stack(plain), atol=1e-4)
+    expected = gradients(learner, sum((w * p).sum() for w, p in zip(weights.unbind(1), plain, strict=True)))
+    assert far(found, expected) < 2e-5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -170,3 +171,90 @@ async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
         await b.loop(partial(TrainingLoop, hooks=TrainerHooks(guide=guide.guided))).run(asyncio.Event(), once=True)
         assert await b.steps_of(equal) == {1}
         assert guide.asked == [4, 4, 4] and caplog.text.count("step 1 waits: teacher: away") == 2
+
+
+async def test_what_teaches_nothing_is_dropped_with_a_reason(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, max_staleness=0) as b:
+        useful = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
+        failed = await b.rollout("t1", None, status="failed")
+        equal = [await b.rollout("t2", 0.5) for _ in range(4)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(useful) == {1}
+        reasons = {r: (await b.store.rollouts.get(r)).dropped for r in [failed, *equal]}
+        assert reasons[failed] == "failed or discarded"
+        assert {reasons[r] for r in equal} == {"all rewards of the group are equal"}
+        stale = [await b.rollout(task, float(i % 2)) for task in ("t3", "t4") for i in range(4)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert {(await b.store.rollouts.get(r)).dropped for r in stale} == {
+            "stale: sampled by too old a policy version"
+        }
+
+
+async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
+        rollouts = [await b.rollout("t1", r) for r in (0.0, 1.0)]
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts) == {None}
+        await asyncio.sleep(1.1)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of(rollouts) == {1}
+
+
+async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, group_timeout_s=30.0) as b:
+        old = [await b.rollout("t1", None, status=status) for status in ("completed", "failed")]
+        late = [await b.rollout("t2", None, status="completed") for _ in range(4)]
+        hour_ago = [{"rollout_id": rollout, "at": time.time() - 3600} for rollout in (*old, *late)]
+        await b.store.database.commit([("UPDATE rollouts SET ended_at = :at WHERE rollout_id = :rollout_id", hour_ago)])
+        new = await b.rollout("t1", 1.0)
+        await b.store.rewards.post([Reward(late[0], 1.0)], None, b"")  # the others' rewards are on their way
+        await b.loop().run(asyncio.Event(), once=True)
+        for waiting in (new, late[0]):
+            assert (await b.store.rollouts.get(waiting)).dropped is None
+
+
+async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path) as b:
+        untold = [await b.rollout("t1", None, status="completed") for _ in range(4)]
+        waiting = await b.rollout("t1", 1.0)
+        await b.loop().run(asyncio.Event(), once=True)
+        assert await b.steps_of([*untold, waiting]) == {None}
+        assert (await b.store.rollouts.get(waiting)).dropped is None
+
+
+async def test_a_running_sibling_holds_nobody_up_and_its_late_result_is_learned_from(
+    base: Path, tmp_path: Path
+) -> None:
+    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
+        quick = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
+        slow = await b.rollout("t1", None)
+        loop, stop = b.loop(), asyncio.Event()
+        training = asyncio.create_task(loop.run(stop))
+        while await b.steps_of(quick) != {1}:
+            assert not training.done()
+            await asyncio.sleep(0.02)
+        assert (await b.store.rollouts.get(slow)).status == "running"
+        await b.store.rewards.post([Reward(slow, 0.5)], None, b"")
+        while await b.steps_of([slow]) != {2}:
+            assert not training.done()
+            await asyncio.sleep(0.02)
+        stop.set()
+        await training
+        last = await b.store.steps.last()
+        assert last is not None and last.metrics["rollouts_trained"] == 1.0
+
+
+async def test_no_step_is_taken_before_its_round_is_due(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    schedule = {"when": "rollouts", "every_rollouts": 12}
+    async with bench(base, tmp_path, schedule=schedule, max_steps=2) as b:
+        early = await b.groups("t1", "t2")  # enough for a step
+        training = asyncio.create_task(b.loop().run(asyncio.Event()))
+        while "the trainer waits for 12 complete rollouts, 8 so far" not in caplog.text:
+            assert not training.done() and await b.steps_of(early) == {None}
+            await asyncio.sleep(0.01)
+        late = await b.groups("t3")
+        await training
+        assert (await b.steps_of(early), await b.steps_of(late)) == ({1}, {2})

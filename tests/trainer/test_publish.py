@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,19 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.core.errors import (
+    LightningError,
     NotSaved,
     PublishError,
+    TrainingUnavailable,
+    UpstreamTimeout,
+    UpstreamUnreachable,
 )
 from lightning_proxy.serving.swap import NotServed, Swap
-from lightning_proxy.serving.vllm import VllmError, VllmServer
+from lightning_proxy.serving.vllm import VllmError, VllmFault, VllmServer
+from lightning_proxy.trainer import waiting
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from support.training import (
+    DeafServer,
     HonestServer,
     RestartingServer,
     bench,
@@ -213,3 +220,101 @@ async def test_however_long_the_disk_is_full_the_rollouts_of_now_are_no_staler_f
         await b.loop().run(asyncio.Event(), once=True)
         assert [v.version for v in await b.store.versions.all()] == [0, 1, 2]
         assert await b.steps_of(asked_before) == {2}
+
+
+class DyingServer(HonestServer):
+    """Gone for good when it is first asked for an answer."""
+
+    dead = False
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.dead |= request.path == "/v1/completions"
+        if self.dead:
+            assert request.transport is not None
+            request.transport.abort()
+        return await super().handle(request)
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+@pytest.mark.parametrize("order", [(HonestServer, DyingServer), (DyingServer, HonestServer)])
+async def test_a_replica_that_dies_while_it_is_verified_holds_nothing_up(
+    base: Path, tmp_path: Path, publish: str, order: tuple[type[HonestServer], type[HonestServer]]
+) -> None:
+    async with bench(base, tmp_path, publish, order[0], replicas=[order[1]]) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.step, live.verified) == (1, 1, True)
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_weights_that_one_replica_does_not_serve_do_not_count(base: Path, tmp_path: Path, publish: str) -> None:
+    async with bench(base, tmp_path, publish, replicas=[DeafServer]) as b:
+        await b.groups("t1", "t2")
+        with pytest.raises(PublishError, match="does not serve the weights"):
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.store.versions.live()).version == 0
+
+
+async def test_verification_goes_on_when_vllm_was_away(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path) as b:
+        await b.groups("t1", "t2")
+        sample, tries = VllmServer.sample, []
+
+        async def away_at_first(*args: Any) -> Any:
+            tries.append(args)
+            if len(tries) < 3:
+                raise UpstreamUnreachable("away")
+            return await sample(*args)
+
+        monkeypatch.setattr(VllmServer, "sample", away_at_first)
+        monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.step, live.verified) == (1, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("between", "ends"), [(UpstreamUnreachable, False), (UpstreamTimeout, False), (NotSaved, True)]
+)
+async def test_faults_of_a_vllm_that_was_away_between_them_are_not_added_up(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: type[LightningError], ends: bool
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.trainer.publish.FAULTS", 3)
+    async with bench(base, tmp_path, "lora") as b:
+        load, met = VllmServer.load_adapters, [VllmFault, VllmFault, between, VllmFault, VllmFault]
+
+        async def faulty_at_first(*args: Any) -> None:
+            if met:
+                raise met.pop(0)("not now")
+            await load(*args)
+
+        monkeypatch.setattr(VllmServer, "load_adapters", faulty_at_first)
+        await b.groups("t1", "t2")
+        with pytest.raises(VllmFault) if ends else nullcontext():
+            await b.loop().run(asyncio.Event(), once=True)
+        assert (await b.store.versions.live()).step == (None if ends else 1)
+        assert "publishing" not in {version.status for version in await b.store.versions.all()}
+
+
+async def test_an_outage_of_what_trains_while_weights_are_fetched_skips_no_version(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_weights, tries = LightningTrainer.save_weights, list[Path]()
+
+    def away_at_first(self: LightningTrainer, path: Path, *, merged: bool) -> None:
+        tries.append(path)
+        if len(tries) == 1:
+            raise TrainingUnavailable("the service is away")
+        save_weights(self, path, merged=merged)
+
+    monkeypatch.setattr(LightningTrainer, "save_weights", away_at_first)
+    monkeypatch.setattr(waiting, "RETRY_S", 0.01)
+    async with bench(base, tmp_path, "lora") as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        assert [(v.version, v.status) for v in await b.store.versions.all()] == [(0, "ready"), (1, "live")]
+        assert tries == [tries[0]] * 2

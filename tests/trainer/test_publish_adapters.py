@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lightning_proxy.serving.swap import Swap
 from support.training import (
     OWN_ADAPTERS,
     HonestServer,
+    RestartingServer,
     bench,
     require_seen_clearly,
 )
@@ -86,3 +89,21 @@ async def test_an_adapter_that_is_not_served_keeps_the_whole_version_from_going_
             await b.loop().run(asyncio.Event(), once=True)
         assert (await b.store.versions.live()).version == 0
         assert (await b.store.versions.get(1)).status == "failed"
+
+
+@pytest.mark.parametrize("replicas", [(), (HonestServer,)])
+@pytest.mark.parametrize(
+    "policy, restarts_at", [({}, "policy-v1"), (OWN_ADAPTERS, "policy-v1"), (OWN_ADAPTERS, "policy-v1.checker")]
+)
+async def test_a_vllm_that_restarts_during_verification_gets_all_adapters_again(
+    base: Path, tmp_path: Path, replicas: Sequence[type[HonestServer]], policy: dict[str, Any], restarts_at: str
+) -> None:
+    async with bench(base, tmp_path, "lora", RestartingServer, replicas, policy=policy) as b:
+        assert isinstance(b.server, RestartingServer)
+        b.server.restarts_at = restarts_at
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        live = await b.store.versions.live()
+        assert (live.version, live.verified, b.server.restarts) == (1, True, 1)
+        for server in (b.server, *b.replicas):
+            assert set(server.models) == {"base", *live.served_models}

@@ -138,3 +138,16 @@ async def _until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def test_a_server_that_answers_nobody_gets_new_weights_first(
+    base: Path, tmp_path: Path, watched: type[WatchedServer]
+) -> None:
+    async with bench(base, tmp_path, server=watched, replicas=[watched]) as b:
+        await b.groups("t1", "t2")
+        watched.all[1].label = "lost"
+        await b.loop().run(asyncio.Event(), once=True)
+        label = f"1-{int((await b.store.versions.live()).created_at)}"
+        assert [server.label for server in watched.all] == [label] * 2
+        first, labels = watched.asked[0]
+        assert (first, labels[0]) == (1, "default"), "the other one answers agents meanwhile"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_proxy.commands.show.steps import step_line
@@ -89,3 +90,15 @@ async def test_a_mask_that_drops_all_tokens_is_named_and_nothing_is_published(ba
         assert "32 masked" in (line := step_line(1, found).plain) and "warning: masked_tokens" in line
         why = "32 of 32 tokens with an advantage teach nothing: trainer.loss icepop"
         assert str(found["skipped_because"]).startswith(why)
+
+
+@pytest.mark.parametrize("weights", ["lora", "full"])
+@pytest.mark.parametrize("heat", [1.0, 0.3])
+async def test_rounding_to_bfloat16_is_no_wrong_sampler(base: Path, tmp_path: Path, weights: str, heat: float) -> None:
+    """The server computes in float32, so that all of the trainer's rounding shows."""
+    async with bench(base, tmp_path, dtype="bfloat16", weights=weights, **STEP) as b:
+        await answered(b, 0, heat=heat)
+        found = await step(b)
+        assert found["version"] == 1 and 1e-4 < found["sampler_difference"] < 0.1
+        await answered(b, 1, heat=0.6, raw=True)
+        assert (await step(b))["skipped"] == 1

@@ -245,3 +245,24 @@ def test_entropy_that_is_lost_is_a_collapse_unless_the_reward_rose_for_it() -> N
     risen, not_quite = ([Measured(9 - i, rewarded(mean, entropy=0.1)) for i in range(3)] for mean in (0.63, 0.62))
     assert step_signs(risen, first, CONFIG) == []
     assert len(step_signs(not_quite, first, CONFIG)) == 1
+
+
+def test_a_drop_within_a_task_is_measured_in_what_chance_does_to_it() -> None:
+    # Fallen by (3 + 1 - 1 - 1) / 2 = 1. Of 3, 1, 1, 1 the variance is 1, times 2 / 2.
+    found = drop(scored(0, "a", 3.0, 1.0), scored(1, "a", 1.0, 1.0))
+    assert (found.sigmas, found.before, found.after, found.compared) == (pytest.approx(1.0), 2.0, 1.0, 2)
+
+
+def test_a_rare_reward_that_is_lost_is_a_large_drop() -> None:
+    found = drop(scored(0, None, 1.0, *[0.0] * 19), scored(1, None, *[0.0] * 20))
+    assert (found.before, found.share) == (0.05, 1.0)
+    assert drop(scored(0, None, 4.0, 2.0), scored(1, None, 2.0, 2.0)).share == 1.0, "above the lowest that there was"
+    assert drop(scored(0, None, 4.0, 2.0), scored(1, None, 1.0, 3.0)).share == 0.5
+    assert drop(scored(0, None, 1.0, 1.0), scored(1, None, 1.0, 1.0)).share == 0.0
+
+
+def test_too_few_to_compare_say_nothing() -> None:
+    few = [*scored(0, None, *[1.0] * 7), *scored(1, None, *[0.0] * 7)]
+    assert reward_sign(few, [1, 0], CollapseConfig(reward_warn=0.1, reward_stop=0.1)) is None
+    enough = [*few, rollout(0, None, 1.0), rollout(1, None, 0.0)]
+    assert reward_sign(enough, [1, 0], CollapseConfig(reward_warn=0.1)) is not None

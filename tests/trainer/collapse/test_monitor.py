@@ -224,3 +224,65 @@ async def test_clipped_sequences_are_no_sign(run: Run, level: str, watched: bool
     config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": level})
     said = await Monitor(config, run.store).of_step(1, {"clip_share": 0.6, "skipped": 0.0})
     assert ("warnings" in said) is watched
+
+
+async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(2, 0, 0, 0, 0)
+    await run.committed()
+    assert await run.monitor().keep() == {0, 1}
+    found = await run.monitor().look()
+    assert found is not None and (found.sign, found.go_back_to) == ("reward", 1)
+
+
+async def test_a_step_that_was_overtaken_by_hand_is_not_of_the_line_of_what_is_live(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 1, 1, 1, 1)
+    await run.step()
+    await run.committed()
+    await run.store.versions.set_live(0)
+    await run.rollouts(0, 0, 0, 0, 0)
+    assert await run.monitor().look() is None
+
+
+async def test_promoting_the_live_version_lets_training_go_on_where_the_last_step_was_skipped(run: Run) -> None:
+    await run.rollouts(0, 1, 1, 1, 1)
+    await run.step()
+    await run.rollouts(1, 0, 0, 0, 0)
+    await run.skipped()
+    monitor = run.monitor()
+    assert await monitor.look() is not None
+    await run.store.versions.set_live(1)
+    assert await monitor.look() is None
+
+
+async def test_a_reward_that_falls_little_by_little_is_gone_back_from_while_few_versions_have_files(run: Run) -> None:
+    found, monitor = None, run.monitor()
+    for version, right in enumerate([8] * 6 + [7, 7, 6, 5, 5, 4]):
+        if version:
+            await run.step()
+            for old in {*range(1, version - 2)} - await monitor.keep():
+                await run.store.versions.forget_files(old)
+        await run.rollouts(version, *[1.0] * right, *[0.0] * (8 - right))
+        found = found or await monitor.look()
+    assert found is not None and "with policy version 7" in found.what and found.go_back_to == 5
+
+
+async def test_where_all_from_before_are_gone_the_oldest_since_is_gone_back_to(run: Run) -> None:
+    for kl in (0.1, 0.1, 0.1, 2.0, 2.0):  # from version 3 on
+        await run.step(kl=kl)
+    for gone in (1, 2, 3):
+        await run.store.versions.forget_files(gone)
+    said = await run.monitor().of_step(5, {"kl": 2.0, "skipped": 0.0})
+    assert said["collapse"]["go_back_to"] == 4
+
+
+async def test_the_first_version_is_gone_back_from_to_the_base_model(run: Run) -> None:
+    for kl in (0.1, 2.0, 2.0):
+        await run.step(kl=kl)
+    said = await run.monitor().of_step(3, {"kl": 2.0, "skipped": 0.0})
+    assert said["collapse"]["go_back_to"] == 0

@@ -142,3 +142,14 @@ async def test_lone_rollouts_of_an_own_key_are_no_baseline_of_others(tenants: Te
     assert batch is not None
     advantages = {value for sample in batch.samples for value in sample.advantages if value}
     assert sorted(advantages) == pytest.approx([-1.0, 1.0], abs=1e-3)
+
+
+async def test_keys_that_are_made_later_leave_what_was_rewarded_without_one(tenants: Tenants, tmp_path: Path) -> None:
+    await tenants.rewarded({}, 0, GOOD)
+    await tenants.publish(tmp_path)
+    assert not await tenants.collapsed()
+    plain, own = await tenants.system.key("plain"), await tenants.system.key("own", scope="own")
+    await tenants.rewarded(own, 1, BAD)
+    assert not await tenants.collapsed()
+    await tenants.rewarded(plain, 1, BAD)
+    assert await tenants.collapsed()

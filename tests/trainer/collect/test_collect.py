@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.core.records import Choice
+from lightning_proxy.core.records import Choice, Reward, RolloutName
 from lightning_proxy.core.tokens import NOT_FOLLOWED
 from lightning_proxy.trainer.collect.collector import Collector
 from support.rewarded import Traffic, advantages, traffic
@@ -279,3 +279,69 @@ async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
     assert (batch.metrics[counted], batch.metrics["rollouts_dropped"], batch.metrics["rollouts_trained"]) == (1, 1, 2)
     (reason,) = await traffic.dropped("bad")
     assert reason is not None and why in reason
+
+
+async def test_a_rollout_that_both_answered_is_the_policys(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"both {i}", "t", float(i), (0.0, 0.0), version=[None, 0])
+    batch = await traffic.batch()
+    assert batch is not None and sorted(batch.rollout_ids) == ["both 0", "both 1"]
+
+
+async def test_with_dynamic_sampling_a_step_takes_fewer_groups_after_a_time(traffic: Traffic) -> None:
+    for name, value in (("equal 0", 1.0), ("equal 1", 1.0), ("a0", 0.0), ("a1", 1.0)):
+        await traffic.rollout(name, name[:-1], value)
+    config = TrainerConfig(group_size=2, tasks_per_step=2, dynamic_sampling=True, group_timeout_s=1e-9)
+    batch = await Collector(config, traffic.store).next_batch(0)
+    assert batch is not None and set(batch.rollout_ids) == {"a0", "a1"}
+
+
+async def test_failed_rollouts_count_where_nobody_succeeded(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"t{i}", "t", None, status="failed")
+        await traffic.rollout(f"u{i}", "u", 1.0)
+    batch = await traffic.batch(failed_rollouts="zero", baseline="reinforce_pp", compare="step", tasks_per_step=2)
+    assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
+
+
+async def test_a_late_sibling_is_compared_with_those_that_taught_nothing_alone(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "b", "late")
+    for name in ("a", "b"):
+        await traffic.rollout(name, "t", 1.0)
+    assert await traffic.batch(group_size=3, group_timeout_s=1e-9) is None
+    await traffic.rollout("late", "t", 0.0)
+    assert advantages(await traffic.batch(group_size=3)) == pytest.approx({"late-0": -2 / 3})
+
+
+async def test_late_siblings_take_no_place_of_a_group_in_a_step(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "b", "late")
+    for name, value in (("a", 0.0), ("b", 1.0), ("u0", 0.0), ("u1", 0.0), ("u2", 1.0)):
+        await traffic.rollout(name, "u" if name[0] == "u" else "t", value)
+    settings = {"group_size": 3, "tasks_per_step": 1, "group_timeout_s": 1e-9}
+    assert (await traffic.batch(**settings)) is not None
+    await traffic.rollout("late", "t", 3.0)
+    for i in range(3):
+        await traffic.rollout(f"v{i}", "v", float(i))
+    found = await traffic.batch(**{**settings, "tasks_per_step": 2})
+    assert found is not None and {"late", "u0", "v0"} <= set(found.rollout_ids)
+
+
+async def test_by_default_rollouts_without_a_task_wait(traffic: Traffic) -> None:
+    for i in range(6):
+        await traffic.rollout(str(i), None, float(i))
+    assert await traffic.batch() is None
+    assert await traffic.dropped("5") == [None]
+
+
+@pytest.mark.parametrize("text", ["best", {"planner": "best"}])
+def test_a_strategy_that_cannot_be_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="credit"):
+        TrainerConfig(credit=text)
+
+
+async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_rewards(traffic: Traffic) -> None:
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        await traffic.store.rollouts.open([(RolloutName(name, "t"), f"hash of {name}")], {})
+        await traffic.post(Reward(name, value))
+    assert await traffic.batch() is None
+    assert set(await traffic.dropped("a", "b")) == {"no trainable calls"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Limits, Reward, RolloutName
 from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.collect import collector as collecting
@@ -275,3 +276,31 @@ async def test_rollouts_without_a_reward_that_counts_are_said_once_they_have_wai
     assert await collector.why_no_step() == (
         "1 completed rollouts have no reward that counts (none came, or a reward function failed)"
     )
+
+
+async def test_a_replaced_sibling_belongs_to_the_group(traffic: Traffic) -> None:
+    await traffic.open("t", "a", "lost")
+    await traffic.store.rollouts.open([(RolloutName("again", "t"), "hash of again")], {}, sibling_of="lost")
+    await traffic.rollout("a", "t", 1.0)
+    await traffic.rollout("lost", "t", None, status="discarded")
+    assert await traffic.batch(group_size=2) is None
+    await traffic.rollout("again", "t", 0.0)
+    assert advantages(await traffic.batch(group_size=2)) == {"a-0": 0.5, "again-0": -0.5}
+
+
+async def test_rollouts_of_all_other_keys_and_of_none_share_their_groups(traffic: Traffic) -> None:
+    _, all_scoped = await traffic.store.keys.create("agents", "agent", Limits(), recording=True)
+    await of_key(traffic, all_scoped.key_id, "t", "a")
+    await of_key(traffic, None, "t", "b")
+    await traffic.rollout("a", "t", 1.0)
+    await traffic.rollout("b", "t", 0.0)
+    assert advantages(await traffic.batch()) == {"a-0": 0.5, "b-0": -0.5}
+
+
+async def test_older_rewards_count_as_the_nearer_end_of_the_range(traffic: Traffic) -> None:
+    config = Config.model_validate({"rewards": {"range": [0, 1]}, "trainer": {"group_size": 2, "tasks_per_step": 1,
+                                                                             "baseline": "dr_grpo"}})  # fmt: skip
+    for name, reward in (("a", 1e9), ("b", -1e9)):
+        await traffic.rollout(name, "t", reward)
+    found = await Collector(config.trainer, traffic.store).next_batch(0)
+    assert advantages(found) == {"a-0": 0.5, "b-0": -0.5}

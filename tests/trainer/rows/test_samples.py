@@ -189,3 +189,30 @@ def test_only_the_call_whose_captured_logprobs_are_not_finite_is_left_out(logpro
     made = rows(call([1], [2], name="a"), bad, call([1, 2, 7], [9], name="b"))
     assert [sample.call_ids for sample in made.samples] == [("a", "b")]
     assert made.counts["calls_not_finite"] == 1
+
+
+def test_any_open_row_may_be_continued_not_only_the_last() -> None:
+    first, second = rows(call([1], [2]), call([5], [6]), call([1, 2, 3], [4])).samples
+    assert first.token_ids == (1, 2, 3, 4)
+    assert second.token_ids == (5, 6)
+
+
+def test_a_branch_keeps_the_shared_part_as_context() -> None:
+    first, second = rows(call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 5], [6])).samples
+    assert first.mask == (0, 1, 0, 1)
+    assert second.mask == (0, 0, 0, 1)
+
+
+def test_an_untrainable_call_is_only_context() -> None:
+    made = rows(call([1], [2], trainable=False), call([1, 2, 3], [4]))
+    assert [s.mask for s in made.samples] == [(0, 0, 0, 1)]
+    assert made.counts["calls_untrainable"] == 1
+
+
+def test_two_answers_with_nothing_between_them_stay_two() -> None:
+    """One row would make one sequence of them, where a loss looks at sequences."""
+    made = rows(call([1], [2, 3]), call([1, 2, 3], [4]), call([1, 2, 3, 4, 7], [5])).samples
+    assert [(s.token_ids, s.mask) for s in made] == [
+        ((1, 2, 3), (0, 1, 1)),
+        ((1, 2, 3, 4, 7, 5), (0, 0, 0, 1, 0, 1)),
+    ]

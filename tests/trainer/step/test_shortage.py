@@ -142,3 +142,17 @@ async def test_between_steps_no_memory_is_kept_that_a_vllm_might_need(
         assert await loop.train_once()
         after_step, *scored, at_last = given_back
         assert after_step and scored and not any(scored) and at_last, "and after its weights were verified"
+
+
+def test_the_next_step_begins_with_passes_that_fit(directory: Path) -> None:
+    learner = with_memory_for(trainer(directory, max_tokens_per_batch=ROOMY), 40, forward)
+    assert learner.step(batch(1))["passes_halved"] > 0
+    assert learner.step(batch(2))["passes_halved"] == 0
+
+
+def test_a_step_without_memory_for_any_sample_changes_nothing(directory: Path) -> None:
+    learner = with_memory_for(trainer(directory), 1, forward)
+    before = learner.adapter()
+    assert learner.step(batch(1, tasks=1, siblings=2))["skipped"] == 1
+    assert learner.skipped_because is not None and "too large for the memory" in learner.skipped_because
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.adapter().items())

@@ -248,3 +248,17 @@ def test_a_tracker_that_breaks_does_not_end_training(
     learner.trackers.callbacks.append(Breaks())
     with pytest.raises(ConfigError, match="no key for the server"):
         learner.trackers.begin()
+
+
+def test_a_step_without_samples_is_skipped(model_directory: Path, tmp_path: Path) -> None:
+    metrics = trainer(model_directory, tmp_path).step(Batch(1, (), ()))
+    assert metrics["skipped"] == 1.0 and metrics["trained_tokens"] == 0
+
+
+def test_a_resumed_run_takes_the_rate_that_is_configured_now(model_directory: Path, tmp_path: Path) -> None:
+    first = trainer(model_directory, tmp_path, learning_rate=1e-2, lr_scheduler="constant_with_warmup", warmup_steps=4)
+    first.step(batch(1))
+    first.save(tmp_path / "checkpoint-1")
+    second = trainer(model_directory, tmp_path, learning_rate=4e-3, lr_scheduler="constant_with_warmup", warmup_steps=4)
+    second.load(tmp_path / "checkpoint-1")
+    assert [second.step(batch(step))["lr"] for step in (2, 3)] == pytest.approx([1e-3, 2e-3])
