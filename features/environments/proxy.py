@@ -31,14 +31,14 @@ WITH recent AS (
     ) AS environment FROM recent
 )
 """
-SEEN = """
+SEEN = """{played}
 SELECT environment, COUNT(*) AS rollouts, COUNT(DISTINCT task) AS tasks, MAX(at) AS last_at,
     SUM(CASE WHEN status = 'running' THEN 1 ELSE 0 END) AS running,
     SUM(CASE WHEN status = 'failed' THEN 1 ELSE 0 END) AS failed
 FROM played WHERE environment IS NOT NULL GROUP BY environment ORDER BY MAX(n) DESC
 """
 # Of each rollout, its return, and the newest reward of each other name.
-EARNED = """
+EARNED = """{played}
 SELECT environment, name, COUNT(*) AS rollouts, AVG(value) AS mean FROM (
     SELECT environment, task, 'reward' AS name, reward AS value FROM played
     WHERE environment IS NOT NULL AND reward IS NOT NULL
@@ -89,7 +89,9 @@ async def get_environments(request: ControlRequest, mode: Mode | None = None) ->
     given = (("mode", mode), ("key_id", request.caller.sees))
     filters = {name: value for name, value in given if value is not None}
     played = PLAYED.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
-    seen, earned = [await database.all(played + what, {**filters, "limit": NEWEST}) for what in (SEEN, EARNED)]
+    seen, earned = [
+        await database.all(what.format(played=played), {**filters, "limit": NEWEST}) for what in (SEEN, EARNED)
+    ]
     rewards: dict[str, list[dict[str, Any]]] = {}
     for (environment, name), tasks in groupby(earned, lambda row: (row["environment"], row["name"])):
         rewards.setdefault(environment, []).append({"name": name} | _summed([*tasks]))
