@@ -88,15 +88,3 @@ async def test_a_step_that_is_undone_takes_its_credit_with_it_and_a_new_one_take
         assert found == [(second, 0.0, "first"), (second, 0.0, "merged"), (None, None, None)]
         await store.steps.forget_all()
         assert [c["step"] for c in (await shown(system, "good"))["calls"]] == [None] * 3
-
-
-async def test_credit_goes_with_its_rollout(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        for name, reward in (("good", 1.0), ("bad", 0.0)):
-            await record(store, name, TALK, reward)
-        await store.steps.trained(await claim(store), None, {})
-        await store.rollouts.delete("good")
-        assert (await system.call("GET", "/rollouts/good/rows"))[0] == 404
-        assert [one["rollout_id"] for one in (await shown(system, "bad"))["group"]] == ["bad"]
-        (left,) = await store.database.all("SELECT COUNT(*) AS n FROM call_credit")
-        assert left["n"] == 3
