@@ -115,8 +115,9 @@ WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AN
 """
 NEWEST_REWARDS = """
 SELECT COUNT(rewarded_at), COUNT(trusted_reward), (SELECT evaluated FROM returns)
-FROM rewards JOIN rollouts ON rollouts.rollout_id = rewards.rollout_id
-WHERE reward_id > (SELECT MAX(reward_id) FROM rewards) - 200
+FROM (
+    SELECT rollout_id FROM rewards WHERE reward_id > (SELECT MAX(reward_id) FROM rewards) - 200 LIMIT 200
+) AS recent JOIN rollouts ON rollouts.rollout_id = recent.rollout_id
 """
 COUNTED_AT_ONCE = 50  # rollouts that one transaction counts anew
 
