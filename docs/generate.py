@@ -39,9 +39,7 @@ A wrong key or value ends the command with one line that names it. Times are in 
 
 METRICS_BEGIN = """# All numbers of a training step
 
-Each with its unit, unless it is a count, and its meaning.
-[page.md](page.md#look-at-these-numbers-first) says where to see them.
-A number that is not finite is left out.
+[page.md](page.md#look-at-these-numbers-first) says which to look at first.
 
 ```sh
 lightning-proxy status --json      # the last steps, with all of these
@@ -51,9 +49,8 @@ lightning-proxy status --json      # the last steps, with all of these
 ABOUT_METRICS = {
     "eval": "Of `evaluation`, in trackers alone ([eval.md](eval.md#evaluate-new-versions-while-you-train)).",
     "guides": "These come with `teacher` ([methods.md](methods.md#learn-from-a-larger-model)). "
-    "`advantage` above has the rewards' part alone.",
-    "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are those of all epochs. "
-    "`rollouts` and rewards cover all rollouts that could be chosen.",
+    "`advantage` above is without them.",
+    "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are those of all epochs.",
     "sft": "The `loss` of `--method sft` is the mean cross-entropy of the answers' tokens in the last epoch, in nats.",
     "dpo": "The `loss` of `--method dpo` is the mean over the pairs in the last epoch; without learning it is 0.693. "
     "The log-odds are those of the chosen answer over the rejected one, against the weights that the run began with.",

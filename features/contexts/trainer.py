@@ -49,7 +49,7 @@ class SiftPlugin(TrainerPlugin):
 
     metrics = group(
         "samples",
-        ("calls_rejected", "count", "calls whose answer was not used, and another attempt's was (`contexts.rejected`)"),
+        ("calls_rejected", "count", "calls whose answer was not used (`contexts.rejected`)"),
         ("calls_summaries", "count", "calls whose answer replaced history in a later prompt (`contexts.summaries`)"),
     )
     counts = tuple(metrics)

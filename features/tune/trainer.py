@@ -20,9 +20,9 @@ METRICS = {
     **group(
         "sft",
         ("held_out_loss_before", "nats", "mean cross-entropy of the answers' tokens of held-out tasks, before the run"),
-        ("held_out_loss", "nats", "the same after the run; both need held-out tasks (`tune.sft.held_out`)"),
+        ("held_out_loss", "nats", "the same after the run"),
         ("token_accuracy", "share", "trained tokens that were the likeliest; mean over the last epoch"),
-        ("calls_untokenised", "count", "calls of other models left out: the policy's chat template does not show them"),
+        ("calls_untokenised", "count", "other models' calls that the policy's chat template does not show"),
     ),
     **group(
         "dpo",
@@ -40,7 +40,7 @@ METRICS = {
     **group(
         "preferences",
         ("held_out_accuracy_before", "share", "held-out comparisons whose better answer is likelier, before the run"),
-        ("held_out_accuracy", "share", "the same after the run; these need held-out tasks"),
+        ("held_out_accuracy", "share", "the same after the run"),
         ("held_out_margin_before", "nats", "mean log-probability of better minus worse held-out answers, before"),
         ("held_out_margin", "nats", "the same after the run"),
     ),
