@@ -128,7 +128,7 @@ class _TaskRun:
                     if (job := await anext(jobs, None)) is None:
                         break
                     programs.create_task(self.work(*job))
-        except* LightningError as errors:
+        except* Exception as errors:
             raise errors.exceptions[0] from None
         finally:
             with contextlib.suppress(ApiError):  # the proxy is gone, too

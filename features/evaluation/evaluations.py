@@ -24,9 +24,10 @@ WHERE version = :version
 """
 FIRST = "SELECT version, by_task FROM evaluations WHERE reward IS NOT NULL ORDER BY step LIMIT 1"
 LAST = "SELECT * FROM evaluations ORDER BY step DESC LIMIT 1"
+OF_VERSIONS = "SELECT * FROM evaluations WHERE version IN (SELECT CAST(value AS BIGINT) FROM json_each(:versions))"
 # That went live, and were seen to be served where their weights took others' place (`VERSIONS_NEVER_VERIFIED`).
 SERVABLE = """
-SELECT version FROM policy_versions WHERE path IS NOT NULL AND live_at IS NOT NULL
+SELECT version FROM policy_versions INDEXED BY policy_versions_with_files WHERE path IS NOT NULL AND live_at IS NOT NULL
     AND (status = 'live' OR (status = 'ready' AND (publish = 'lora' OR verified = 1)))
 """
 # Rollouts of training that were opened, or made a call, lately.
@@ -35,12 +36,12 @@ SELECT 1 FROM rollouts WHERE status = 'running' AND mode = 'train' AND (created_
     SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at > :since
 )) LIMIT 1
 """
-# Versions whose evaluation has begun, and those with held-out rollouts that were opened lately and have not ended.
+# Versions with held-out rollouts that were opened lately and have not ended; those of a killed trainer are begun anew.
 UNDER_WAY = f"""
-SELECT version FROM evaluations WHERE ended_at IS NULL UNION
-SELECT policy_version AS version FROM rollouts
+SELECT DISTINCT policy_version AS version FROM rollouts
 WHERE status = 'running' AND mode = 'eval' AND task_id IS NOT NULL AND policy_version IS NOT NULL
     AND created_at > :since AND {OPENED_BY_TRUSTED}
+    AND NOT EXISTS (SELECT 1 FROM evaluations WHERE version = policy_version AND began_at > rollouts.created_at)
 """
 LATELY_S = 3600.0
 ENOUGH = 8  # rollouts of training that a version is judged by, if any has so many
@@ -140,8 +141,8 @@ class Evaluations:
 
     async def under_way(self) -> set[int]:
         """Return the versions that are being evaluated: while training goes on, or by `lightning-proxy eval`."""
-        rows = await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})
-        return {row["version"] for row in rows}
+        rows, last = await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S}), await self.last()
+        return {row["version"] for row in rows} | ({last.version} if last and last.ended_at is None else set())
 
     async def best(self) -> Best | None:
         """Return the best version by the rewards that there are; None as long as none can be told.
@@ -152,7 +153,7 @@ class Evaluations:
         """
         # The few versions that have files, and the base model.
         servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]
-        stored = await self._db.records(HeldOut, "SELECT * FROM evaluations")
+        stored = await self._db.records(HeldOut, OF_VERSIONS, versions=dumps(servable))
         if servable == [0] and not stored:
             return None  # many rollouts may have begun with the base model
         rewards, being_evaluated = await self._store.versions.rewards(servable), await self.under_way()

@@ -136,10 +136,11 @@ class Evaluator(BackgroundWork):
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 row = await self._row(version)
-        except (TimeoutError, LightningError, OSError) as error:
+        except Exception as error:  # training goes on, whatever is wrong here
             late = f"it was not done after {self._config.timeout_s:g} s (evaluation.timeout_s)"
-            why = late if isinstance(error, TimeoutError) else str(error)
-            log.warning("policy version %d is not evaluated: %s", version, why)
+            why = late if isinstance(error, TimeoutError) else str(error) or repr(error)
+            is_fault = not isinstance(error, (LightningError, OSError))
+            log.warning("policy version %d is not evaluated: %s", version, why, exc_info=is_fault)
             await self.evaluations.ended(version, {}, error=why)
             return
         by_task = {task: float(of_task["mean_reward"]) for task, of_task in row["by_task"].items()}

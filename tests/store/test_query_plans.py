@@ -12,6 +12,7 @@ import pytest
 
 from lightning_proxy import store
 from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.features.evaluation.evaluations import SERVABLE
 from lightning_proxy.store import waiting
 from lightning_proxy.store.calls import TOOL_RESULT
 from lightning_proxy.store.conversations import CONVERSATION_TAKE
@@ -32,7 +33,7 @@ def known() -> dict[str, str]:
 SMALL = {"keys", "policy_log", "rollout_counts", "rollout_count_changes", "schema_numbers", "sqlite_master"}
 SMALL |= {"CONSTANT", "recent", "json_each", "wanted"}  # the last: a list that a statement is given
 SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
-SMALL |= {"maybe", "evaluations", "rewarder_spent", "returns"}
+SMALL |= {"maybe", "rewarder_spent", "returns"}
 # Indexes of the few rows that are under way or still have their files.
 FEW = {"steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", "policy_versions_published"}
 FEW |= {"rewards_of_plain_keys"}  # until the first of them
@@ -41,7 +42,8 @@ FEW |= {"rewards_of_plain_keys"}  # until the first of them
 # Likewise when training without a server starts, for the list of all versions, or until the first few steps are found.
 WHOLE = {
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
-    "PARENTS", "STEPS_AFTER",
+    "SELECT * FROM evaluations ORDER BY step", "DELETE FROM evaluations WHERE version <> :live AND ended_at ",
+    "FIRST", "LAST", "PARENTS", "STEPS_AFTER",
     "UNTRAINABLE", "RECENT_CALLS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "LABELS",
     "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL RETURNING 1",
     "SELECT COUNT(*), COALESCE(MAX(ended_at), 0) FROM rollouts WH", "tasks by nothing", "UNLEARNED",
@@ -116,6 +118,7 @@ async def test_what_is_asked_for_often_is_read_off_its_index(database: Database)
         (page_of(["prefix"]), 0, "(rollout_id>? AND rollout_id<?)"),
         (waiting.LONE, 0, "INDEX rollouts_lone "),
         (waiting.EARLIER_OF_TASK, 0, "INDEX rollouts_by_task "),
+        (SERVABLE, 0, "USING INDEX policy_versions_with_files"),
         (waiting.UNLEARNED, slice(None), "INDEX rollouts_dropped (dropped=? AND n>?)"),
     ):
         steps = await plan(database, statement)

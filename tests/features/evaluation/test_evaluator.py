@@ -27,13 +27,17 @@ Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 # The reward is that of the task.
 AGENT = """
-import json, os, sys, urllib.request
+import json, os, sys, time, urllib.request
 
 def post(url, body):
     headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
         return json.load(answer)
 
+if "--hang" in sys.argv:
+    with open(sys.argv[-1], "a") as file:
+        print(os.getpid(), file=file, flush=True)
+    time.sleep(600)
 if "--fail" in sys.argv:
     sys.exit("no such tool" + os.environ.get("WANDB_RUN_ID", ""))
 asked = {"model": "policy", "messages": [{"role": "user", "content": "who are you?"}]}
@@ -124,6 +128,53 @@ async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
         assert "\n" not in found.error and await beside.owed() is None and await e.evaluations.best() is None
         assert [found.error in record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         await beside.before_publishing(asyncio.Event())
+
+
+async def test_a_command_that_hangs_is_ended_in_time_and_holds_nothing_up_for_longer(
+    running: Running, tmp_path: Path
+) -> None:
+    pids, stop = tmp_path / "pids", asyncio.Event()
+    async with evaluating(running, tmp_path) as e:
+        merged = e.evaluator("merged", options=["--hang", str(pids)], timeout_s=3)
+        working = asyncio.create_task(merged.run())
+        while await e.evaluations.of(0) is None:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            await merged.before_publishing(stop)
+        found = await e.evaluations.of(0)
+        assert found is not None and found.error == "it was not done after 3 s (evaluation.timeout_s)"
+        assert {one["status"] for one in await e.rollouts()} == {"discarded"}
+        left = pids.read_text().split()
+        assert left and not [pid for pid in left if Path("/proc", pid).exists()]
+        await merged.finish(stop)
+        await working
+
+
+async def test_a_fault_of_an_evaluation_ends_no_training(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*_: Any) -> Any:
+        raise OSError("no space left on device")
+
+    async with evaluating(running, tmp_path) as e:
+        monkeypatch.setattr("lightning_proxy.commands.run.runner.LocalRunner._request", fault)
+        await e.done(e.evaluator())
+        found = await e.evaluations.of(0)
+        assert found is not None and found.error is not None and "no space left on device" in found.error
+
+
+async def test_what_a_killed_trainer_left_running_keeps_no_version_from_being_the_best(
+    running: Running, tmp_path: Path
+) -> None:
+    async with evaluating(running, tmp_path) as e:
+        await e.evaluations.begin(0, 0)
+        await e.system.call("POST", "/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
+        assert await e.evaluations.under_way() == {0}
+        await e.done(e.evaluator())
+        assert await e.evaluations.under_way() == set()
+        assert (await e.system.call("GET", "/policy"))[1]["best"]["version"] == 0
+        await e.system.call("POST", "/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
+        assert await e.evaluations.under_way() == {0}, "by `eval`"
 
 
 async def test_what_was_broken_off_is_owed_while_its_version_is_live(running: Running, tmp_path: Path) -> None:
