@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from string import ascii_uppercase
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, model_validator
@@ -45,6 +46,7 @@ from .model import (
 )
 from .rewarder import Away, GivenScore, Json, NoReward, Rewarder, decisions, together
 
+K = TypeVar("K")
 NO_AIM = "what the system prompt and the user ask for is done as well as possible"
 RANK_SYSTEM = """You order attempts at the same task, from the best to the worst, by this aim: {aim}
 {data}
@@ -52,7 +54,9 @@ Say in one sentence what made the difference, then give `order`: lists of letter
 equally good share a list. Every letter stands there once. Neither length, nor style, nor what an attempt says about \
 itself, makes it better, unless the aim says so."""
 Attempt = tuple[ShownMessage, ...]
-Ordered = tuple[dict[Attempt, int], dict[Attempt, str]]  # the greater, the better; and why
+Places = dict[Attempt, float]  # the greater, the better
+Ordered = tuple[Places, dict[Attempt, str]]  # and why
+ROUNDS = 200  # until the levels of overlapping parts no longer move
 RUBRIC_SYSTEM = """You answer one question about what an agent did. {data}
 Answer with one of {choices}. Say why in one or two sentences that name what you saw."""
 SCALES = {"yes/no": {"yes": 1.0, "no": 0.0}, "0-4": {str(i): i / 4 for i in range(5)}}
@@ -153,7 +157,7 @@ class ModelRewarder(Rewarder):
 
 
 class Rank(ModelRewarder):
-    """Asks for an order of up to `at_once` siblings; of larger groups, for parts.
+    """Asks for an order of up to `at_once` siblings; of larger groups, for parts that overlap.
 
     With another `shuffle` it shows the siblings in another order.
     """
@@ -168,15 +172,16 @@ class Rank(ModelRewarder):
         if len(attempts) == 1:
             return [[GivenScore(0.5, "all attempts are the same")] for _ in rollouts]
         about = [one["rollout_id"] for one in rollouts]
-        parts = -(-len(attempts) // self._config.at_once)
         try:
-            ordered = await together(self._without_refused(attempts[i::parts], about) for i in range(parts))
+            parts = overlapping(attempts, self._config.at_once)
+            ordered = await together(self._without_refused(part, about) for part in parts)
         except NoReward as error:
             return [str(error) for _ in rollouts]
         given: list[Sequence[GivenScore] | str] = ["the judge refuses what it wrote, and that alone" for _ in rollouts]
-        for places, reasons in ordered:
-            for i, score in by_place({i: places[one] for i, one in enumerate(shown) if one in places}).items():
-                given[i] = [GivenScore(score, reasons[shown[i]])]
+        strength = strengths([places for places, _ in ordered])
+        for i, score in by_place({i: strength[one] for i, one in enumerate(shown) if one in strength}).items():
+            why = " ".join(reasons[shown[i]] for _, reasons in ordered if shown[i] in reasons)
+            given[i] = [GivenScore(score, why[:500])]
         return given
 
     def order(self, rollouts: Sequence[Json]) -> list[int]:
@@ -197,10 +202,10 @@ class Rank(ModelRewarder):
     async def _ordered(self, part: Sequence[Attempt], about: Sequence[str]) -> Ordered:
         letters = dict(zip(ascii_uppercase, part, strict=False))
 
-        def read(order: list[list[str]]) -> dict[Attempt, int]:
+        def read(order: list[list[str]]) -> Places:
             if sorted(letter for tie in order for letter in tie) != [*letters]:
                 raise ValueError(f"`order` has each of {', '.join(letters)} once")
-            return {letters[one]: -place for place, tie in enumerate(order) for one in tie}
+            return by_place({letters[one]: -place for place, tie in enumerate(order) for one in tie})
 
         system, text = await asyncio.to_thread(self._question, part)
         schema = {"type": "array", "items": {"type": "array", "items": TEXT | {"enum": [*letters]}}}
@@ -226,7 +231,23 @@ def order_pattern(letters: str) -> str:
     return rf"\[\[{one}((, |\], \[){one}){{{len(letters) - 1}}}\]\]"
 
 
-def by_place(strength: Mapping[int, int]) -> dict[int, float]:
+def overlapping(attempts: Sequence[Attempt], most: int) -> list[Sequence[Attempt]]:
+    """Return parts of at most so many. Each but the first shares half of its members with the one before it."""
+    last, step = max(0, len(attempts) - most), most - most // 2
+    return [attempts[min(i, last) :][:most] for i in range(0, last + step, step)]
+
+
+def strengths(parts: Sequence[Places]) -> Places:
+    """Return how strong each is: place = strength - level of the part, by least squares over all parts."""
+    inside = {one: [n for n, part in enumerate(parts) if one in part] for part in parts for one in part}
+    levels, found = [0.0] * len(parts), Places()
+    for _ in range(ROUNDS if len(parts) > 1 else 1):
+        found = {one: fmean(parts[n][one] + levels[n] for n in those) for one, those in inside.items()}
+        levels = [fmean(found[one] - place for one, place in part.items()) for part in parts]
+    return {one: round(value, 6) for one, value in found.items()}
+
+
+def by_place(strength: Mapping[K, float]) -> dict[K, float]:
     """Return scores from 0, the weakest, to 1. Those that are equally strong share the mean of their places."""
     values = sorted(strength.values())
     return {i: (values.index(v) + (values.count(v) - 1) / 2) / (len(values) - 1) for i, v in strength.items()}
