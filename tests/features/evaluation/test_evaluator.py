@@ -124,7 +124,7 @@ async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
         await e.done(beside)
         found = await e.evaluations.of(0)
         assert found is not None and found.error is not None and found.reward is None
-        assert "every program failed, the first with exit code 1: no such tool" in found.error, found.error
+        assert found.error.endswith("every program failed, the first with exit code 1: no such tool"), found.error
         assert "\n" not in found.error and await beside.owed() is None and await e.evaluations.best() is None
         assert [found.error in record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         await beside.before_publishing(asyncio.Event())

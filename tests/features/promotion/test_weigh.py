@@ -26,6 +26,28 @@ def test_siblings_are_split_evenly_whoever_comes_first(task: str | None, group_s
     assert set(found[::size]) == {1, 2}, "which version comes first is drawn"
 
 
+def test_a_place_has_the_same_side_in_every_process() -> None:
+    """Proxies on one store draw for the places of one task."""
+    assert [choose(TEST, "t1", place, 4, 0.5) for place in range(16)] == [
+        1,
+        2,
+        1,
+        2,
+        1,
+        2,
+        2,
+        1,
+        1,
+        2,
+        2,
+        1,
+        1,
+        2,
+        2,
+        1,
+    ]
+
+
 def test_a_smaller_share_compares_fewer_groups_but_whole_ones() -> None:
     found = [[choose(TEST, f"t{i}", place, 4, 0.1) for place in range(4)] for i in range(500)]
     compared = [group for group in found if None not in group]
@@ -172,7 +194,8 @@ def test_the_newest_reward_of_each_name_counts_times_its_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("answer_tokens", 90.0), ("latency", 50.0), ("truncated", 1.0), ("tool_errors", 0.9)]
+    ("name", "value"),
+    [("answer_tokens", 90.0), ("latency", 50.0), ("truncated", 1.0), ("unrewarded", 1.0), ("tool_errors", 0.9)],
 )
 def test_a_policy_that_games_its_reward_is_stopped_by_another_metric(name: str, value: float) -> None:
     better = groups(150, 0.9, 0.5, **{name: value})

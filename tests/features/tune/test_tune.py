@@ -245,6 +245,28 @@ async def test_a_run_that_was_killed_while_it_was_concluded_is_one_version(
         assert all(torch.allclose(w, weights[name], atol=1e-6) for name, w in b.trainer.adapter().items())
 
 
+async def test_a_stopped_run_is_resumed_with_its_own_lessons_and_begins_anew_where_they_have_changed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[tuple[int, bool]]()
+
+    def stopped(_: str, __: Any, lessons: Lessons, directory: Path, ___: Any) -> None:
+        seen.append((len(lessons.train), (directory / "checkpoint").exists()))
+        (directory / "checkpoint").touch()
+
+    monkeypatch.setattr("lightning_proxy.features.tune.run.tune", stopped)
+    async with bench(base, tmp_path, **RATES) as b:
+        (_, learned, *_), others = await b.groups("t1"), {"sft": RATES["sft"] | {"epochs": 3}}
+        for change in ("", "more", "settings", "deleted"):
+            if change == "more":
+                await b.groups("t2")
+            elif change == "deleted":
+                await b.store.rollouts.delete(learned)
+            settings = others if change in ("settings", "deleted") else {}
+            await b.loop(partial(TuningRun, "sft"), **settings).run(asyncio.Event())
+        assert seen == [(2, False), (2, True), (4, False), (3, False)]
+
+
 async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
