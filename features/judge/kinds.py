@@ -67,6 +67,7 @@ Did the answer help? Answer 1 if the user's next message shows that it did, -1 i
 correct it, ask for the same again, or undo it), and 0 if it shows neither."""
 RULES = Path(__file__).with_name("next_message.yaml")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
+WORD = re.compile(r"[^\W\u2e80-\uffff]+|(?=\w)[\u2e80-\uffff]")  # or a character, where no blanks part words
 SAME = 0.9  # of the words of both, for the same request again
 LOOKED_AT = 2000  # characters at either end of a long text
 JUDGE = "judge"
@@ -374,9 +375,7 @@ def by_rules(reply: UserReply) -> float:
     A "no" with thanks is 0. Irony is not seen. Of a long text, the beginning and the end are looked at.
     """
     rules, text = _rules(), shortened(reply.message.strip(), 2 * LOOKED_AT)
-    one, other = (
-        Counter(re.findall(r"\w+", each.casefold())) for each in (text, shortened(reply.request, 2 * LOOKED_AT))
-    )
+    one, other = (Counter(WORD.findall(each.casefold())) for each in (text, shortened(reply.request, 2 * LOOKED_AT)))
     if one.total() > 2 and 2 * (one & other).total() >= SAME * (one.total() + other.total()):
         return -1
 

@@ -105,6 +105,9 @@ async def say_everything(system: Any) -> None:
         await system.call("POST", "/reward", posted | {"final": False})
     for body in ({"model": "policy", "messages": HOSTILE}, {"model": HOSTILE[0], "messages": [None, 1, [HOSTILE[1]]]}):
         await system.call("POST", path, body, **rollout)
+    element = {"type": "img", "props": {"src": "x", "onerror": "window.hurt = 1"}, "key": None, "ref": None, "__v": 1}
+    event = {"kind": "action", "name": "element", "arguments": element, "result": element | {"constructor": None}}
+    await system.call("POST", "/rollouts/javascript:hurt/events", event)
     _, found = await system.call("GET", "/rollouts/javascript:hurt")
     assert len(found["calls"]) >= len(HOSTILE)
     assert len(found["rewards"]) > 0

@@ -17,7 +17,7 @@ from lightning_proxy.features.judge.table import spent_by_each
 from lightning_proxy.trainer.waiting import JudgeError
 from support.judging import ScriptedJudge, judging
 from support.rewarded import Traffic, advantages, traffic
-from support.rewarded_by import completed, rewards
+from support.rewarded_by import answers, completed, given, rewards
 from support.training import bench
 
 __all__ = ["traffic"]
@@ -95,6 +95,26 @@ async def test_a_call_that_cannot_be_judged_is_undecided(traffic: Traffic, judge
         assert found == pytest.approx(expected)
     told = [r.comment for r in await traffic.store.rewards.of("long") if r.name == "judge"]
     assert len(told) == 2 and all(str(t).startswith("no score: ") and "context length" in str(t) for t in told)
+
+
+async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: ScriptedJudge) -> None:
+    secret = "sk-proj-" + "a1B2" * 12
+    (tmp_path / "rubric.yaml").write_text('criteria: [{name: kind, question: "Is it kind?"}]')
+    kinds: list[dict[str, Any]] = [{"kind": "rubric", "file": f"{tmp_path}/rubric.yaml"}, {"kind": "next_message"}]
+    use = [*(one | settings_of(judge) for one in kinds), {"kind": "judge"}]
+    trainer = {"judge": settings_of(judge), "reward_weights": {"rubric": 1.0, "next_message": 1.0}}
+    async with running(tmp_path, rewards={"use": use}, trainer=trainer) as system:
+        answers(system, f"it is {secret}")
+        said: list[dict[str, Any]] = []
+        for _ in range(2):
+            said.append({"role": "user", "content": f"my key is {secret}"})
+            body = {"model": "policy", "messages": said}
+            _, answer = await system.call("POST", "/rollouts/r/v1/chat/completions", body)
+            said.append(answer["choices"][0]["message"])
+        await system.call("POST", "/rollouts/r/end", {"status": "completed"})
+        await given(system, "r")
+    assert len({asked["messages"][0]["content"][:30] for asked in judge.asked}) == 3, "each kind has asked"
+    assert secret[:12] not in str(judge.asked)
 
 
 async def test_once_waits_for_a_judge_that_is_away(

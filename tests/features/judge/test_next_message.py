@@ -55,6 +55,15 @@ def test_rules_read_several_languages(message: str, worth: int) -> None:
     assert by_rules(UserReply("c", REQUEST, "Waves", message)) == worth
 
 
+def test_the_same_request_again_is_seen_in_languages_without_blanks_too() -> None:
+    for request, again in (
+        ("请写一首关于大海的短诗", "请写一首关于大海的短诗！"),
+        ("海についての短い詩を書いて", "海についての短い詩を書いて"),
+    ):
+        assert by_rules(UserReply("c", request, "Waves", again)) == -1
+        assert by_rules(UserReply("c", request, "Waves", "另一个问题：什么是海洋？")) == 0
+
+
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 

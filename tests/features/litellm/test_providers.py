@@ -229,6 +229,15 @@ def test_an_agent_that_leaves_ends_the_providers_stream(tmp_path: Path) -> None:
         wait_until(is_cancelled, 20, "it is cancelled")
 
 
+def test_without_a_key_of_its_own_the_provider_gets_the_agents_but_none_of_ours(tmp_path: Path) -> None:
+    with anthropic_behind(tmp_path, "claude", api_key=None) as (anthropic, proxy):
+        (opened,) = proxy.post("/rollouts", {}).json
+        for key in ("of-the-agent", opened["api_key"]):
+            proxy.post("/rollouts/r/v1/chat/completions", BODIES["chat/completions"] | {"model": "claude"}, key)
+    keys = [headers.get("x-api-key") for _, headers in anthropic.requests]
+    assert keys[:1] == ["of-the-agent"] and opened["api_key"] not in keys
+
+
 def test_what_an_agent_sends_cannot_steer_litellm(tmp_path: Path) -> None:
     evil: Json = {
         "api_base": "http://127.0.0.1:9", "base_url": "http://127.0.0.1:9", "api_key": "other-key", "num_retries": 3,

@@ -352,6 +352,71 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(ru
     assert len(rollout["calls"]) == len(wrong)
 
 
+async def test_one_odd_span_is_a_problem_of_it_alone(running: Running, tmp_path: Path) -> None:
+    deep = "[" * 200 + "]" * 200
+    odd: list[dict[str, Any]] = [
+        {"gen_ai.output.messages": text} for text in (deep, "[[[]]]", "[null]", '{"a": 1}', '[{"parts": [null, 1]}]')
+    ]
+    odd += [
+        {"gen_ai.request.model": "half \ud83d"},
+        {"gen_ai.usage.input_tokens": 2**62},
+        {"lightning.policy_version": -1},
+    ]
+    odd += [
+        {"lightning.prompt_token_ids": [2**40], "lightning.response_token_ids": [-1], "lightning.logprobs": [1e300]}
+    ]
+    body: dict[str, Any] = {"resourceSpans": [None, 1, {"resource": 1}, {"scopeSpans": [1]}]}
+    for n, attributes in enumerate([*odd, {}]):
+        rollout = "good" if n == len(odd) else "odd"
+        told = CHAT | {"gen_ai.response.id": f"resp-{n}", "lightning.rollout_id": rollout} | attributes
+        body["resourceSpans"] += by_hand(told, f"{n + 1:016x}")["resourceSpans"]
+    body["resourceSpans"][-1]["scopeSpans"][0]["spans"] += [None, 1, {}]
+    async with running(tmp_path) as system:
+        status, answer = await system.call("POST", "/otlp/v1/traces", json.dumps(body).encode())
+        assert status == 200 and int(answer["partialSuccess"]["rejectedSpans"]) < 8, answer
+        for rollout, calls in (("odd", len(odd) - 1), ("good", 1)):
+            assert len((await system.call("GET", f"/rollouts/{rollout}?requests=whole"))[1]["calls"]) >= calls
+            assert (await system.call("GET", f"/rollouts/{rollout}/transitions"))[0] == 200
+
+
+async def test_whatever_the_order_of_its_posts_a_rollout_is_the_same(running: Running, tmp_path: Path) -> None:
+    """Calls, actions between them, results of tools, and what a request adds."""
+    said: list[dict[str, Any]] = [{"role": "user", "parts": [{"type": "text", "content": "go"}]}]
+    spans = []
+    for turn in range(4):
+        call = {"type": "tool_call", "id": f"call_{turn}", "name": "look", "arguments": {"turn": turn}}
+        answer = {"role": "assistant", "parts": [call]}
+        messages = {"gen_ai.input.messages": json.dumps(said), "gen_ai.output.messages": json.dumps([answer])}
+        spans += [CHAT | {"gen_ai.response.id": ""} | messages]
+        spans += [{"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": f"tool {turn}"}]
+        result = {"type": "tool_call_response", "id": f"call_{turn}", "response": f"saw {turn}"}
+        said = [*said, answer, {"role": "tool", "parts": [result]}]
+    one, found = range(8), []
+    async with running(tmp_path) as system:
+        for way, order in enumerate(
+            ([one], [[n] for n in one], [[n] for n in one[::-1]], [[n] for n in (3, 6, 0, 5, 2, 7, 1, 4)])
+        ):
+            for post in order:
+                body: dict[str, Any] = {"resourceSpans": []}
+                for n in post:
+                    at = 1_700_000_000_000_000_000 + n * 10**9
+                    times = {"startTimeUnixNano": str(at), "endTimeUnixNano": str(at + 10**8)}
+                    told = by_hand(spans[n], f"{n + 1:016x}", traceId=f"{way + 1:032x}", **times)
+                    body["resourceSpans"] += told["resourceSpans"]
+                assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
+            _, whole = await system.call("GET", f"/rollouts/{way + 1:032x}?requests=whole")
+            _, added = await system.call("GET", f"/rollouts/{way + 1:032x}")
+            _, steps = await system.call("GET", f"/rollouts/{way + 1:032x}/transitions")
+            ids = [call["call_id"] for call in added["calls"]]
+            parents = [(i, of["call_id"]) for i, call in enumerate(added["calls"]) if (of := call["request_of"])]
+            assert all(ids.index(parent) < i for i, parent in parents)
+            calls = [(call["request"], [tool["result"] for tool in call["tool_calls"]]) for call in whole["calls"]]
+            found.append((calls, [(step["kind"], step["action"].get("name")) for step in steps["data"]]))
+    assert [results for _, results in found[0][0]] == [["saw 0"], ["saw 1"], ["saw 2"], [None]]
+    assert [name for _, name in found[0][1] if str(name).startswith("tool")] == [f"tool {n}" for n in range(4)]
+    assert found == [found[0]] * 4
+
+
 async def test_half_a_character_in_protobuf_is_no_fault(running: Running, tmp_path: Path) -> None:
     """Exporters of JavaScript send such bytes, which protobuf's own library refuses with the entire export."""
     request = ExportTraceServiceRequest()
