@@ -27,6 +27,7 @@ from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_ba
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import RolloutName
+from lightning_proxy.serving.swap import labels_of
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.lock import only_trainer
@@ -232,6 +233,21 @@ async def test_what_a_killed_doctor_left_is_put_back(base: Path, tmp_path: Path,
             assert [*one.server.models] == ["base"]
         else:
             assert (one.server.loads, one.server.label, one.server.paused) == ([f"base {base}"], "default", False)
+
+
+async def test_the_version_that_was_live_is_served_again(base: Path, tmp_path: Path) -> None:
+    async with patient(base, tmp_path, "merged") as one:
+        async with opened(load_config(one.file).store) as database:
+            versions = Store(database).versions
+            assert await versions.new("merged", 1, {}) == 1
+            await versions.saved(1, str(base), "base")
+            await versions.set_live(1, 1, verified=True)
+            mine = labels_of(await versions.live())[0]
+        one.server.label = mine
+        found = await one.checks()
+        assert (found["new weights"].outcome, found["as before"].outcome) == ("ok", "ok")
+        assert "lightning-doctor" in one.server.loads[-2]
+        assert (one.server.loads[-1], one.server.label) == (f"base {base}", mine)
 
 
 @pytest.mark.long

@@ -30,6 +30,7 @@ from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.plugins import Offline, Run
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
+from lightning_proxy.trainer.weights import MARKER
 from support.sections import PolicyConfig, TrainerConfig
 from support.training import OWN_ADAPTERS, bench
 
@@ -165,7 +166,10 @@ def test_a_run_goes_on_from_each_of_its_checkpoints_and_where_it_was_stopped(
     assert run(stop_at, lambda: next(asked, True))[0] == {}
     assert metrics["step_s"] > 0 and left
     for directory in (*left, stop_at, whole):  # `whole` was killed after its last checkpoint and before its end
-        again, same = run(directory)
+        done = max(int(one.parent.name.rpartition("-")[2]) for one in directory.glob(f"checkpoint-*/{MARKER}"))
+        left_to_do = list[None]()
+        again, same = run(directory, lambda: bool(left_to_do.append(None)))  # noqa: B023
+        assert len(left_to_do) == metrics["optimizer_steps"] - done, directory.name
         assert {name: again[name] for name in again if name not in OF_TIME} == pytest.approx(
             {name: metrics[name] for name in metrics if name not in OF_TIME}, abs=1e-5
         ), directory.name
