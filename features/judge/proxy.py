@@ -12,7 +12,7 @@ from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel
 
 from ...core.config.root import Config
-from ...core.errors import Forbidden
+from ...core.errors import ConfigError, Forbidden
 from ...proxy.api.bodies import Limit, PathId
 from ...proxy.api.policy import Policy
 from ...proxy.api.requests import ControlRequest, UserRoute
@@ -100,7 +100,7 @@ async def _seen(config: Config, database: Database, name: str, entry: RewarderCo
         try:
             view.check = await database.record(Checked, CHECK, source=await made(name, entry, config).source())
             view.warning = warning(called, view.check) if weight else None
-        except Away as error:
+        except (Away, ConfigError) as error:
             view.away = str(error)
     return view
 

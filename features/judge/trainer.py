@@ -44,6 +44,8 @@ class StepJudge(Judge):
             (given,) = await self.reward([seen])
         except Away as error:
             raise JudgeError(str(error)) from None
+        if given.error is not None:
+            raise JudgeError(given.error)
         await self._store.rewards.post([*given.rewards], None, b"")
         return [*given.rewards]
 

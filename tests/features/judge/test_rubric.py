@@ -79,6 +79,17 @@ async def test_another_program_is_another_source(tmp_path: Path) -> None:
     assert sources[0] != sources[1] == sources[2]
 
 
+async def test_a_file_that_is_gone_meanwhile_is_said_and_breaks_no_route(running: Running, tmp_path: Path) -> None:
+    (tmp_path / "rubric.yaml").write_text("criteria: [{name: short, program: checks.py:short}]")
+    (tmp_path / "checks.py").write_text("def short(rollout): return True")
+    use = {"kind": "rubric", "file": f"{tmp_path}/rubric.yaml"}
+    async with running(tmp_path, rewards={"use": [use]}) as system:
+        (tmp_path / "rubric.yaml").unlink()
+        assert (await system.call("GET", "/policy"))[0] == 200
+        status, seen = await system.call("GET", "/rewarders")
+        assert status == 200 and "rubric.yaml" in seen["data"][0]["away"]
+
+
 async def test_what_cannot_be_answered_or_breaks_is_an_error_of_its_rollout_alone(
     running: Running, tmp_path: Path, caplog: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
