@@ -267,8 +267,9 @@ async def _is_open(url: str | None) -> bool:
     try:
         if url is not None:
             address = urlsplit(url)
-            _, writer = await asyncio.open_connection(address.hostname, address.port)
-            writer.close()
+            async with asyncio.timeout(PORT_POLL_S):  # one that hangs accepts none
+                _, writer = await asyncio.open_connection(address.hostname, address.port)
+                writer.close()
     except ConnectionRefusedError:
         return False
     except OSError:

@@ -145,6 +145,23 @@ async def test_groups_of_one_task_are_resumed_each_on_its_own(
     assert [(group.task_id, group.rewarded) for group in groups] == [("a", 2), ("a", 2)]
 
 
+async def test_a_resumed_run_begins_no_rollout_anew_that_awaits_its_reward(running: Running, tmp_path: Path) -> None:
+    tasks, scoring, kept = tmp_path / "tasks.jsonl", tmp_path / "scoring.py", tmp_path / "kept"
+    tasks.write_text('{"task_id": "t1"}\n')
+    scoring.write_text("import time\ndef reward(rollout):\n    time.sleep(600)\n")
+    async with running(tmp_path, rewards={"function": f"{scoring}:reward"}) as system:
+        _, (one,) = await system.call("POST", "/rollouts", {"task_id": "t1"})
+        name = one["rollout_id"]
+        await system.chat(name)
+        await system.call("POST", f"/rollouts/{name}/end", {"status": "completed"})
+        kept.write_text(f"rollout {name} of the group of {name}\n")
+        options = ("--tasks", tasks, "--group-size", "1", "--resume", kept, "--json")
+        code, out, err = await system.lightning("run", *options, "--", "false")
+        assert code == 0, err
+        found = json.loads(out)
+        assert (found["rollouts"], found["failed"], found["without_reward"]) == (1, 0, 1)
+
+
 async def test_a_reward_function_that_always_fails_is_told_at_the_end_of_a_run(
     running: Running, tmp_path: Path
 ) -> None:
