@@ -180,8 +180,7 @@ class JudgeModel:
                 spent = told or guess
                 return answer
             spent = guess if status >= 500 and status != 503 else free
-            known = text.replace(self._config.key or "\0", "***")
-            problem = f"{model} gives no answer: HTTP {status} {' '.join(known.split())[:300]}"
+            problem = f"{model} gives no answer: HTTP {status} {' '.join(text.split())[:300]}"
             if status in REFUSED:
                 raise (NeverAnswered if NEVER.search(text) else _Refused)(problem)
             raise Away(problem)
@@ -206,7 +205,7 @@ class JudgeModel:
             aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
             session.post(url, json=body, allow_redirects=False) as answer,
         ):
-            return answer.status, await answer.text(errors="replace")
+            return answer.status, (await answer.text(errors="replace")).replace(key or "\0", "***")
 
 
 def body_of(config: RewarderConfig, system: str, turns: Sequence[Json], name: str, schema: Json, pattern: str) -> Json:

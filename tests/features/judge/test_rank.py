@@ -201,6 +201,21 @@ async def test_secrets_are_not_read_and_what_is_redacted_takes_no_mark_away(runn
         assert secret[:12] not in str(judge.asked)
 
 
+async def test_the_judges_key_is_in_no_comment_and_no_log(running: Running, tmp_path: Path, caplog: Logged) -> None:
+    def tells(system: str, text: str, shape: Any) -> Any:
+        return by_number(system, text, shape) | {"reason": "you sent the-judges-key"}
+
+    async with (
+        judging(tells) as judge,
+        running(tmp_path, rewards={"use": [rank(judge, api_key="the-judges-key")]}) as system,
+    ):
+        given = await rewards(system, await group(system, "worth 1", "worth 2", task="t"))
+        judge.status, judge.why = 500, "the-judges-key is wrong"
+        await group(system, "worth 1", "worth 3", task="u")
+        await until_logged(caplog, "*** is wrong")
+    assert [one["comment"][3:] for one in given] == ["you sent ***"] * 2 and "the-judges-key" not in caplog.text
+
+
 async def test_what_was_answered_is_asked_once_even_after_a_restart_and_goes_with_its_rollout(
     running: Running, tmp_path: Path
 ) -> None:
