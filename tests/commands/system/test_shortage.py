@@ -21,13 +21,14 @@ WORDS = (
 KILLED = "ValueError: the model's code is wrong; an earlier start ran out of room"
 
 
-def dying(directory: Path, deaths: int, words: str) -> ChildSpec:
-    """A program that dies with these words so many times, then says that it runs."""
+def dying(directory: Path, deaths: int, words: str, later: str = "") -> ChildSpec:
+    """A program that dies so many times, first with `words`, then with those or `later`; then it says that it runs."""
     script = f"""
 import pathlib, sys, time
 tries = pathlib.Path({str(directory)!r}, "tries")
 tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
-if len(tries.read_text()) <= {deaths}: sys.exit({words!r})
+if len(tries.read_text()) == 1: sys.exit({words!r})
+if len(tries.read_text()) <= {deaths}: sys.exit({later or words!r})
 print("it runs", flush=True)
 time.sleep(1000)
 """
@@ -67,6 +68,15 @@ async def test_its_patience_ends_and_other_deaths_count_as_ever(tmp_path: Path, 
             with pytest.raises(ChildDied, match=words.split(":")[0]):
                 await children.guard(asyncio.sleep(1000))
         assert (directory / "tries").read_text() == "xx"
+
+
+async def test_what_an_earlier_start_said_is_no_reason_to_be_patient(tmp_path: Path, quick: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    async with Supervisor(tmp_path, said.append) as children, asyncio.timeout(60):
+        await children.start(dying(tmp_path, 4, WORDS, KILLED))
+        with pytest.raises(ChildDied, match=KILLED[:10]):
+            await children.guard(asyncio.sleep(1000))
+    assert ["for want of memory" in line for line in said if "vllm ended" in line] == [True, False]
 
 
 async def test_a_child_that_is_not_ready_in_time_is_named(tmp_path: Path) -> None:
