@@ -66,6 +66,9 @@ return {
             assert {r["name"]: r["reward"] for r in found} == worth
             assert all(re.fullmatch("function:reward@[0-9a-f]{12}", r["source"]) for r in found)
         assert (await system.call("GET", "/rollouts/number"))[1]["reward"] == 5.0
+        async with system.store() as store:  # it has spoken: a second answer is none
+            spoken = Spoken(store.database, ["reward"])
+            assert await spoken.record("reward", {"number": [Reward("number", 9.0)]}) == []
         for status in ("failed", "discarded"):
             await system.chat(status)
             assert (await system.call("POST", f"/rollouts/{status}/end", {"status": status}))[0] == 200

@@ -47,6 +47,10 @@ async def test_the_route_says_what_judges_and_whether_people_agree(running: Runn
     async with running(tmp_path, **SETTINGS) as system:
         await judged(system)
         status, found = await system.call("GET", "/rewarders")
+        _, shown = await system.call("GET", "/rewarders", **await system.key("team", scope="own"))
+    assert shown["budget"] is shown["labels"] is None, "numbers of everybody are not for a team"
+    numbers = ("tokens", "usd", "waiting", "check", "warning")
+    assert {one[name] for one in shown["data"] for name in numbers} == {None}
     rank, next_message = found["data"]
     assert status == 200 and found["weights"][HOSTILE] == 1.0
     assert found["labels"] == {"rollouts": 1, "people": 1}

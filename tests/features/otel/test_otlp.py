@@ -488,6 +488,18 @@ async def test_keys_are_asked_for_and_a_rollouts_key_is_for_that_rollout(running
         assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT), Authorization="Bearer k"))[0] == 200
 
 
+async def test_a_key_for_own_rollouts_reports_nothing_into_anothers(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        ann, bob = [await system.key(name, scope="own") for name in ("ann", "bob")]
+        await system.chat("r1", **ann)
+        status, answer = await system.call(
+            "POST", "/otlp/v1/traces", by_hand(CHAT | {"lightning.rollout_id": "r1"}), **bob
+        )
+        assert (status, answer["code"]) == (404, 2), answer
+        _, rollout = await system.call("GET", "/rollouts/r1", **ann)
+        assert [call["upstream"] for call in rollout["calls"]] == ["policy"]
+
+
 async def test_redaction_applies_also_to_an_end_that_comes_on_a_second_try(running: Running, tmp_path: Path) -> None:
     secret = {
         "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "pin 123456"}]}])

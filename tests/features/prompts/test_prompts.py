@@ -75,6 +75,21 @@ async def test_a_rollout_that_began_before_a_prompt_goes_on_as_it_began(
         assert [messages[0]["content"] for messages in seen] == [OWN, OWN, BETTER]
 
 
+async def test_a_prompt_tells_and_binds_nothing_of_another_keys_rollouts(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await add(system, OWN, match={"agent": "writer"})
+        ann, bob = [await system.key(name, scope="own") for name in ("ann", "bob")]
+        _, (opened,) = await system.call("POST", "/rollouts", {}, **ann)
+        theirs = {"X-Rollout-Id": opened["rollout_id"]}
+        assert (await system.call("GET", "/prompts/writer", **bob, **theirs))[0] == 404
+        async with system.store() as store:
+            assert await store.database.all("SELECT * FROM rollout_prompts") == []
+        assert (await system.call("GET", "/prompts/writer", **ann, **theirs))[0] == 200
+        await system.call("POST", "/reward", {"rollout_id": opened["rollout_id"], "reward": 0.5}, **ann)
+        seen = [(await system.call("GET", "/prompts/writer", **key))[1]["versions"][0]["rewards"] for key in (ann, bob)]
+        assert seen == [{"train": {"mean": 0.5, "rollouts": 1}}, {}]
+
+
 async def test_a_field_that_is_not_kept_is_not_kept_as_a_prompt(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, recording={"redact": {"fields": ["request.messages.*.content"]}}) as system:
         await add(system, OWN, match={"agent": "writer"})
