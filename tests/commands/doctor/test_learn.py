@@ -92,7 +92,7 @@ def test_the_second_system_learns_from_rewards_alone_at_a_rate_that_shows(tmp_pa
     config = Config.model_validate({"policy": policy, "store": store, "trainer": {"context_loss": "echo"}})
     with second_system(config, own_agent=True) as (second, _):
         assert (own_rate(config), second.trainer.learning_rate) == (4.3e-5, 1e-4)
-        assert second.trainer.context_loss is None
+        assert (second.trainer.context_loss, second.trainer.report_to) == (None, [])
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,14 @@ async def test_what_a_rollout_is_observed_by_is_read_off_its_calls_and_rewards(t
         "DELETE FROM rewards WHERE rollout_id = 'r3'",
         "UPDATE promotion_rollouts SET evidence = 1 WHERE rollout_id = 'r3'",
         "UPDATE rollouts SET status = 'failed', end_counts = 0 WHERE rollout_id = 'r4'",
+        "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, policy_version, started_at, request)"
+        " SELECT 'more', rollout_id, 1, endpoint, status, 1 - policy_version, 2, '{}' FROM calls WHERE call_id = 'r5'",
     ):
         await store.database.execute(statement)
     seen = {one.rollout_id: one for one in await tests.observed(test)}
     assert len(seen) == 40
     first = seen["r0"]
     assert (first.truncated, first.latency, first.answer_tokens, first.tool_errors) == (1.0, 40.0, 3.5, 0.0)
-    assert [bool(seen[f"r{n}"].alone) for n in range(4)] == [True, False, False, True]
+    assert [bool(seen[f"r{n}"].alone) for n in (0, 1, 2, 3, 5)] == [True, False, False, True, False]
     assert [one for one in seen if seen[one].unrewarded] == ["r3"] and seen["r3"].rewards == ()
     assert seen["r4"].status == "completed", "no key that gives evidence has said that it failed"
