@@ -51,10 +51,15 @@ class Metrics:
         seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
         self._latency = seconds("lightning_call_seconds", "Calls, to the last byte")
         self._ttft = seconds("lightning_first_byte_seconds", "Until the answer's first byte")
-        self._calls = self.counter("calls", "Recorded calls by how they ended", "status")
-        self._unrecorded = self.counter("unrecorded_calls", "Calls without a record, by how they ended", "status")
+        calls = self.counter("calls", "Recorded calls by how they ended", "status")
+        unrecorded = self.counter("unrecorded_calls", "Calls without a record, by how they ended", "status")
+        # Looked up once: they are shown from the start, and a call costs no look.
+        self._calls, self._unrecorded = (
+            {s: one.labels(s) for s in get_args(CallStatus)} for one in (calls, unrecorded)
+        )
         self._untrainable = self.counter("untrainable_calls", "Answered calls of the policy unfit for training")
-        self._tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
+        tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
+        self._prompt, self._sampled = tokens.labels("prompt"), tokens.labels("sampled")
         self.redacted = self.counter("redacted_calls", "Calls that could be trained on but for what was redacted")
         self.continuity = self.counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
         self.rewards = self.counter("rewards", "Recorded rewards")
@@ -63,19 +68,16 @@ class Metrics:
         self._gauges = {name: self.gauge(name, *about) for name, about in _GAUGES.items()}
         queue = "Records that wait for their commit"
         self._gauges["recorder_queue"] = self.gauge("recorder_queue", queue, mode="livesum")  # each worker has its own
-        for status in get_args(CallStatus):  # they are shown from the start
-            self._calls.labels(status)
-            self._unrecorded.labels(status)
 
     def call_ended(self, end: CallEnd, recorded: bool) -> None:
         if not recorded:
-            self._unrecorded.labels(end.status).inc()
+            self._unrecorded[end.status].inc()
             return
-        self._calls.labels(end.status).inc()
+        self._calls[end.status].inc()
         if end.status == "ok" and end.untrainable_reason not in (None, NOT_THE_POLICY):
             self._untrainable.inc()
-        self._tokens.labels("prompt").inc(len(end.prompt_token_ids))
-        self._tokens.labels("sampled").inc(sum(len(choice.token_ids) for choice in end.choices))
+        self._prompt.inc(len(end.prompt_token_ids))
+        self._sampled.inc(sum(len(choice.token_ids) for choice in end.choices))
         self._latency.observe(end.latency_ms / 1000)
         if end.ttft_ms is not None:
             self._ttft.observe(end.ttft_ms / 1000)
