@@ -250,6 +250,18 @@ async def test_the_version_that_was_live_is_served_again(base: Path, tmp_path: P
         assert (one.server.loads[-1], one.server.label) == (f"base {base}", mine)
 
 
+async def test_weights_that_are_not_put_back_are_told(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr("lightning_proxy.commands.doctor.learn.learn.put_back", nothing)
+    async with patient(base, tmp_path, "merged") as one:
+        found = (await one.checks())["as before"]
+    assert (found.outcome, "the server answers otherwise than before" in found.found) == ("failed", True)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("publish", ["lora", "merged"])
 async def test_a_doctor_that_is_killed_leaves_nothing_after_the_next_one(
