@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lightning_proxy.commands.formats import facts, table
 from lightning_proxy.commands.show.rollout_view import rollout_detail
 from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
@@ -257,3 +258,9 @@ def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:
     with lock_file(tmp_path / "lightning.db", "up"):
         said = lightning("--config", tmp_path / "config.yaml", "status", cwd=tmp_path).stderr
     assert said.endswith("; `up` is under way, and starts it once vLLM answers\n")
+
+
+def test_what_was_recorded_is_no_markup() -> None:
+    console = Console(width=100, file=StringIO(), record=True)
+    console.print(table("a", rows=[("[red]cell[/red]",)]), facts([("b", "[red]fact[/red]")]))
+    assert [text in console.export_text(clear=False) for text in ("[red]cell[/red]", "[red]fact[/red]")] == [True] * 2

@@ -73,7 +73,9 @@ class Anthropic(Upstream):
         if kind == "breaks":
             await _send(answer, "error", error={"type": "overloaded_error", "message": "Overloaded"})
             return answer
-        await _send(answer, "content_block_delta", index=0, delta={"type": "text_delta", "text": "ë"})
+        await _send(
+            answer, "content_block_delta", index=0, delta={"type": "text_delta", "text": said.removeprefix("Zo")}
+        )
         await _send(answer, "content_block_stop", index=0)
         await _send(answer, "content_block_start", index=1, content_block=tool | {"input": {}})
         for part in ('{"a"', ": 1}"):
@@ -198,6 +200,7 @@ def test_a_providers_error_has_its_status_and_retry_after_and_no_key(
             assert KEY not in json.dumps(calls)
         said = ask(proxy, "echoes").json["choices"][0]["message"]["content"]
         assert said == "*" * len(KEY), "masked in answers too"
+        assert KEY not in (streamed := ask(proxy, "echoes", stream=True).body.decode()) and "*" * len(KEY) in streamed
     assert KEY not in caplog.text and KEY.encode() not in (tmp_path / "store.db").read_bytes()
 
 

@@ -33,6 +33,8 @@ async def test_a_file_has_its_type_and_is_not_sent_twice(running: Running, tmp_p
         for name, media_type in types.items():
             async with system.session.get(f"{system.url}/page/{name}") as answer:
                 assert answer.content_type == media_type
+                assert answer.headers["Content-Security-Policy"] == POLICY
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
                 assert await answer.read() == (FILES / name).read_bytes()
             known = {"If-None-Match": answer.headers["ETag"]}
             async with system.session.get(f"{system.url}/page/{name}", headers=known) as answer:
