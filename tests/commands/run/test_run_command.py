@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -33,6 +34,13 @@ url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'
 urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
 """
 
+REWARDS = """
+import json, os, urllib.request
+body = json.dumps({"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": 1}).encode()
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+urllib.request.urlopen(urllib.request.Request(os.environ["LIGHTNING_URL"] + "/reward", body, headers))
+"""
+
 
 async def test_programs_that_end_complete_their_rollouts_and_siblings_may_wait_for_each_others_judge(
     running: Running, tmp_path: Path
@@ -48,6 +56,25 @@ async def test_programs_that_end_complete_their_rollouts_and_siblings_may_wait_f
             assert (code, json.loads(out)["mean_reward"], json.loads(out)["without_reward"]) == (0, 0.5, 0), err
             _, page = await system.call("GET", "/rollouts")
     assert [(r["status"], r["reason"]) for r in page["data"]] == [("completed", "the program ended")] * 3
+
+
+async def test_a_run_is_no_further_ahead_of_the_policy_than_it_may_be(running: Running, tmp_path: Path) -> None:
+    tasks, agent = tmp_path / "tasks.jsonl", tmp_path / "agent.py"
+    tasks.write_text('{"task_id": "t1"}\n{"task_id": "t2"}\n')
+    agent.write_text(REWARDS)
+    async with running(tmp_path, trainer={"group_size": 2, "tasks_per_step": 1}) as system, system.store() as store:
+        options = ("--tasks", tasks, "--ahead", "0", "--concurrency", "4", "--json")
+        run = asyncio.create_task(system.lightning("run", *options, "--", sys.executable, agent))
+        async with asyncio.timeout(60):
+            while (await store.rollouts.counts()).get(("train", "completed")) != 2:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+        _, page = await system.call("GET", "/rollouts")
+        assert [one["task_id"] for one in page["data"]] == ["t1", "t1"]
+        step = await store.steps.claim(tuple(one["rollout_id"] for one in page["data"]), 0)
+        await store.steps.trained(step, None, {"skipped": 1.0})
+        code, out, err = await run
+    assert (code, json.loads(out)["rollouts"]) == (0, 4), err
 
 
 async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running: Running, tmp_path: Path) -> None:
