@@ -167,7 +167,7 @@ async def test_a_child_that_dies_is_started_again_as_often_as_it_may(tmp_path: P
 async def test_the_others_go_on_without_a_child_that_is_not_vital(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "RESTARTS_S", 1.5)
+    monkeypatch.setattr(processes, "RESTARTS_S", 4.0)
     said: list[str] = []
     starts = tmp_path / "starts"
     script = f"import pathlib; pathlib.Path({str(starts)!r}).open('a').write('x'); raise SystemExit(3)"
