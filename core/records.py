@@ -103,7 +103,8 @@ class CallStart(NamedTuple):
     `request` is the body as the model is shown it, `request_text` its JSON if that is at hand.
     `policy_version`: 0 is the base model, None a model outside the policy.
     `pins`: this policy version answers the rollout from now on.
-    `is_retry`: the client says that it sends the same request again. `imported`: as in CallEnd.
+    `is_retry`: the client says that it sends the same request again. `imported`: as in CallEnd. `harness`: as in
+    ModelCall.
     """
 
     call_id: str
@@ -118,6 +119,7 @@ class CallStart(NamedTuple):
     upstream: str | None = None
     pins: bool = True
     imported: bool = False
+    harness: dict[str, str] | None = None
 
 
 class CallEnd(NamedTuple):
@@ -189,10 +191,15 @@ class CallFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall(CallFields):
-    """A call read back from the store."""
+    """A call read back from the store.
+
+    `harness`: what the agent's program says in headers: the `thread` that the call belongs to, the `parent` thread that
+    began it, if one did, and its `kind`.
+    """
 
     rollout_id: str
     choices: tuple[Choice, ...]
+    harness: dict[str, str] | None = None
 
     @property
     def response_token_ids(self) -> tuple[int, ...]:

@@ -25,10 +25,11 @@ from .rollouts import ROLLOUT_SEEN, Rollouts
 # Refused (`request` would be NULL) when the parent that it is stored against is gone.
 CALL_START = """
 INSERT INTO calls
-    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, request, started_at)
+    (call_id, rollout_id, seq, parent_id, agent, harness, endpoint, status, upstream, model, policy_version, request,
+     started_at)
 VALUES (
     :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
-    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version,
+    :parent_id, :agent, :harness, :endpoint, 'incomplete', :upstream, :model, :policy_version,
     CASE WHEN :parent_id IS NULL THEN COALESCE('{"new":' || CAST(:request AS TEXT) || '}', '')
          WHEN EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN COALESCE(CAST(:request AS TEXT), '') END,
     :at
@@ -327,7 +328,7 @@ def _read_calls(
             reason = f"call {row['status']}"
         calls.append(read(
             ModelCall, row, **own, policy_versions=_versions(row, log), choices=_choices(row, answer),
-            response=loads_or_none(row["response"]), usage=loads_or_none(row["usage"]),
+            **{name: loads_or_none(row[name]) for name in ("response", "usage", "harness")},
             tool_calls=tuple(tools[row["call_id"]]), reward=rewards.get(row["call_id"]),
             trainable=reason is None, untrainable_reason=reason,
         ))  # fmt: skip

@@ -1,4 +1,4 @@
--- schema 5
+-- schema 6
 -- The tables of the core for both databases, in SQLite's words; `schema.py` has PostgreSQL's. What only one database
 -- has is in `sqlite.sql` and `postgres.sql`. A key that is INTEGER PRIMARY KEY is a number that the database gives; one
 -- that is NOT NULL, too, is given by us. Times are Unix times in seconds. JSON is text.
@@ -171,6 +171,7 @@ CREATE TABLE calls (
     seq                INTEGER NOT NULL,          -- 0, 1, 2, … in the rollout
     parent_id          TEXT,
     agent              TEXT,
+    harness            TEXT,                      -- JSON: what the agent's program says of the call's context
     endpoint           TEXT NOT NULL,
     status             TEXT NOT NULL,             -- incomplete | ok | error | cancelled
     http_status        INTEGER,

@@ -7,6 +7,8 @@
 `returns`     a result in it is that call's answer, which another context ended in
 `retries`     that call had the same request, and its answer was not used
 
+What the agent's program says in headers, as Claude Code and Codex do, goes before what texts show.
+
 A call without edges begins a new context, or it is not sure where that comes from.
 
 The conversations of all calls are one tree, in which what several contexts share is one path. A request comes as what
@@ -89,7 +91,7 @@ class _Call:
     call: ModelCall
     place: int
     node: Node
-    attempts: list[_Call]
+    attempts: list[_Call] = field(default_factory=list)
     root: _Call = field(init=False)
     order: _Order | None = None
     is_ordered: bool = False
@@ -102,6 +104,9 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.root = self
+
+    def says(self, name: Literal["thread", "parent", "kind"]) -> str | None:
+        return (self.call.harness or {}).get(name)
 
     @property
     def ended(self) -> float:
@@ -135,7 +140,9 @@ class Graph:
         self._tree = Tree()
         self._by_id: dict[str, _Call] = {}
         self._again: dict[str, _Call] = {}  # the call that a client sent again, by the call that it sent
-        self._forms: defaultdict[tuple[Node, str | None], list[tuple[object, list[_Call]]]] = defaultdict(list)
+        self._forms: defaultdict[tuple[Node, str | None, str | None], list[tuple[object, list[_Call]]]] = defaultdict(
+            list
+        )
         self._made: dict[str, _Call] = {}  # the call that made each tool call
         self._answers: dict[Key, _Call] = {}  # the newest
         self._told: defaultdict[str, list[_Call]] = defaultdict(list)
@@ -144,11 +151,13 @@ class Graph:
         self._given: list[list[_Order]] = []  # of each call that gave some
         self._begun: dict[str, _Call] = {}  # the call that each of these tool calls began
         self._last: dict[_Call, _Call] = {}  # the last call of each context, by its root
+        self._threads: dict[str | None, _Call] = {}  # the last call of each thread
 
     def add(self, call: ModelCall) -> None:
         """Add a call, with its request and its answer."""
         node = self._tree.asked(call)
-        mine = _Call(call, len(self.calls), node, self._attempts(call, node))
+        mine = _Call(call, len(self.calls), node)
+        mine.attempts = self._attempts(mine)
         mine.attempts.append(mine)
         self.calls.append(mine)
         self._by_id[call.call_id] = mine
@@ -163,7 +172,7 @@ class Graph:
                 mine.root = there.root
         if mine.root is not mine and mine.root.is_ordered:
             self._delegate(mine.root)
-        self._last[mine.root] = mine
+        self._last[mine.root] = self._threads[mine.says("thread")] = mine
         mine.said = self._tree.answered(call, mine, node)
         self._remember(mine)
 
@@ -192,13 +201,13 @@ class Graph:
         """Return the calls whose answer stands in a later prompt in place of history."""
         return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
 
-    def _attempts(self, call: ModelCall, node: Node) -> list[_Call]:
+    def _attempts(self, mine: _Call) -> list[_Call]:
         """The calls so far with the same request: of the same agent, and for an answer of the same form."""
-        if (earlier := self._again.get(call.call_id)) is not None:
+        if (earlier := self._again.get(mine.call.call_id)) is not None:
             return earlier.attempts
-        if (form := self._tree.form(call, node)) is None:
+        if (form := self._tree.form(mine.call, mine.node)) is None:
             return []
-        known = self._forms[node, call.agent]
+        known = self._forms[mine.node, mine.call.agent, mine.says("thread")]
         if all(form != other for other, _ in known):
             known.append((form, []))
         return next(attempts for other, attempts in known if form == other)
@@ -215,6 +224,9 @@ class Graph:
         summaries = set[_Call]()
         if came is None:
             summaries = self._summaries(mine, new, quoted)
+            last = self._threads.get(mine.says("thread"))
+            if last is not None and last.says("kind") == "compact" != mine.says("kind"):
+                summaries.add(last)
             history = max(held - summaries, key=_PLACE, default=continued) or self._rewritten(new, quoted - summaries)
             if history is not None:
                 came = Edge("edits", history.place)
@@ -226,11 +238,12 @@ class Graph:
             for one in quoted:
                 one.used = True
         order = None if edges else order
+        is_begun = mine.says("parent") is not None and mine.says("thread") not in self._threads
         earlier = self._tried(mine, order)
         if order is not None:
             self._begun.setdefault(order.name, mine)
-            mine.order, mine.is_ordered = order, size >= TELLING
-            if size == len(asked) >= TELLING_ORDER:
+            mine.order, mine.is_ordered = order, size >= TELLING or is_begun
+            if is_begun or size == len(asked) >= TELLING_ORDER:
                 edges.append(Edge("delegates", order.by.place))
         if earlier is not None:
             edges.append(Edge("retries", earlier.place))
@@ -244,7 +257,9 @@ class Graph:
         tip = mine.node.tip
         # Of several with equal answers, one that nothing continues yet.
         there = tip.answered if tip is not None else []
-        continued = min(there, key=lambda one: (one.call.superseded_by is not None, one.used), default=None)
+        thread = mine.says("thread")
+        unlike = [(one.call.superseded_by is not None, one.says("thread") != thread, one.used) for one in there]
+        continued = there[unlike.index(min(unlike))] if there else None
         held = {one for node in mine.node.up_to(tip) if (one := self._held(node)) is not None}
         if continued is None and not held and mine.call.extends is not None:  # by its tokens
             continued = self._by_id.get(mine.call.extends)
@@ -349,13 +364,19 @@ class Graph:
     def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, int]:
         """The tool call that gave this new context its order, of several one that began none, and how much shows it.
 
-        It is sure if the order is all that is asked. Where it is a part, the context has to show more.
+        It is sure if the order is all that is asked. Where it is a part, the context has to show more. A thread that
+        is said to be begun by another has its order from that one, whatever its prompt shows.
         """
+        parent = mine.says("parent")
+
+        def may_be(order: _Order) -> bool:
+            return order.by.is_over_for(mine) and parent in (None, order.by.says("thread") or "")
+
         whole = self._orders[asked] if len(asked) >= TELLING_ORDER else []
-        given = [(len(asked), one) for one in whole if one.by.is_over_for(mine)]
+        given = [(len(asked), one) for one in whole if may_be(one)]
         for one in chain.from_iterable(self._given[: -NEWEST - 1 : -1]) if not given else ():
             size = max((len(text) for text in one.texts if text in asked), default=0)
-            if size >= BY_NAME and one.by.is_over_for(mine):
+            if (size >= BY_NAME or parent is not None) and may_be(one):
                 given.append((size, one))
         if not given:
             return None, 0

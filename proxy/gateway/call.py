@@ -20,6 +20,7 @@ from ...core.tools import tool_calls
 from ...core.values import as_read, is_under_way
 from ..access.auth import credentials
 from ..access.limits import Limiter
+from ..dialects.atoms import parsed
 from ..dialects.stream import LARGE_ANSWER, BufferedTranscript, Dialect, Transcript
 from .asgi import Reply
 from .attempts import Attempts, Upstreams
@@ -33,6 +34,11 @@ from .upstream import Answer, Request, Route
 
 log = logging.getLogger(__name__)
 
+_CLAUDE_SESSION, _CLAUDE_AGENT = "x-claude-code-session-id", "x-claude-code-agent-id"
+_CLAUDE_PARENT = "x-claude-code-parent-agent-id"
+_CODEX_KIND, _CODEX_TURN = "x-openai-subagent", "x-codex-turn-metadata"
+_HARNESS = frozenset([_CLAUDE_SESSION, _CLAUDE_AGENT, _CODEX_KIND, _CODEX_TURN])
+_LONGEST = 200  # characters of what a harness says that are kept
 AT_ONCE_S = 0.1  # after which an agent gets what is there of an answer that is no stream
 
 
@@ -40,6 +46,24 @@ def model_of(body: dict[str, Any]) -> str | None:
     """Return the model that a body names; None if it names none or has the wrong type."""
     model = body.get("model")
     return model if isinstance(model, str) else None
+
+
+def harness_of(headers: Mapping[str, str]) -> dict[str, str] | None:
+    """Return what Claude Code or Codex says of a call's context, as `ModelCall.harness` has it; None if nothing.
+
+    Claude Code gives its sub-agents ids; its main agent has the session's. Codex gives each agent a thread.
+    """
+    if _HARNESS.isdisjoint(headers):
+        return None
+    session, agent, kind = (headers.get(name, "") for name in (_CLAUDE_SESSION, _CLAUDE_AGENT, _CODEX_KIND))
+    turn = parsed(headers.get(_CODEX_TURN, ""))
+    thread, parent = map(turn.get, ("thread_id", "parent_thread_id")) if isinstance(turn, dict) else (None, None)
+    if agent:
+        thread, parent = agent, headers.get(_CLAUDE_PARENT) or session
+    elif kind not in ("", "compact") and thread is None:
+        thread, parent = kind, ""
+    said = {"thread": thread or session or None, "parent": parent, "kind": kind or None}
+    return {name: str(value)[:_LONGEST] for name, value in said.items() if value is not None}
 
 
 class Question(NamedTuple):
@@ -197,6 +221,7 @@ class CallUnderWay:
             request_text=question.request.body,
             upstream=route.upstream.name,
             pins=route.pins,
+            harness=harness_of(question.headers),
         )
         exact = gateway.exact if question.recorded else None
         self._exact = exact and exact.call(

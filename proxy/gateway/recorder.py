@@ -316,6 +316,7 @@ def _prepared(
     is_large = len(stored) > LARGE_REQUEST
     row = start._asdict() | start.rollout._asdict()
     row |= {"at": start.started_at, "pin": start.policy_version if start.pins else None}
+    row["harness"] = dumps_or_none(start.harness)
     row |= {"parent_id": parent and parent.call_id, "request": None if is_large else stored, "large_request": stored}
     statements: list[Statement] = [(ROLLOUT_SEEN, row), (CALL_START, row)]
     if is_large:
