@@ -19,7 +19,7 @@ TYPES = {
 
 
 class LightningError(Exception):
-    """The base of all errors here. Its message is shown as it is: what was wrong, where, and what to do."""
+    """The base of all errors here. Its message is shown unchanged: what was wrong, where, and what to do."""
 
     status = 500
     type: str | None = None  # None: that of the status
@@ -95,7 +95,7 @@ class UpgradeRequired(LightningError):
 
 
 class RateLimited(LightningError):
-    """A key has reached its limit. The headers say when to try again, as those of OpenAI's API do."""
+    """A key has reached its limit. The headers say when to try again, as in OpenAI's API."""
 
     status = 429
 
@@ -125,7 +125,7 @@ class StoreUnavailable(LightningError):
 
 
 class OtherSchema(StoreUnavailable):
-    """The store has another schema than this checkout's. It is left as it is."""
+    """The store has another schema than this checkout's. It is left unchanged."""
 
     exit_code = 2
 

@@ -1,6 +1,6 @@
 """Runs one program and makes sure that nothing of it stays: `guard.py LIFELINE_FD GRACE_S PROGRAM ARGS…`.
 
-The lifeline is a pipe whose other end closes when the supervisor lets go, or is killed. Then the program gets SIGTERM,
+The lifeline is a pipe. Its other end closes when the supervisor lets go, or is killed. Then the program gets SIGTERM,
 and SIGKILL after the grace. Once it has ended, all that it started ends too, in whatever group or session it is.
 Signals are passed on to the program; its exit code, or the signal that killed it, becomes the guard's.
 It uses only the standard library, so that it starts in 20 ms, and can be sent to other machines as text.

@@ -36,7 +36,7 @@ _LITELLM_SETTINGS = {
 class Used(NamedTuple):
     """Tokens of calls. `input` counts those that were read from a cache (`cached`) or written to it (`kept`), too.
 
-    `reasoning`: those of `output` that the agent may not have seen.
+    `reasoning`: the part of `output` that the agent may not have seen.
     """
 
     input: int = 0
@@ -53,7 +53,7 @@ class Used(NamedTuple):
 def used(usage: Any) -> Used | None:
     """Return the tokens that a `usage` counts; None if it counts none.
 
-    Anthropic's `input_tokens` leave out what a cache had: 10 beside `cache_read_input_tokens` 90 are an input of 100.
+    Anthropic's `input_tokens` leave out what a cache had: 10 next to `cache_read_input_tokens` 90 are an input of 100.
     Some providers (xAI, Gemini) count reasoning in `total_tokens` alone.
     """
     if not isinstance(usage, dict) or usage.keys().isdisjoint(("prompt_tokens", "input_tokens", "total_tokens")):

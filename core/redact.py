@@ -61,7 +61,7 @@ _KEY_BLOCK = (
 _BEARER = r"\s++(?:(?=[A-Za-z._~+/-]{0,100}\d)[\w.~+/-]{16,}|[\w.~+/-]{32,})=*"
 _AWS_SECRET = r"_?(?:access_?)?key[^\w/+]{1,8}))[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
 
-# What follows the beginnings of tokens: first our own keys, then those of OpenAI and Anthropic.
+# What follows the beginnings of tokens: first our own keys, then OpenAI's and Anthropic's.
 _AFTER = {
     "lpk-": r"[\w-]{20,}",
     "sk- glpat-": "[A-Za-z0-9_-]{20,}",
@@ -88,7 +88,7 @@ class Redactor:
     """Redacts values without changing them in place. It returns the same object if nothing was redacted."""
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
-        """`keys`: those of the configuration, which are secret whatever they look like."""
+        """`keys`: the configuration's keys, which are secret whatever they look like."""
         own = [SecretShape(key, re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
         chosen = [SecretShape("", pattern) for pattern in self._patterns]

@@ -43,7 +43,7 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """The weighted rewards of a rollout: its `own` (None: it has none), and those of calls by their ids."""
+    """The weighted rewards of a rollout: its `own` (None: it has none), and its calls' by their ids."""
 
     own: float | None
     calls: Mapping[str, float] = field(default_factory=dict)

@@ -141,7 +141,7 @@ def interval(differences: Iterable[float], level: float = 0.05, metrics: int = 1
 
 
 def difference(candidate: Sequence[float], live: Sequence[float], low: float, high: float) -> float:
-    """Return how far the candidate's siblings are above those of the live version: one pair, in [-1, 1].
+    """Return how far the candidate's siblings are above the live version's: one pair, in [-1, 1].
 
     The mean of one side minus the mean of the other, by the range `low` to `high`. Values outside of it count as its
     ends. ValueError if a side has no value or the range none.

@@ -149,7 +149,7 @@ def only_results(items: Sequence[Any]) -> bool:
 
 
 def _is_result(item: Any) -> bool:
-    """Whether an item has a tool's result and nothing beside it, as a user's message of Anthropic may have."""
+    """Whether an item has a tool's result and nothing else, as a user's message of Anthropic may have."""
     return brings_result(item) and (
         item.get("role") != "user" or all(block.get("type") == "tool_result" for block in dicts(item["content"]))
     )

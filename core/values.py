@@ -42,14 +42,14 @@ def as_read(request: Json) -> Json:
 
 
 def lax(kind: type, value: Any) -> Any:
-    """Return the value as pydantic reads it by default; as it is, if it cannot be read as this."""
+    """Return the value as pydantic reads it by default; unchanged, if it cannot be read as this."""
     try:
         return _LAX[kind].validate_python(value)
     except ValidationError:
         return value
 
 
-# Where errors say what happened, and what some have beside that. An event of nothing else is an error.
+# Where errors say what happened, and what some have besides. An event of nothing else is an error.
 _MESSAGES = ("message", "detail", "error_msg", "error_message", "msg")
 _BESIDE = frozenset({"code", "status", "status_code", "type", "param", "request_id", "error_code", "object", "success"})
 

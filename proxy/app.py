@@ -54,7 +54,7 @@ CORE = (
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the proxy as an app, whose parts open with the server; `heard_by` hears each call. Raise ConfigError."""
+    """Return the proxy as an app. Its parts open with the server; `heard_by` hears each call. Raise ConfigError."""
     plugins = plugins_of(config)
     control = _control_api(config, plugins, (*CORE, status.health), heard_by)
     described = control.openapi
@@ -97,7 +97,7 @@ def _control_api(
         title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, docs_url=None, redoc_url=None,
         exception_handlers=dict.fromkeys((LightningError, RequestValidationError, HTTPException, Exception), _refused),
     )  # fmt: skip
-    # As they are: `include_router` would make them anew, most of a start's time.
+    # Unchanged: `include_router` would make them again, most of a start's time.
     for router in (*routers, *(router for plugin in plugins for router in plugin.routers)):
         control.router.routes.extend(router.routes)
     return control

@@ -44,7 +44,7 @@ class Hooks:
     rewrite: Rewrite | None = None  # changes what the model is shown, which is what the record has
     on_call: OnCall | None = None
     on_deleted: OnDeleted | None = None
-    work: Sequence[Work] = ()  # runs beside the calls until the proxy closes
+    work: Sequence[Work] = ()  # runs along with the calls until the proxy closes
 
 
 class ProxyPlugin:

@@ -35,7 +35,7 @@ class Health:
         self.problems[upstream, url] = problem
 
     def up(self, upstream: UpstreamConfig, urls: Sequence[str] = ()) -> list[str]:
-        """Return those of an upstream's servers, or of these ones, that have no problem, as far as was seen."""
+        """Return an upstream's servers, or which of these, have shown no problem."""
         return [url for url in urls or upstream.urls if not self.problems.get((upstream.name, url))]
 
     def is_down(self, upstream: UpstreamConfig) -> bool:

@@ -48,7 +48,7 @@ def publish_mode(config: Config) -> PublishMode:
     if mode == "merged" and config.policy.adapters:
         raise ConfigError(
             "policy.adapters needs policy.publish: lora; without a GPU, policy.publish: auto means merged, and merged "
-            "weights are those of one adapter"
+            "weights hold one adapter"
         )
     return mode
 
@@ -84,7 +84,7 @@ def check_base_model(config: Config) -> None:
         store, directory = config.store.where, config.policy.directory.absolute()
         raise ConfigError(
             f"policy.model is {model}, and the policy versions in {store} were trained on {before}: set it back, or "
-            f"start anew with another store.url and policy.directory (now {directory}); `lightning-proxy policy "
+            f"start over with another store.url and policy.directory (now {directory}); `lightning-proxy policy "
             "export` takes the trained versions along"
         )
 

@@ -116,7 +116,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Any]:
-    """Yield every route; FastAPI keeps those of an included router together from 0.137 on."""
+    """Yield every route; FastAPI keeps an included router's together from 0.137 on."""
     for route in routes:
         contexts = getattr(route, "effective_route_contexts", None)
         if contexts is None:

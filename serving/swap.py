@@ -25,7 +25,7 @@ DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, an
 DRAIN_POLL_S = 0.2
 LOADED = "loaded "  # before the label of weights that are served to nobody yet
 
-# The servers whose merged weights are of another version than the live one, by URL.
+# The servers with merged weights of another version than the live one, by URL.
 Placed = Callable[[], Awaitable[Mapping[str, PolicyVersion]]]
 # Why a server does not serve what is wanted of it; None if it does.
 Problems = dict[VllmServer, LightningError | None]
@@ -246,7 +246,7 @@ class Swap:
         if version.publish not in (None, self.mode):
             raise NotServed(
                 f"policy version {version.version} was published as {version.publish}, and policy.publish is now "
-                f"{self.mode}: set it back, promote version 0, or start the trainer, which publishes it anew"
+                f"{self.mode}: set it back, promote version 0, or start the trainer, which publishes it again"
             )
 
     async def _weights(self, version: PolicyVersion) -> str:

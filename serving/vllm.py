@@ -48,7 +48,7 @@ def operator_session() -> ClientSession:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VllmServer:
-    """One vLLM server; operator routes are beside the /v1 of its `base_url`. `model`: the base one, of several."""
+    """One vLLM server; operator routes are next to the /v1 of its `base_url`. `model`: the base one, of several."""
 
     session: ClientSession
     base_url: str
@@ -57,7 +57,7 @@ class VllmServer:
     timeout_s: float = 120.0
 
     async def models(self) -> list[dict[str, Any]]:
-        """Return the served models: the base model, whose `parent` is None, and the adapters."""
+        """Return the served models: the base model, which has `parent` None, and the adapters."""
         return await self._read("/v1/models", lambda a: [dict(m) for m in a["data"] if isinstance(m["id"], str)])
 
     async def base_model(self) -> str:
@@ -167,7 +167,7 @@ class VllmServer:
         return await self._read("/detokenize", lambda answer: str(answer["prompt"]), {"tokens": [*token_ids]})
 
     async def adds_usage(self) -> bool:
-        """Return whether streams end with a usage chunk unasked, as those of vLLM's --enable-force-include-usage do."""
+        """Return whether streams end with a usage chunk unasked, as with vLLM's --enable-force-include-usage."""
         body = {"model": await self.base_model(), "prompt": PROBE_PROMPT, "max_tokens": 1, "stream": True}
         return _USAGE_CHUNK.search(await self._send("/v1/completions", body)) is not None
 
@@ -220,7 +220,7 @@ class VllmFleet:
     def __init__(
         self, session: ClientSession, urls: Sequence[str], headers: Mapping[str, str] = {}, model: str | None = None
     ) -> None:
-        """`urls`: those of the upstream; `headers` go with every request; `model` is that of `VllmServer`."""
+        """`urls`: the upstream's; `headers` go with every request; `model` as in `VllmServer`."""
         self.servers = [VllmServer(session, url, headers, model) for url in urls]
 
     @classmethod

@@ -19,7 +19,7 @@ from .rewards import Answer, Rewards, answer_once
 from .rollouts import ROLLOUT_SEEN, Rollouts
 
 # A row is written twice: by CALL_START when the request goes upstream, as `incomplete`, and by CALL_END. SQLite writes
-# all of a changed row anew: a request that is large is in a table of its own. Requests come as the bytes that the agent
+# all of a changed row again: a request that is large is in a table of its own. Requests come as the bytes that an agent
 # sent, or what they add to their parent's: so no copy of them waits for its commit.
 
 # Refused (`request` would be NULL) when the parent that it is stored against is gone.
@@ -75,7 +75,7 @@ FROM calls WHERE call_id = :call_id
 # The recorded call that a result belongs to (proxy/gateway/recent.py finds the call that the request sends again, and
 # its place). By how well it fits:
 #   1  it has the result's id, and it stands there, or no other call has such an id, or it is in that answer;
-#   2  a call with these arguments stands there: the client wrote the id anew;
+#   2  a call with these arguments stands there: the client wrote a new id;
 #   3  it has the id, and these arguments, or the request does not send it again: the history was edited.
 # Example: recorded were "go: f(1), id f:0" and "go, f(1): f(2), id f:0". The result for f(2), id f:0, sent after
 # "go · f(1)", fits the second one (1) and is not compared with the first; sent after "summary", it fits the second (3).
@@ -204,7 +204,7 @@ RETURNING event_id
 
 
 class Giver(NamedTuple):
-    """The call that gave a response, which is as far as it is recorded."""
+    """The call that gave a response, which may be recorded in part only."""
 
     rollout_id: str
     call_id: str
@@ -259,7 +259,7 @@ class Calls(Records):
     async def put_in_order(self, rollout_id: str, call_id: str) -> bool:
         """Move a call that was reported after later ones to its place by time. Return whether later calls were there.
 
-        A call's parent stays before it (proxy/gateway/recorder.py). A rollout that was trained on is left as it is.
+        A call's parent stays before it (proxy/gateway/recorder.py). A rollout that was trained on is left unchanged.
         """
 
         async def work(db: Transaction) -> bool:
@@ -279,7 +279,7 @@ class Calls(Records):
         return None if row is None else row["status"]
 
     async def answered(self, rollout_id: str, newest: int) -> set[str]:
-        """Return the ids of those of the rollout's `newest` calls that were answered."""
+        """Return the ids of the rollout's `newest` calls that were answered."""
         row = await self._db.quick(CALLS_ANSWERED, {"rollout_id": rollout_id, "newest": newest})
         return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
 
@@ -293,7 +293,7 @@ class Calls(Records):
         return None
 
     async def untrainable(self, newest: int) -> dict[str, int]:
-        """Count those of the `newest` calls that the policy answered and that cannot be trained on, by reason."""
+        """Of the `newest` calls, count the policy's that cannot be trained on, by reason."""
         return dict(map(tuple, await self._db.all(UNTRAINABLE, {"newest": newest})))
 
     async def newest(self) -> float | None:

@@ -21,7 +21,7 @@ SELECT rollout_id, task_id, mode, policy_version, reward, COALESCE(ended_at, cre
 WHERE TRUE {filters} ORDER BY n DESC LIMIT :limit
 """
 LARGE_TEXT = 100_000  # characters; larger requests and answers are not read
-TEXTS_AT_ONCE = 20  # rollouts whose texts one statement reads
+TEXTS_AT_ONCE = 20  # rollouts per statement that reads texts
 # Mean latency of the first calls: a rollout may have thousands.
 SUMMARIES = """
 SELECT rollouts.rollout_id, began.model, ended.status AS last_call,

@@ -85,7 +85,7 @@ class Pages(NamedTuple):
 
 
 class Keeper:
-    """Runs beside the proxy. Of several processes on one store, one at a time does the work."""
+    """Runs in the proxy. Of several processes on one store, one at a time does the work."""
 
     def __init__(self, database: Database, config: Config, on_delete: OnDelete) -> None:
         self._db = database

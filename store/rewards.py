@@ -1,7 +1,7 @@
 """The rewards that were posted, and the returns of each rollout, kept with it: lists and filters read one column.
 
-A post counts the returns of its rollouts anew. When the rules change, all are counted anew, the newest first, a few at
-a time; `stale_to` says how far that is. A repeated post gets the answer of the first one.
+A post counts the returns of its rollouts again. When the rules change, all are counted again, the newest first, a few
+at a time; `stale_to` says how far that is. A repeated post gets the answer of the first one.
 
 Every reward trains the rollout that it was given to: `reward` is made of all. `trusted_reward` acts on everybody: on
 whether training stops or goes back, and on which version is the best. It is made of the rewards
@@ -11,7 +11,7 @@ whether training stops or goes back, and on which version is the best. It is mad
 - of other keys that see all rollouts, until the first one of an evaluator (`returns.evaluated`)
 - never of other keys made with `--scope own`
 
-A gate counts those of evaluators alone (`features/promotion/promotions.py`).
+A gate counts evaluators' rewards alone (`features/promotion/promotions.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
 UNION ALL
 SELECT rollout_id, call_id FROM calls WHERE call_id IN (SELECT CAST(value AS TEXT) FROM json_each(:call_ids))
 """
-# From the first reward of an evaluator on, where there are keys, those of plain keys act on nobody.
+# From the first reward of an evaluator on, where there are keys, rewards of plain keys act on nobody.
 EVALUATED = """
 UPDATE returns SET evaluated = 1, stale_to = (SELECT COALESCE(MAX(n), 0) FROM rollouts)
 WHERE evaluated = 0 AND (NOT (:key_id IS NULL) OR EXISTS (SELECT 1 FROM keys)
@@ -119,7 +119,7 @@ FROM (
     SELECT rollout_id FROM rewards WHERE reward_id > (SELECT MAX(reward_id) FROM rewards) - 200 LIMIT 200
 ) AS recent JOIN rollouts ON rollouts.rollout_id = recent.rollout_id
 """
-COUNTED_AT_ONCE = 50  # rollouts that one transaction counts anew
+COUNTED_AT_ONCE = 50  # rollouts that one transaction recounts
 
 IDEMPOTENT_FORGET = """
 DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_at < :before LIMIT :limit)
@@ -163,7 +163,7 @@ class Rewards(Records):
         return await self._db.value(int, "SELECT MAX(reward_id) FROM rewards")
 
     async def changed(self, reward_ids: Sequence[int]) -> list[str]:
-        """Return the rollouts of rewards that came in the place of earlier ones. `reward_ids`: those of one post."""
+        """Return the rollouts of rewards that replaced earlier ones. `reward_ids`: the rewards of one post."""
         span = {"first": min(reward_ids, default=0), "last": max(reward_ids, default=0)}
         return [rollout_id for (rollout_id,) in await self._db.all(CHANGED, span)]
 
@@ -213,7 +213,7 @@ class Rewards(Records):
             await self._db.write(work)
 
     async def recount(self) -> None:
-        """Count returns anew that are not counted by the rules yet, in small steps. Several processes may do so."""
+        """Recount returns that are not counted by the rules yet, in small steps. Several processes may do so."""
         while (row := await self._db.quick(RULES)) is not None and row["stale_to"]:
             await in_passing(self._db, _count_some)
 

@@ -20,7 +20,7 @@ from .rewards import count_returns
 
 log = logging.getLogger(__name__)
 
-# Whether a key of `own` scope names a rollout that another key has opened, since it was asked whose it is.
+# Whether a key of `own` scope names a rollout that another key has opened, since its owner was looked up.
 IS_ANOTHERS = """
 rollouts.key_id IS NOT :key_id AND EXISTS (SELECT 1 FROM keys WHERE keys.key_id = :key_id AND scope = 'own')
 """
@@ -269,7 +269,7 @@ class Rollouts(Records):
         return await self._db.value(int, ROLLOUTS_ACTIVE, since=since) or 0
 
     async def counts_of_key(self, key_id: str) -> tuple[dict[tuple[str, str], int], int]:
-        """Count the newest rollouts of a key by (mode, status), and those of them that wait for the trainer."""
+        """Count the newest rollouts of a key by (mode, status), and how many of them wait for the trainer."""
         rows = await self._db.all(ROLLOUT_COUNTS_OF_KEY, {"key_id": key_id, "newest": NEWEST_OF_KEY})
         return {(mode, status): n for mode, status, n, _ in rows}, sum(int(waiting) for *_, waiting in rows)
 
@@ -300,7 +300,7 @@ class Rollouts(Records):
         await self._db.forget_deleted()
 
     async def end_idle(self, idle_s: float) -> int:
-        """Complete every rollout in which nothing has happened for so many seconds; return how many."""
+        """Complete every rollout in which nothing has happened for `idle_s` seconds; return how many."""
         now, after, ended = time.time(), 0, 0
         times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
         end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}

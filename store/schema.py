@@ -1,7 +1,7 @@
 """The tables of a store: `schema.sql` of the core and of each feature that has tables, each with its number.
 
-They are in SQLite's words, and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` beside one has what only that
-database has. A store whose numbers are others is left as it is. What a feature that is gone has left in a store stays.
+They are in SQLite's words, and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` next to one has what only that
+database has. A store with other numbers is left unchanged. What a feature that is gone has left in a store stays.
 """
 
 from __future__ import annotations

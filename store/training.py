@@ -46,7 +46,7 @@ STEP_RELEASE = (
     "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
     "DELETE FROM steps WHERE step = :step",
 )
-# Not the newest, nor those of versions that have files.
+# Not the newest, nor checkpoints of versions that have files.
 OLD_CHECKPOINTS = """
 SELECT step, checkpoint FROM steps
 WHERE checkpoint IS NOT NULL AND status = 'trained'
@@ -91,7 +91,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TrainedData:
-    """The rollouts that steps took: of so many tasks, opened from `first` to `last` (Unix time)."""
+    """The rollouts that steps took: of `tasks` tasks, opened from `first` to `last` (Unix time)."""
 
     rollouts: int
     tasks: int
@@ -180,7 +180,7 @@ class TrainingSteps(Records):
         await self._db.write(lambda db: _drop(db, dropped, groups, None))
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
-        """Commit a step whose checkpoint is complete: its rollouts are never offered again."""
+        """Commit a step once its checkpoint is complete: its rollouts are never offered again."""
         row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
         await self._db.commit([(STEP_TRAINED, [row])])
 

@@ -97,7 +97,7 @@ FEW = 6  # makes the variance of few tasks larger, as Student's t has longer tai
 
 
 class TaskMean(NamedTuple):
-    """The mean reward, and the mean of its square, of so many rollouts of a task that began with a version.
+    """The mean reward, and the mean of its square, of `rollouts` of a task that began with a version.
 
     Without a task: of all such rollouts. `rewarded` of them have a reward; the others failed. `tokens`: sampled in a
     rollout, on average; `latency_ms`: of a rollout's calls. None where they were not asked for.
@@ -136,7 +136,7 @@ class Probed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeanReward:
-    """The mean reward over tasks, which have so many rollouts. Rollouts without a task count as a task each."""
+    """The mean reward over tasks, and the number of their rollouts. Rollouts without a task count as a task each."""
 
     mean: float
     rollouts: int
@@ -223,7 +223,7 @@ class PolicyVersions(Records):
         return frozenset(version for (version,) in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
-        """Return those of the live version, the candidate and the `pinned` ones whose files are there, by number."""
+        """Return the live version, the candidate and the `pinned` ones that have files, by number."""
         wanted = {*pinned}
         return [v for v in await self.with_files() if v.status in ("live", "candidate") or v.version in wanted]
 

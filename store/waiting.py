@@ -127,7 +127,7 @@ class Waiting(Records):
     async def groups(self, grouping: Grouping = Grouping(), tasks: Collection[str] | None = None) -> list[Group]:
         """Return the groups, of all tasks or of some, with at least one rollout to train on.
 
-        By default, those of a task that were opened one by one are one group.
+        By default, rollouts of a task that were opened one by one are one group.
         """
         statements = (MEMBERS_ENDED, MEMBERS_RUNNING) if tasks is None else (MEMBERS_ENDED_OF, MEMBERS_RUNNING_OF)
         some = {"tasks": dumps([*(tasks or ())])}
@@ -135,7 +135,7 @@ class Waiting(Records):
         return await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed((Member(*row) for row in rows), grouping))
 
     async def changed(self, cursor: int | None) -> tuple[int, set[str] | None]:
-        """Return a cursor, and the tasks whose groups may have changed after the last; None: all."""
+        """Return a cursor, and the tasks with groups that may have changed after the last; None: all."""
         feed = Feed(self._db)
         newest = await feed.newest()
         if cursor is None or not await feed.knows(cursor):
@@ -144,7 +144,7 @@ class Waiting(Records):
         return newest, {task_id for (task_id,) in rows}
 
     async def siblings(self, group: Group) -> tuple[list[Rollout], list[Rollout], list[Rollout]]:
-        """Return those of a group that ended, those that it waits for, and those that steps took or dropped."""
+        """Return a group's rollouts that ended, that it waits for, and that steps took or dropped."""
         assert group.pool is not None
         values = group.pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
         found = defaultdict[str, list[Rollout]](list)
@@ -153,7 +153,7 @@ class Waiting(Records):
         return found["ended"], found["awaited"], found["before"]
 
     async def lone(self, failed: bool = False, limit: int = NO_END) -> Group | None:
-        """Return rewarded rollouts without a task as a group, if there are any; at most so many are counted."""
+        """Return rewarded rollouts without a task as a group, if there are any; at most `limit` are counted."""
         ((rewarded, oldest),) = await self._db.all(CLAIMABLE_LONE, {"failed": failed, "limit": limit})
         return Group(None, rewarded, rewarded, oldest) if rewarded else None
 
@@ -183,7 +183,7 @@ class Waiting(Records):
     async def standstill(self, batch: int) -> Standstill | None:
         """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.
 
-        Only those count whose rewards act on everybody. `batch`: the rollouts of a training step.
+        Only rollouts with rewards that act on everybody count. `batch`: the rollouts of a training step.
         """
         enough = BATCHES * batch
         ((rollouts, reward),) = await self._db.all(UNLEARNED, {"reason": EQUAL_REWARDS, "enough": enough})

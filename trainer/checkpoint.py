@@ -1,4 +1,4 @@
-"""Checkpoint directories: written atomically, with the configuration, whose later changes are shown or refused."""
+"""Checkpoint directories: written atomically, with the configuration; later changes of it are shown or refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 async def prune_checkpoints(store: Store, keep: int) -> None:
-    """Keep the newest checkpoints, and those of policy versions that have files: training may continue from these."""
+    """Keep the newest checkpoints, and those of versions that have files: training may continue from them."""
     for step, checkpoint in await store.steps.old_checkpoints(keep):
         await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
         await store.steps.forget_checkpoint(step)
@@ -114,7 +114,7 @@ def config_changes(directory: Path, config: Saved) -> list[str]:
             of_model = f" ({changes['policy.model']})" if key == WEIGHTS and "policy.model" in changes else ""
             raise ConfigError(
                 f"the checkpoint {directory} does not fit the configuration: {changes[key]}{of_model}; set it back, or "
-                "start anew with another store.url and policy.directory (offline: another --dir)"
+                "start over with another store.url and policy.directory (offline: another --dir)"
             )
     return [*changes.values()]
 
@@ -138,7 +138,7 @@ def read_state(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, A
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"the checkpoint {path} is damaged ({what}): restore it from a backup, or make an earlier policy version "
-            "live (lightning-proxy policy promote), or start anew with another store.url and policy.directory"
+            "live (lightning-proxy policy promote), or start over with another store.url and policy.directory"
         ) from None
     if other := shapes.items() ^ wanted.items():
         name = min(other)[0]

@@ -127,7 +127,7 @@ class TrainingLoop:
     async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
         """Take one step. Return False if too few rollouts are ready.
 
-        `fewer`, `since` and JudgeError are those of `Collector.next_batch`. Raises Stopped if the trainer is stopped
+        `fewer`, `since` and JudgeError: as in `Collector.next_batch`. Raises Stopped if the trainer is stopped
         while something is missing: the next start takes the step, or finishes it.
         """
         started = time.perf_counter()
@@ -156,7 +156,7 @@ class TrainingLoop:
         self._free_since = time.perf_counter()
 
     async def _version_of_weights(self) -> int | None:
-        """The version whose weights are the trainer's; None if a step has moved them since, and was not published."""
+        """The version of the trainer's weights; None if a step has moved them since, and was not published."""
         steps = await self._store.steps.newest(LINE)
         moved = next((s for s in steps if not moved_nothing(s.metrics) and "collapse" not in s.metrics), None)
         published = moved is None or moved.version is not None or moved.base != self.base

@@ -33,13 +33,13 @@ from .waiting import before_retry, in_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-FAULTS = 10  # so many errors of vLLM's own end the publishing
+FAULTS = 10  # errors of vLLM's own that end the publishing
 
 # When agents' answers have not shown which weights vLLM serves, an idle trainer asks it itself: after so long without
 # another answer, and in any case so long after the version went live.
 QUIET_S = 5.0
 LONGEST_S = 60.0
-SEEN_ROLLOUTS = 64  # of a version, at most, by whose answers it is verified
+SEEN_ROLLOUTS = 64  # of a version, at most, that verify it by their answers
 
 
 class Publisher:
@@ -63,7 +63,7 @@ class Publisher:
     ) -> Mapping[str, Any]:
         """Make the weights of `step`, which began with version `base`, live, however long vLLM is away.
 
-        Return the step's metrics about it: `version`, and those of its verification. It is verified, unless it replaces
+        Return the step's metrics about it: `version`, and its verification's. It is verified, unless it replaces
         the only server's merged weights: `verify_live` has that done.
         Raises Superseded if another version was made live; PublishError, with `base` live again, if vLLM does not serve
         the weights; Stopped if `stop` is set meanwhile; VllmFault, and the version is abandoned, if vLLM is there but
@@ -264,7 +264,7 @@ class Publisher:
         await self._delete(version)
 
     async def prune(self, keep: Set[int]) -> None:
-        """Remove all versions but the newest, the live one, those of running rollouts, and those in `keep`.
+        """Remove all versions but the newest, the live one, running rollouts' ones, and those in `keep`.
 
         Versions that never went live (`promotion.mode: gated`) take no place among the newest: one of them is kept.
         """

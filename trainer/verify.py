@@ -28,14 +28,14 @@ from .weights import tolerance
 log = logging.getLogger(__name__)
 
 VERIFIED_TOKENS = 8
-# Where these do not distinguish new weights from old ones, more answers are sampled at once, up to so many tokens.
+# Where these do not distinguish new weights from old ones, more answers are sampled at once, up to this many tokens.
 MORE_ANSWERS = 16
 MORE_TOKENS = 32
 MOST_TOKENS = 2048
 ROUNDS = 6
 # In nats: as far as a log-probability can be from the served one.
 FAR = 10.0
-# By so many standard deviations the answers must be nearer to one of them.
+# The answers must be nearer to one of them by this many standard deviations.
 SURE = 3.5
 ADAPTER_FILE = "adapter_model.safetensors"
 VERIFY_RESTARTS = 3
@@ -73,7 +73,7 @@ class WeightEvidence:
 
     @property
     def deviations(self) -> float:
-        """Return how clearly the answers are those of the new weights; below 0, of the old ones; 0 if both are one."""
+        """Return how clearly the answers come from the new weights; below 0, of the old ones; 0 if both are one."""
         nearer = [old - new for new, old in zip(self._from_new, self._from_old, strict=True)]
         spread = math.hypot(*nearer)
         return sum(nearer) / spread if spread > 0 else 0.0
@@ -96,16 +96,16 @@ class WeightEvidence:
 
     def __str__(self) -> str:
         return (
-            f"the log-probabilities of {self.tokens} tokens differ by {self.difference:.4g} on average from those of "
-            f"the published weights, and by {fmean(self._from_old):.4g} from those of the weights before"
+            f"the log-probabilities of {self.tokens} tokens differ by {self.difference:.4g} on average from "
+            f"the published weights', and by {fmean(self._from_old):.4g} from the earlier weights'"
         )
 
 
 class Verification:
-    """Shows that vLLM serves a policy version, whose weights are the trainer's present ones. Else PublishError.
+    """Shows that vLLM serves a policy version, the trainer's present weights. Else PublishError.
 
     vLLM continues the prompts of a few `samples`. It is not asked for prompt_logprobs, which end the engine of vLLM
-    0.32 on a CPU with LoRA enabled. `seen`: the rollouts whose answers were compared instead.
+    0.32 on a CPU with LoRA enabled. `seen`: the rollouts with answers that were compared instead.
     """
 
     def __init__(

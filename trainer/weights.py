@@ -94,7 +94,7 @@ class TrainedWeights:
         return [p for name, p in named if (of := ADAPTER_OF.search(name)) and of[1] in (names or self.names)]
 
     def undoable(self, name: str) -> list[nn.Parameter]:
-        """Return the parameters whose gradients a pass sets aside, to undo it if memory runs out.
+        """Return the parameters with gradients that a pass sets aside, to undo it if memory runs out.
 
         None of a full model: its gradients are not kept twice.
         """
@@ -173,7 +173,7 @@ class TrainedWeights:
             exchange()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state for a checkpoint: of a full model by the names of weights, whose order ranks change."""
+        """Return the state for a checkpoint: of a full model by names of weights: ranks change their order."""
         packed: dict[str, Any] = optimizer.state_dict()
         if self._is_lora:
             return packed

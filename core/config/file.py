@@ -137,7 +137,7 @@ def _did_you_mean(guesses: Sequence[str]) -> str:
 
 
 def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
-    """The keys beside a wrong one that read alike; else the full names of those elsewhere."""
+    """The keys next to a wrong one that read alike; else the full names of such keys elsewhere."""
     above, _, name = re.sub(r"\.\d+", "[]", wrong).rpartition(".")
     keys = [key.rpartition(".") for key in _keys(model)]
     near = get_close_matches(name, [last for before, _, last in keys if before == above], _MOST_GUESSES, 0.75)
@@ -145,7 +145,7 @@ def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
 
 
 def _meant_by(variable: str) -> list[str]:
-    """The variables of keys that read like this one, or whose last part is its name."""
+    """The variables of keys that read like this one, or end with its name."""
     name = variable.removeprefix(_PREFIX).lower()
     keys = {key.replace(".", "_"): key for key in _keys(Config) if "[]" not in key}
     near = get_close_matches(name, keys, 1, 0.85) or [one for one in keys if keys[one].endswith(f".{name}")]
@@ -153,7 +153,7 @@ def _meant_by(variable: str) -> list[str]:
 
 
 def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
-    """Every key, with its sections, as in proxy.port; those of a list's items as in upstreams[].name."""
+    """Every key, with its sections, as in proxy.port; keys of a list's items as in upstreams[].name."""
     for name, kind in fields_of(model).items():
         yield before + name
         for inner, mark in ((kind, ""), *((item, "[]") for item in get_args(kind))):

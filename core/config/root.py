@@ -1,4 +1,4 @@
-"""The configuration: its sections, those of features among them, and checks across them. `file.py` reads it."""
+"""The configuration: its sections, features' sections included, and checks across them. `file.py` reads it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Config(WithFeatures):
         if not any(trainer.reward_weights.values()) and not (trainer.reward_weights and trainer.has_guide):
             yield (
                 "trainer.reward_weights: name at least one reward. Its weight is not 0, unless a feature teaches "
-                "something beside rewards"
+                "something besides rewards"
             )
         for section in self.sections:
             section.check(self)
@@ -107,5 +107,5 @@ class Config(WithFeatures):
         return next((upstream for upstream in self.upstreams if upstream.kind == "vllm"), None)
 
     def keys(self) -> list[str]:
-        """Return every secret key in the configuration: ours, the upstreams' and those of features."""
+        """Return every secret key in the configuration: ours, the upstreams' and the features'."""
         return [*self.secret_keys(), *(secret for upstream in self.upstreams for secret in upstream.secrets())]

@@ -1,4 +1,4 @@
-"""The base classes and the types of all sections of the configuration, those of features among them."""
+"""The base classes and the types of all sections of the configuration, features' sections included."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ Kind = TypeVar("Kind", bound=FeatureSection)
 
 
 class WithFeatures(Section):
-    """A section that knows those of features."""
+    """A section that knows the features' sections."""
 
     _sections: tuple[FeatureSection, ...] = PrivateAttr(())
 

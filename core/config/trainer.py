@@ -180,7 +180,7 @@ class TrainerConfig(WithFeatures):
 
     @classmethod
     def known(cls, kind: str) -> list[str]:
-        """Return the names of a kind of function: the core's, then those of the installed features."""
+        """Return the names of a kind of function: the core's, then the installed features'."""
         added = (section.functions for section in feature_sections().values())
         return [name for functions in (cls.functions, *added) for name in functions.get(kind, ())]
 

@@ -16,7 +16,7 @@ SHORTEST_KEY = 12
 
 
 def below(url: str, path: str = "") -> str:
-    """Return the URL of a path below a server's URL, whose own query stays behind it."""
+    """Return the URL of a path below a server's URL, with that URL's own query after it."""
     base, mark, query = url.partition("?")
     return base.rstrip("/") + path + mark + query
 
@@ -50,7 +50,7 @@ class UpstreamConfig(Section):
 
     @cached_property
     def published_to(self) -> tuple[str, ...]:
-        """Return the URLs of the servers that get new weights: those behind a router, or else those of calls."""
+        """Return the URLs of the servers that get new weights: behind a router, or else the ones that get calls."""
         return tuple(map(below, self.servers)) or self.urls
 
     def server_name(self, url: str) -> str:

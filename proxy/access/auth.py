@@ -52,7 +52,7 @@ class Caller:
 
     @property
     def owner(self) -> Hashable:
-        """Return whose share of memory a request takes: its key's, or that of all rollouts' keys that a key gave."""
+        """Return who holds the share of memory that a request takes: a key, or all rollouts' keys that it gave."""
         return self.key_id or self.name, self.rollout is not None
 
     @property
@@ -170,7 +170,7 @@ class Keys:
         return self._anybody
 
     async def require(self, caller: Caller, rollout_ids: Iterable[str]) -> None:
-        """Let a caller at these rollouts. Raise Forbidden for others than a key's own, NotFound for those of others."""
+        """Let a caller at these rollouts. Raise Forbidden for others than a key's own, NotFound for other tenants'."""
         wanted = {*rollout_ids}
         if caller.rollout_id is not None and wanted != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")

@@ -84,7 +84,7 @@ class Limiter:
             self._running -= not reads
 
     def spend(self, end: CallEnd, request_bytes: int) -> None:
-        """Count the tokens of an ended call: those of its usage, or those that were seen, or a guess."""
+        """Count the tokens of an ended call: its usage's, or the ones that were seen, or a guess."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
 

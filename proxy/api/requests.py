@@ -123,7 +123,7 @@ async def json_response(value: Any) -> Response:
 class AgentRoute(APIRoute):
     """A route for whoever has a key, a rollout's own one too: about a rollout (`rollout_id`) for those who may see it.
 
-    Its handler may ask for a `ControlRequest`. What it returns is encoded as it is, records too; the response model is
+    Its handler may ask for a `ControlRequest`. What it returns is encoded unchanged, records too; the response model is
     for the document.
     """
 
@@ -201,7 +201,7 @@ def require_may_reward(caller: Caller) -> None:
 
 
 class _UntilSent(Response):
-    """A response whose request counts until all of it has left, and whose loan gets smaller with each part of it."""
+    """A response. Its request counts until all of it has left, and its loan gets smaller with each part."""
 
     def __init__(self, response: Response, loan: Loan, held: ExitStack) -> None:
         self._response, self._loan, self._held = response, loan, held

@@ -57,7 +57,7 @@ class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties
 
     `policy_version` or `model`: what answers the policy's alias in them, if not the live version. Without
     `may_reward` their keys may only call the model.
-    `sibling_of`: a rollout whose task and group they join, as one that is begun anew joins that of the one it replaces.
+    `sibling_of`: a rollout; they join its task and group, as a new try joins the group of the one that it replaces.
     """
 
     task_id: Id | None = None
@@ -202,7 +202,7 @@ class RolloutDetail(BaseModel):
 async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Requests = "short") -> dict[str, Any]:
     """A rollout with its calls in order and its rewards.
 
-    A call has what its request and prompt add to those of an earlier call: `request_of` and `prompt_of` say to what.
+    A call has what its request and prompt add to an earlier call's: `request_of` and `prompt_of` say to what.
     `requests=whole`: each call has all of both, and a long rollout is large.
     """
     store = request.parts.store
@@ -333,7 +333,7 @@ class EventRecorded(BaseModel):
 async def post_events(request: ControlRequest, rollout_id: PathId, body: EventBody | EventList, key: OwnKey) -> Any:
     """Record what a rollout's agent did or saw between its calls: one event, or a list (all or none).
 
-    A rollout unknown so far is opened, by an empty list too. Its task, agent and mode are those of the request's
+    A rollout unknown so far is opened, by an empty list too. Its task, agent and mode come from the request's
     headers, as for a call.
     """
     p, sent = request.parts, await request.body()
@@ -440,7 +440,7 @@ Solved = Literal["never", "always", "sometimes"]
 
 @dataclass
 class TaskSeen:
-    """A task, in the newest rollouts. Mean, `std`, `min` and `max` are those of the rewards of `rewarded` rollouts.
+    """A task, in the newest rollouts. Mean, `std`, `min` and `max` are over the rewards of `rewarded` rollouts.
 
     `solved`: `never` if each reward is the lowest that any task got, `always` if each is the highest. `recent`: the
     newest 32 rollouts that have a reward, oldest first; `at` is Unix time.

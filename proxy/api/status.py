@@ -37,7 +37,7 @@ RECENT_CALLS = 500
 class Verified:
     """How the live version was seen to be served; `story` says it to people.
 
-    `deviations`: by how many standard deviations the servers' answers were those of the new weights and not of those
+    `deviations`: by how many standard deviations the servers' answers came from the new weights and not from those
     before; null where that was not recorded. `difference`: how far they were from the trainer's own, in nats. `by`:
     what was compared where answers told nothing. `probed_at`: when the proxy last compared an answer with the
     version's first one (Unix time); `problem`: what was wrong.

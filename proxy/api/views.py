@@ -25,7 +25,7 @@ class Call(CallFields):
 
     `request_of`: what the request takes from that of the earlier call `call_id`, of each field named here the first so
     many: items of a list, characters (Unicode code points) of a text, members of an object of the full field there.
-    `prompt_of`: the prompt takes so many `tokens` of those of the call `call_id`, prompt and answer.
+    `prompt_of`: the prompt begins with `tokens` tokens of the call `call_id`, prompt and answer.
     """
 
     response_token_ids: list[int]
@@ -158,7 +158,7 @@ def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None
 
 
 def words_in(request: str | None, response: str | None) -> tuple[str | None, str | None]:
-    """Return the first words of a first request's question and a last answer, which are JSON as it is stored."""
+    """Return the first words of a first request's question and a last answer, which are JSON as stored."""
     stored, answered = loads_or_none(request), loads_or_none(response)
     shown = messages_in(stored["new"]) if isinstance(stored, dict) and isinstance(stored.get("new"), dict) else []
     asked = [message for message in shown if message.get("role") == "user"] or shown or [{}]

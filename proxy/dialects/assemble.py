@@ -237,7 +237,7 @@ class Assembler:
 
 
 class _Choice:
-    """One choice. Its message is made of the deltas; some servers send the message as far as it is beside them."""
+    """One choice. Its message is made of the deltas; some servers send the message so far with them."""
 
     def __init__(self, index: int) -> None:
         self._fields: Json = {"index": index}

@@ -24,7 +24,7 @@ Json = dict[str, Any]
 Key = tuple[str, str, str]
 
 UNIQUE, LONG = 9, 24  # characters from which on an id, or a thought, is no other answer's
-# May be counted anew in every answer, or stand in an example: `functions.search:0`, `call_1`.
+# May be counted from 0 in every answer, or stand in an example: `functions.search:0`, `call_1`.
 _COUNTED = re.compile(r".*:\d{1,5}|\D*\d{1,5}", re.DOTALL)
 _NO_TEXTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 # How long at least the values of these fields are that no other answer has: ids, signatures, thoughts.
@@ -206,7 +206,7 @@ class State(NamedTuple):
 def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
     """Return a state for every beginning of the conversation. `state`: of the conversation before these atoms.
 
-    The ids of calls do not count: clients write them anew. System prompts do not, either: some change every turn.
+    The ids of calls do not count: clients write new ones. System prompts do not, either: some change every turn.
     Adjacent texts of the assistant are one: a client may have the model continue where an answer ended.
     """
     states, before, text, in_a_row = [], state, "", 0
@@ -245,7 +245,7 @@ def _told(atom: Atom) -> Iterator[str]:
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes]]:
-    """Yield digests that may show which rollout a request quotes: those of answers first (True), then those of users.
+    """Yield digests that may show which rollout a request quotes: answers' first (True), then users'.
 
     System prompts do not count: findings of one rollout may be in the prompt of all later ones.
     """
@@ -264,14 +264,14 @@ def ends_of(text: str) -> str:
 def fragments(text: str) -> Iterator[str]:
     """Yield the telling pieces of a text, which are found again in whatever wraps it.
 
-    Also those of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
+    Also fragments of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
     lines = text.replace("\\n", "\n").replace("', '", "\n")
     pieces = (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
     return (piece for piece in pieces if len(_bytes(piece)) >= TELLING)
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text after `</think>`; models whose prompt opens the thoughts write that tag alone."""
+    """Return the text after `</think>`; where the prompt opens the thoughts, models write that tag alone."""
     return text.rpartition("</think>")[2].strip()
 
 

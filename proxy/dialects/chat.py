@@ -1,6 +1,6 @@
 """POST /v1/chat/completions and /v1/completions: what vLLM is asked for in addition, and how answers lose it again.
 
-Field names and the values sent without asking are those of vLLM 0.32: null, except where a comment says otherwise.
+Field names and the values sent without asking are vLLM 0.32's: null, except where a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def take_out(body: Json, injection: Injection) -> bool:
     return changed
 
 
-MISSES = 8  # after so many other chunks in a row, no more are expected
+MISSES = 8  # after this many other chunks in a row, no more are expected
 
 _CHOICES = b',"choices":['
 _CLEAN = b'null,"finish_reason":null,"token_ids":null}]}\n\n'

@@ -20,7 +20,7 @@ _ERROR_TYPES = {
     413: "request_too_large", 415: "invalid_request_error", 422: "invalid_request_error",
     429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
 }  # fmt: skip
-# By what a delta adds: the block that it belongs to, as it is at its start.
+# By what a delta adds: the block that it belongs to, as at its start.
 _EMPTY: dict[str, Json] = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": ""},
@@ -115,7 +115,7 @@ def _object(value: Any) -> Json:
 
 
 def _as_whole(block: Json) -> Json:
-    """The block as it is without streaming. A tool's input comes in pieces of JSON, which may be cut."""
+    """The block as an answer without streaming has it. A tool's input comes in pieces of JSON, which may be cut."""
     whole = {name: value for name, value in block.items() if name != "partial_json"}
     if given := block.get("partial_json"):
         try:

@@ -1,6 +1,6 @@
 """POST /v1/responses, as a server answers it itself: without the tokens of all its text. `as_chat/` gets those.
 
-In the record, an item that is done counts as it is; what it lacks, or what never was done, is made of what was added
+In the record, an item that is done counts unchanged; what it lacks, or what never was done, is made of what was added
 and of deltas.
 """
 

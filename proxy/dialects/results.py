@@ -17,8 +17,8 @@ Json = dict[str, Any]
 def places_of(request: Json, before: Sequence[bytes] = (), known: int = 0) -> list[bytes]:
     """Return a digest of the conversation before each message, and one of all of it.
 
-    The first `known` messages are those of a request with the places `before`. Texts of the model do not count, as
-    some clients drop what it says beside a call; nor do results, which some shorten later, or send late.
+    The first `known` messages belong to a request with the places `before`. Texts of the model do not count, as
+    some clients drop what it says along with a call; nor do results, which some shorten later, or send late.
     """
     place = _after(b"", {"role": "system", "content": request.get("system", request.get("instructions"))})
     if isinstance(text := request.get("input"), str):
@@ -37,7 +37,7 @@ def _after(place: bytes, item: Any) -> bytes:
 
 
 def after_call(place: bytes, name: str, arguments: str) -> bytes:
-    """Return the place after a tool call, whose id does not count: some clients write it anew."""
+    """Return the place after a tool call, without its id: some clients write a new one."""
     return digest("", place, name, same_arguments(arguments))
 
 
@@ -70,7 +70,7 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
     """Yield the results in the messages after the first `known`.
 
     A result belongs to the call with its id that the request sends again before it; without an id to the first one of
-    the newest answer that has no result yet. Example, where the model counts ids anew in every answer:
+    the newest answer that has no result yet. Example, where the model counts ids from 0 in every answer:
 
         recorded   user: go                       answer: call f(1), id f:0; call f(2), id f:0
         recorded   user: stop                     answer: call f(1), id f:0

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 # The record of a larger answer has nothing of it.
 MAX_ANSWER_BYTES = 2**26
-# From so many bytes on, an answer that is no stream is read in a thread, though that takes several times as long.
+# From this many bytes on, an answer that is no stream is read in a thread, though that takes several times as long.
 LARGE_ANSWER = 2**20
 TOO_LARGE = "the answer is larger than 64 MB: the agent got it, and it was not kept"
 # An event that may hold injected fields is held until it ends; no real one is as large as this.
@@ -88,7 +88,7 @@ class Transcript:
         raise NotImplementedError
 
     def response(self) -> Any:
-        """Return the answer so far, as the agent sees it, as it is without streaming; None before the first event."""
+        """Return the answer so far, as the agent sees it, as without streaming; None before the first event."""
         raise NotImplementedError
 
     @property

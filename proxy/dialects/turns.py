@@ -108,7 +108,7 @@ def _continues(messages: list[Any], turn: TokenTurn) -> bool:
 
 
 def _atoms(message: Json) -> list[Atom]:
-    """What is the same however a client sends a message: some count tool calls anew."""
+    """What is the same however a client sends a message: some renumber tool calls."""
     return [
         atom._replace(who="", what=same_arguments(atom.what)) if atom.kind == "call" else atom
         for atom in item_atoms(message)

@@ -60,7 +60,7 @@ def read_headers(scope: Scope) -> dict[str, str]:
 
 @dataclass(eq=False, slots=True)
 class Reply:
-    """The reply to one request, as it is sent to the agent."""
+    """The reply to one request, as the agent gets it."""
 
     _receive: Receive
     _send: Send
@@ -184,7 +184,7 @@ class Memory:
         return False
 
     def add(self, key: Hashable, size: int) -> None:
-        """Count so many bytes more; fewer if negative: then others may have their turns."""
+        """Count this many bytes more; fewer if negative: then others may have their turns."""
         self._free -= size
         self._of_key[key] += size
         self.changed.set()
@@ -206,7 +206,7 @@ class Loan:
         self.shrink()
 
     async def grow(self, size: int) -> None:
-        """Hold so many bytes more, at most a key's share: a larger answer has that alone. Overloaded after a wait."""
+        """Hold this many bytes more, at most a key's share: a larger answer has that alone. Overloaded after a wait."""
         memory = self._memory
         if (size := min(size, memory.share - self.size)) <= 0:
             return
@@ -230,7 +230,7 @@ class Loan:
             self._memory.add(self.key, -size)
 
     def not_taken(self, size: int) -> None:
-        """Count what of the answer has left the app and waits for the client, so many bytes now."""
+        """Count what of the answer has left the app and waits for the client, this many bytes now."""
         self._memory.not_taken[self.key] += size - self._not_taken
         self._memory.add(self.key, size - self._not_taken)
         self._not_taken = size

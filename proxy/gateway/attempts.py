@@ -52,7 +52,7 @@ class Attempts:
     first: Route
     request: Request
     body: dict[str, Any]
-    dialect: Dialect | None = None  # whose additions vLLM gets
+    dialect: Dialect | None = None  # vLLM gets its additions
     chat: Translator | None = None  # stands for the request of another API
     open_first: Callable[[Request], Awaitable[Answer]] | None = None  # sends the first upstream's requests
 

@@ -175,7 +175,7 @@ class Gateway:
         *,
         recorded: bool = True,
     ) -> None:
-        """Update limits, metrics and telemetry with a call whose end is durable, and whose request had `size` bytes."""
+        """Update limits, metrics and telemetry with a call once its end is durable. Its request had `size` bytes."""
         if limiter is not None:
             limiter.spend(end, size)
         if end.status == "incomplete":  # a background response, which ends later

@@ -23,7 +23,7 @@ from ...store.store import Store
 from ..dialects.as_chat.recorded import Exchange, by_response, chat_answer, exchanges_up_to
 from ..dialects.turns import TokenTurn, turn_of
 
-A_CALL, A_MESSAGE, AN_ENTRY = 1_500, 50, 24  # bytes beside content: of a call, of a message, of it in a list
+A_CALL, A_MESSAGE, AN_ENTRY = 1_500, 50, 24  # bytes besides content: of a call, of a message, of it in a list
 LATELY, EVERY = 64, 2**31 - 1  # calls of a rollout that are looked at for answers of other workers
 TURNS = 8  # of a rollout, that are kept
 
@@ -166,7 +166,7 @@ def sharing(request: Json, parent: RecentCall | None, shared_messages: int) -> J
 
 @dataclass(slots=True)
 class Answered:
-    """What is kept of a rollout's answered calls, whose ids were `seen`.
+    """What is kept of a rollout's answered calls. `seen` has their ids.
 
     `turns`: the newest ones as tokens, newest last. `exchanges`: of Responses calls, by response. `parents`: the newest
     calls that were read, which later ones are stored against.

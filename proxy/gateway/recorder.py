@@ -50,7 +50,7 @@ Json = dict[str, Any]
 # One of the store's statements, with its parameters.
 Statement = tuple[str, dict[str, Any]]
 GROUP = 512  # records in one commit, at most
-STARTS = 4096  # calls whose start waits for its commit, at most; further ones wait before
+STARTS = 4096  # calls at most that wait for the commit of their start; further ones wait before
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
 # Those of features come last, in the order in which they were put.
@@ -212,7 +212,7 @@ class Recorder(GroupCommit):
                 return self._recent.add(rollout_id, call)
 
     def resume(self, start: CallStart) -> None:
-        """Continue a call whose start is recorded already, perhaps by another process, so that its end can follow."""
+        """Continue a call that has a recorded start, perhaps by another process, so that its end can follow."""
         shown = False
         if self._redactor is not None:
             start, shown = self._redactor.start(start)

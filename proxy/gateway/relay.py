@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 # Not TRACE: its answer is the request, with what we add to it.
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 _READS = ("GET", "HEAD")
-_NOBODY = Caller(None, forward_authorization=False)  # of a browser's preflight, whose body is not read
+_NOBODY = Caller(None, forward_authorization=False)  # of a browser's preflight; its body is not read
 _RESPONSES = "/v1/responses/"
 _COMPACT = "/v1/responses/compact"
-# A body that unpacks to more than so many times its bytes counts until its call has ended: it costs its sender nothing.
+# A body that unpacks to more than this many times its bytes counts until its call ends: it costs its sender nothing.
 MOST_UNPACKED = 20
 _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
@@ -65,7 +65,7 @@ RESPONSES_API = DIALECTS["/v1/responses"]
 
 
 class DataPath(NamedTuple):
-    """A path of the data API, percent-decoded: `rest` begins with /v1/; the ids are those of the URL, unchecked."""
+    """A path of the data API, percent-decoded: `rest` begins with /v1/; the ids are the URL's, unchecked."""
 
     rest: str
     rollout_id: str | None = None
@@ -165,7 +165,7 @@ class Relay:
         self._bodies = bodies
         self._policy = gateway.policy
         self._upstreams = gateway.upstreams
-        self._ending: dict[str, asyncio.Future[None]] = {}  # calls whose responses went on, by id
+        self._ending: dict[str, asyncio.Future[None]] = {}  # calls with responses that went on, by id
         self._named = {upstream.name: upstream for upstream in config.upstreams}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, path: DataPath | None = None) -> None:
@@ -243,7 +243,7 @@ class Relay:
         )
 
     async def _list_models(self, request: Request, rollout: RolloutName, reply: Reply) -> None:
-        """Answer with the upstream's list and the alias; an answer that is no list goes through as it is."""
+        """Answer with the upstream's list and the alias; an answer that is no list goes through unchanged."""
         route = await self._policy.route(rollout, None)
         async with Attempts(self._upstreams, route, request, {}) as answer:
             raw = await answer.read()
@@ -312,7 +312,7 @@ class Relay:
     async def _end(
         self, unnamed: UnnamedRollouts, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit
     ) -> None:
-        """End a call whose response went on after its answer: with `background: true`, or where a stream broke off."""
+        """End a call with a response that went on after the answer: `background: true`, or after a broken stream."""
         gateway, call = self._gateway, await unnamed.call(call_id)
         if not is_under_way(call.response):
             return

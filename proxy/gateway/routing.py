@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 # Says which version answers a rollout, given the live one: another one where two versions are compared.
 Choose = Callable[[RolloutName, PolicyVersion], Awaitable[PolicyVersion]]
-# The live version, and by URL those of servers that are to have another.
+# The live version, and by URL the versions of servers that are to have another.
 Wanted = tuple[PolicyVersion, Mapping[str, PolicyVersion]]
 
 WATCH_S = 1.0
@@ -117,7 +117,7 @@ class PolicyRouter:
             raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
 
     async def _require_version(self, number: int) -> None:
-        """Have the version served beside the live one; Conflict if it cannot be, NotFound if there is none."""
+        """Have the version served next to the live one; Conflict if it cannot be, NotFound if there is none."""
         version, live = await self._store.versions.get(number), await self._store.versions.live_now()
         if version.version == live.version:
             return None

@@ -37,9 +37,9 @@ WITHOUT_KEY_S = 1.0  # for which a request without a key keeps its place where a
 _PROBE_PATHS = (b"/healthz", b"/readyz", b"/metrics")
 OWN_FILES = 64  # of the process: store, log, threads' pipes, connections of our own to model servers
 FILES_OF_A_CALL = 2
-LEAST_SILENT = 1 / 16  # of the files are for connections whose head is to come
+LEAST_SILENT = 1 / 16  # of the files are for connections that have sent no head yet
 MOST_SILENT = 2048  # connections without a request; each takes memory, too
-PROBES = 8  # requests for the proxy's health that find a place beside all calls
+PROBES = 8  # requests for the proxy's health that find a place besides all calls
 MOST_FILES = 2**20  # where the system has no limit
 LOG_EVERY_S = 60.0
 MOST_JOINED = 2**14  # bytes of an answer that wait for the end of a turn of the event loop
@@ -50,7 +50,7 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft not in (hard, resource.RLIM_INFINITY) and soft < wanted:
-        with suppress(ValueError, OSError):  # then it stays as it is, which the start says
+        with suppress(ValueError, OSError):  # then it stays unchanged, which the start says
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -60,7 +60,7 @@ def files_allowed() -> int:
 
 
 def calls_at_once(files: int) -> int:
-    """Return how many calls can be under way at once where so many files may be open."""
+    """Return how many calls can be under way at once where this many files may be open."""
     return max(int((files - OWN_FILES) * (1 - LEAST_SILENT)) // FILES_OF_A_CALL, 1)
 
 

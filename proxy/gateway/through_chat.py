@@ -38,7 +38,7 @@ _NOT_NOW = frozenset({401, 403, 429})  # it did not let this request in; it may 
 
 
 class ChatDecision(NamedTuple):
-    """How a request goes upstream: through the chat route, or as it is; then `reason` may say why."""
+    """How a request goes upstream: through the chat route, or unchanged; then `reason` may say why."""
 
     chat: Translator | None = None
     reason: str | None = None
@@ -82,7 +82,7 @@ class ChatRoute:
                 raise InvalidRequest(f"{reason}; {UNKNOWN_PREVIOUS}", param="previous_response_id") from None
             return ChatDecision(reason=reason)
         except MALFORMED as error:  # vLLM says what is wrong with it
-            log.info("a request for %s goes as it is: %r", endpoint, error)
+            log.info("a request for %s goes unchanged: %r", endpoint, error)
             return ChatDecision()
 
     def answered(self, start: CallStart, end: CallEnd) -> None:

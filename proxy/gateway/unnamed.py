@@ -1,4 +1,4 @@
-"""Finds the rollout of an unnamed request: the one whose conversation it continues.
+"""Finds the rollout of an unnamed request: the one with the conversation that it continues.
 
 The index is written in the same commit as the call's own record: it survives a restart, and is shared by
 all workers. Named rollouts cost nothing here.

@@ -70,7 +70,7 @@ class Request(NamedTuple):
     identity: bool = False  # the answer is to come uncompressed
     rollout_id: str = ""  # requests with the same one go to the same replica
     pieces: tuple[Piece, ...] = ()  # what is sent in place of a large `body`, so that it is not copied
-    servers: tuple[str, ...] = ()  # as those of `Route`
+    servers: tuple[str, ...] = ()  # as in `Route`
     sent: Callable[[], None] | None = None  # is called when a large body was sent
 
     def with_body(self, *pieces: Piece) -> Request:
@@ -124,7 +124,7 @@ class Answer(ABC):
         return data
 
     async def read(self) -> bytes:
-        """Return the entire body, which `piece` and `read` will return again. Errors are those of `piece`."""
+        """Return the entire body, which `piece` and `read` will return again. Errors are `piece`'s."""
         parts = []
         while data := await self.piece():
             parts.append(data)
@@ -239,7 +239,7 @@ class _Protocol(ResponseHandler):
 
 
 def make_session() -> aiohttp.ClientSession:
-    """Return a session whose connections are not limited, and tell how they end."""
+    """Return a session without a limit of connections, which tells how they end."""
     # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=4)
     connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
@@ -263,7 +263,7 @@ class HttpUpstream(Upstream):
         }
 
     async def open(self, request: Request) -> HttpAnswer:
-        """Send the request to the rollout's server, whose cache knows it; without a connection to the next one."""
+        """Send the request to the rollout's server, which has it in its cache; without a connection to the next one."""
         allowed = request.servers or self._config.urls
         if len(self._config.urls) == 1:
             return await self._open(self._config.urls[0], request)

@@ -40,7 +40,7 @@ ALONE = 3  # of them, for those that wait for the store's write lock
 COMMAND_S = 120.0  # that work may take which nobody waits for; a server that is gone does not say so
 FROZEN_S = 1.0  # that a statement on a call's way may take once the server did not answer in time, until it does
 BYTES_A_SECOND = 10_000_000  # that a server takes at least
-# A session whose process is gone must not keep its locks for hours. By its own cost of a page, that of a rotating disk,
+# The session of a process that is gone must not keep its locks for hours. By its own cost of a page, a rotating disk's,
 # the server would read tables as a whole for a few thousand rows of an index.
 SESSION = {
     "idle_in_transaction_session_timeout": "30s", "tcp_keepalives_idle": "10", "tcp_keepalives_interval": "5",
@@ -130,7 +130,7 @@ class PostgresDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Commit within `store.busy_timeout_s` plus the time for so many bytes: calls wait for it."""
+        """Commit within `store.busy_timeout_s` plus the time for this many bytes: calls wait for it."""
 
         async def work(db: Transaction) -> None:
             # Every process locks rollouts and digests in the same order.
@@ -272,7 +272,7 @@ async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
 
 
 async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:
-    """Return the features whose tables are missing. Raise OtherSchema if the database is none of this schema."""
+    """Return the features whose tables are missing. Raise OtherSchema if the database has another schema."""
     tables = {row[0] for row in await connection.fetch(TABLES)}
     rows = await connection.fetch(NUMBERS) if "schema_numbers" in tables else []
     return missing_parts(where, tables, {row["room"]: row["number"] for row in rows})

@@ -29,7 +29,7 @@ Job = Callable[[sqlite3.Connection], T]
 
 CHECKPOINT_EVERY = 200  # commits
 LARGE = 2**18  # bytes, from which on a commit is done in the writer's thread
-LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for a moment so that it begins anew
+LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for a moment so that it starts over
 # Of the file, its disk or another process; the second: the file is damaged. Others are of what was to be written.
 FAULTS = (sqlite3.OperationalError, sqlite3.DatabaseError)
 ROOM = 2**20  # bytes that a disk has to have for more records
@@ -61,7 +61,7 @@ class SqliteDatabase(Database):
     @classmethod
     async def open(cls, config: StoreConfig, *, to_write: bool) -> SqliteDatabase:
         path = config.path.expanduser().absolute()
-        # A proxy has worked on it, whose lock is still beside it.
+        # A proxy has worked on it; its lock is still next to it.
         emptied = to_write and Path(f"{path}-keeper").exists() and path.exists() and path.stat().st_size == 0
         try:
             database = cls(path, config, await asyncio.to_thread(_connect_all, path, config, to_write))
@@ -130,7 +130,7 @@ class SqliteDatabase(Database):
 
     def _damaged(self, how: str) -> None:
         if self.damage is None:
-            self.damage = f"damaged: {how}; make it anew from a backup (`store restore`)"
+            self.damage = f"damaged: {how}; restore it from a backup (`store restore`)"
             log.error("the store %s is %s", self.path, self.damage, extra={"once": True})
 
     async def look_for_damage(self) -> None:
@@ -157,7 +157,7 @@ class SqliteDatabase(Database):
         """Raise StoreUnavailable if the file or its write-ahead log has lost its name: it goes with the process."""
         for file, known in self._files.items():
             if _identity(file) != known:
-                way = "put it back, or make it anew from a backup, and start the proxy again"
+                way = "put it back, or restore it from a backup, and start the proxy again"
                 self._writes.failed(problem := f"the file {file} was removed or replaced, or it has 0 bytes: {way}")
                 raise StoreUnavailable(problem)
 
@@ -179,7 +179,7 @@ class SqliteDatabase(Database):
     async def forget_deleted(self) -> None:
         """Cut off the write-ahead log: it holds deleted rows until they are written over.
 
-        While another process reads, or is in the middle of a write, it stays as it is.
+        While another process reads, or is in the middle of a write, it stays unchanged.
         """
         await self.checkpoint(empty=True)
 
@@ -302,7 +302,7 @@ def _checkpoint(path: Path, config: StoreConfig, empty: bool) -> None:
     """Move committed pages from the write-ahead log into the file, as far as nobody has to wait for it.
 
     By a connection of its own, so that the writer continues. While there are new records all the time, a long log never
-    begins anew by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says, unless
+    starts over by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says, unless
     it is to be `empty`: cutting it off, to let it grow again, cost a tenth of a large call.
     """
     with suppress(sqlite3.DatabaseError), closing(_connect(path, config, "rw")) as connection:

@@ -28,7 +28,7 @@ def is_sqlite(path: Path) -> bool:
 
 
 def copy_store(source: Path, target: Path) -> None:
-    """Copy a store as of one moment. A store in use by nobody is not opened, so SQLite leaves no files beside it."""
+    """Copy a store as of one moment. A store that nobody uses is not opened, so SQLite leaves no files next to it."""
     try:
         with closing(only_read(source)) as connection:
             missing_in(connection, str(source))  # or it is no store of this schema
@@ -52,7 +52,7 @@ def restore(backup: Path, store: Path) -> None:
     """Make a store from a backup. Raise LightningError if a store exists or the backup has another schema."""
     if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
         raise LightningError(
-            f"there is a store at {store}: move it away first, with the files beside it, or set store.url"
+            f"there is a store at {store}: move it away first, with the files next to it, or set store.url"
         )
     if not backup.is_file() or not is_sqlite(backup):
         raise LightningError(f"{backup} is no backup of a store")
@@ -91,7 +91,7 @@ def ended_after(store: Path, at: float) -> tuple[int, float]:
 
 
 def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
-    """Open a store to read it as it is, for any thread. Nothing is written. Raise sqlite3.Error or OtherSchema."""
+    """Open a store to read it unchanged, for any thread. Nothing is written. Raise sqlite3.Error or OtherSchema."""
     connection = only_read(store, wait_s)
     try:
         require_all(str(store), missing_in(connection, str(store)))
@@ -115,7 +115,7 @@ class IdleFile:
         self._was = self._now()
 
     def is_written(self) -> bool:
-        """Return whether anything was written to the file, or to SQLite's log beside it."""
+        """Return whether anything was written to the file, or to SQLite's log next to it."""
         return self._now() != self._was
 
     def _now(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class IdleFile:
 
 
 def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
-    """Open the file so that SQLite writes nothing, not even a log beside it."""
+    """Open the file so that SQLite writes nothing, not even a log next to it."""
     mode = "mode=ro" if is_in_use(store) else "mode=ro&immutable=1"
     return sqlite3.connect(f"file:{quote(str(store))}?{mode}", wait_s, check_same_thread=False, uri=True)
 

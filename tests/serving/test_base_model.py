@@ -44,7 +44,7 @@ def test_only_another_model_is_refused(trained: Config, tmp_path: Path) -> None:
     check_base_model(trained)
     check_base_model(told(trained, None))
     check_base_model(told(trained, tmp_path / "elsewhere" / "first"))  # moved
-    with pytest.raises(ConfigError, match="trained on .*first: set it back, or start anew with another store.url"):
+    with pytest.raises(ConfigError, match="trained on .*first: set it back, or start over with another store.url"):
         check_base_model(told(trained, tmp_path / "second"))
 
 

@@ -41,7 +41,7 @@ def test_another_adapter_is_refused(base: Path, tmp_path: Path, settings: dict[s
     before = other.adapter()
     with pytest.raises(ConfigError) as error:
         other.load(tmp_path / "1")
-    assert what in error.value.message and "set it back, or start anew" in error.value.message
+    assert what in error.value.message and "set it back, or start over" in error.value.message
     assert all(torch.equal(value, before[name]) for name, value in other.adapter().items())
 
 

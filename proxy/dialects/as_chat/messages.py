@@ -84,7 +84,7 @@ def _messages(role: str, content: str | list[Json]) -> list[Json]:
             case "thinking":
                 message["reasoning"] = message.get("reasoning", "") + (block.get("thinking") or "")
             case "tool_use":
-                # With the standard library's blanks: a template may show the text as it is.
+                # With the standard library's blanks: a template may show the text unchanged.
                 function = {"name": block.get("name") or "", "arguments": json.dumps(dict(block.get("input") or {}))}
                 call = {"id": block["id"], "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)

@@ -88,7 +88,7 @@ def messages_of(items: Iterable[Json]) -> list[Json]:
     messages: list[Json] = []
     for item in items:
         message = _message(item)
-        before, name = messages[-1] if messages else {}, [*message][1]  # the model's have one field beside the role
+        before, name = messages[-1] if messages else {}, [*message][1]  # the model's have one field besides the role
         is_same_turn = before.get("role") == message["role"] == "assistant"
         if is_same_turn and name not in before:
             before[name] = message[name]
@@ -187,7 +187,7 @@ def _tools(given: Json) -> Json:
         raise Untranslatable("tool_choice without tools")
     if isinstance(choice, dict):
         if choice["type"] not in ("function", "custom") or "structured_outputs" in given:
-            raise Untranslatable(f"tool_choice {choice['type']}, or structured_outputs beside it")
+            raise Untranslatable(f"tool_choice {choice['type']}, or structured_outputs with it")
         if all(tool["function"]["name"] != choice["name"] for tool in tools):
             raise Untranslatable(f"tool_choice names {choice['name']}, which is no tool")
         choice = {"type": "function", "function": {"name": choice["name"]}}
