@@ -108,7 +108,6 @@ def looks(size: Size) -> list[tuple[str, str, Look]]:
         ("a step", "a reward", lambda s: s.rewards.post([Reward("r1", 0.5, final=False)])),
         ("a step", "a rollout with its calls", lambda s: s.calls.of("r1")),
         ("a step", "earlier rollouts of a task", lambda s: s.waiting.earlier("r1", task, 8)),
-        ("a step", "the first steps", lambda s: s.steps.first(5)),
         ("a step", "the newest steps", lambda s: s.steps.newest(4)),
         ("a step", "versions with files", lambda s: s.versions.with_files()),
         ("a step", "checkpoints to remove", lambda s: s.steps.old_checkpoints(100)),

@@ -17,7 +17,7 @@ Mode = Literal["train", "eval"]
 PublishMode = Literal["lora", "merged"]
 # With `promotion.mode: gated`, it is `waiting` for its test, the `candidate` of one, or `rejected` by one.
 VersionStatus = Literal["publishing", "candidate", "ready", "live", "rejected", "failed"]
-CollapseSign = Literal["reward", "entropy", "clip_share", "kl", "kl_base"]
+CollapseSign = Literal["reward", "clip_share", "kl", "kl_base"]
 Header = tuple[bytes, bytes]  # of HTTP, as ASGI has it
 
 SAMPLING = (

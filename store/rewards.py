@@ -109,10 +109,6 @@ WHERE n > COALESCE((SELECT n FROM rollouts WHERE n > 0 ORDER BY n DESC LIMIT 1 O
     AND (status = 'completed' OR (status = 'failed' AND own_reward IS NOT NULL) OR NOT {ENDED_BY_TRUSTED})
 ORDER BY n DESC LIMIT :newest
 """
-TRUSTED = """
-SELECT rollout_id, trusted_reward FROM rollouts
-WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND trusted_reward IS NOT NULL
-"""
 NEWEST_REWARDS = """
 SELECT COUNT(rewarded_at), COUNT(trusted_reward), (SELECT evaluated FROM returns)
 FROM (
@@ -177,10 +173,6 @@ class Rewards(Records):
         """
         work = partial(post_rewards, rewards=rewards, by=by)
         return await self._db.write(lambda db: answer_once(db, key, body, work))
-
-    async def trusted(self, rollout_ids: Iterable[str]) -> dict[str, float]:
-        """Return the returns that act on everybody, by rollout id; without those that have none."""
-        return dict(map(tuple, await self._db.all(TRUSTED, {"rollout_ids": dumps([*rollout_ids])})))
 
     async def since(self, version: int, newest: int) -> list[Scored]:
         """Return the newest ended rollouts that act on everybody and began with this version or later, oldest first."""

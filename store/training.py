@@ -241,15 +241,6 @@ class TrainingSteps(Records):
     async def last(self) -> Step | None:
         return next(iter(await self.newest(1)), None)
 
-    async def first(self, limit: int) -> list[Step]:
-        """Return the first RL steps that changed the policy, oldest first."""
-        found, after, rest = list[Step](), 0, "AND step > :after ORDER BY step LIMIT :limit"
-        while len(found) < limit and (steps := await self._trained(rest, after=after, limit=limit)):
-            # Others are of other methods, or have changed nothing.
-            found += [s for s in steps if s.metrics.get("method") is None and s.metrics.get("skipped") == 0]
-            after = steps[-1].step
-        return found[:limit]
-
     async def of_version(self, version: int) -> Step | None:
         statement = "SELECT * FROM steps WHERE step = (SELECT step FROM policy_versions WHERE version = :version)"
         return await self._db.record(Step, statement, version=version)

@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import takewhile
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
@@ -34,10 +33,11 @@ FAR = 30.0  # more sigmas count as this: they are as good as certain, and their 
 MOST_CLIPPED = 0.9  # a share cannot exceed 1
 
 LINE = 32  # the number of steps to look back
-FIRST = 3  # the number of steps that entropy and reward at the beginning are taken from
 NEWEST = 1024  # the number of rollouts to look at
 RELOOK_S = 60  # more rollouts may count by then, even without a new reward
 SETTLED = 0.9  # the share of rollouts that were rewarded within the time to wait for
+WARN = 3.0  # sigmas of a drop that warns
+STEPS = 3  # with a metric out of bounds in a row are a collapse
 
 Metrics = Mapping[str, Any]
 
@@ -92,12 +92,12 @@ def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseC
     signs: list[tuple[bool, float, Sign]] = []
     for since, fallen in drops:
         sigmas = of_several(fallen.sigmas, len(drops))
-        collapsed = sigmas >= config.reward_stop and fallen.share >= config.min_drop
+        collapsed = config.action != "warn" and sigmas >= config.reward_stop and fallen.share >= config.min_drop
         what = (
             f"the reward fell from {fallen.before:.3g} to {fallen.after:.3g} with policy version {since} "
             f"({sigmas:.1f} sigmas, {fallen.compared} compared with {fallen.compared})"
         )
-        if sigmas >= config.reward_warn:
+        if sigmas >= WARN:
             signs.append((collapsed, sigmas, Sign("reward", what, since, collapsed)))
     return max(signs)[-1] if signs else None
 
@@ -166,8 +166,8 @@ def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
-def step_signs(steps: Sequence[Measured], first: Sequence[Metrics], config: CollapseConfig) -> list[Sign]:
-    """Return the metrics out of bounds in the newest of `steps` (newest first). `first` are the run's first steps.
+def step_signs(steps: Sequence[Measured], config: CollapseConfig) -> list[Sign]:
+    """Return the metrics out of bounds in the newest of `steps` (newest first).
 
     Limits grow with this power of the rollouts' staleness, as the KL divergence of a small change is quadratic in the
     change; but not past `most`: at 5 nats a token little is left of a policy.
@@ -177,50 +177,21 @@ def step_signs(steps: Sequence[Measured], first: Sequence[Metrics], config: Coll
         ("kl", "the KL divergence of the samplers from the policy", config.max_kl, 2, 5.0),
         ("kl_base", "the KL divergence from the base model", config.max_kl_base, 0, math.inf),
     )
-    signs = [_entropy_sign(steps, first, config)]
+    signs = []
     for name, words, limit, power, most in limits:
-        streak, allowed = list[Measured](), 0.0
-        for step in steps if limit else ():
-            staleness = max(1.0, step.metrics.get("staleness_mean", 0.0))
-            at_most = max(limit or 0.0, min((limit or 0.0) * staleness**power, most))
-            if step.metrics.get(name, 0.0) <= at_most:
+        streak: list[tuple[int, float, float]] = []  # version, value, and what is allowed
+        for version, metrics in steps if limit is not None else ():
+            grown = (limit or 0.0) * max(1.0, metrics.get("staleness_mean", 0.0)) ** power
+            allowed = max(limit or 0.0, min(grown, most))
+            if metrics.get(name, 0.0) <= allowed:
                 break
-            streak.append(step)
-            allowed = allowed or at_most
+            streak.append((version, metrics[name], allowed))
         if streak:
-            what = f"{words} is {streak[0].metrics[name]:.3g}, over {allowed:.3g}"
-            signs.append(_sign(name, what, streak, config))
-    return [sign for sign in signs if sign is not None]
-
-
-def _entropy_sign(steps: Sequence[Measured], first: Sequence[Metrics], config: CollapseConfig) -> Sign | None:
-    """Low entropy without a higher reward. A policy that learns pays for rewards with entropy (arXiv 2505.22617).
-
-    Only rollouts that were sampled since the entropy is low count.
-    """
-    start = max((metrics["entropy"] for metrics in first if "entropy" in metrics), default=0.0)
-    streak = list(takewhile(lambda step: step.metrics.get("entropy", start) < config.min_entropy * start, steps))
-    since = [s.metrics for i, s in enumerate(streak) if s.metrics.get("staleness_mean", 0.0) < len(streak) - i]
-    (old, old_error), (new, new_error) = _mean_reward(first), _mean_reward(since)
-    if not new_error < math.inf > old_error or new - old > config.reward_warn * math.hypot(old_error, new_error):
-        return None
-    now = streak[0].metrics["entropy"]
-    what = f"the entropy is {now:.3g}, {now / start:.0%} of what it was in the first steps, and the reward is no higher"
-    return _sign("entropy", f"{what} than then ({new:.3g})", streak, config)
-
-
-def _sign(name: CollapseSign, what: str, streak: Sequence[Measured], config: CollapseConfig) -> Sign:
-    in_a_row = f"{len(streak)} steps in a row" if len(streak) > 1 else "in the last step"
-    return Sign(name, f"{what} ({in_a_row})", streak[-1].version, len(streak) >= config.steps)
-
-
-def _mean_reward(steps: Sequence[Metrics]) -> tuple[float, float]:
-    """The mean reward that acts on everybody in these steps, and its standard error: infinite without any."""
-    counted = [metrics for metrics in steps if metrics.get("rollouts_counted")]
-    if not counted:
-        return 0.0, math.inf
-    errors = [metrics["counted_std"] / math.sqrt(metrics["rollouts_counted"]) for metrics in counted]
-    return fmean(metrics["counted_mean"] for metrics in counted), math.hypot(*errors) / len(counted)
+            (_, value, allowed), since = streak[0], streak[-1][0]
+            in_a_row = f"{len(streak)} steps in a row" if len(streak) > 1 else "in the last step"
+            what = f"{words} is {value:.3g}, over {allowed:.3g} ({in_a_row})"
+            signs.append(Sign(name, what, since, config.action != "warn" and len(streak) >= STEPS))
+    return signs
 
 
 # The monitor ----------------------------------------------------------------------------------------------------------
@@ -230,14 +201,9 @@ class Monitor:
     """Monitors one training loop for collapse. All its state is in the store, so a restart changes nothing."""
 
     def __init__(self, config: TrainerConfig, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self._rules, self._store, self._clock = Rules.of(config), store, clock
-        limits: dict[str, Any] = {"steps": min(config.collapse.steps, LINE)}
-        if config.collapse.action == "warn":  # nothing is enough to stop for
-            limits = {"steps": math.inf, "reward_stop": math.inf}
-        # Sequences are clipped as a rule (arXiv 2507.18071). A limit that nothing can exceed would watch nothing.
-        clipped = None if config.importance_level == "sequence" else config.collapse.max_clip_share
-        limits["max_clip_share"] = clipped and min(clipped, MOST_CLIPPED)
-        self._config = config.collapse.model_copy(update=limits)
+        self._rules, self._store, self._clock, self._config = Rules.of(config), store, clock, config.collapse
+        if config.importance_level == "sequence":  # sequences are clipped as a rule (arXiv 2507.18071)
+            self._config = config.collapse.model_copy(update={"max_clip_share": None})
         self._looked_at: object = None
         self._logged: Collapse | None = None
 
@@ -258,8 +224,7 @@ class Monitor:
             return {}
         line = await self._line(base)
         steps = [Measured(base, metrics), *(Measured(step.base, step.metrics) for step in line)]
-        first = [step.metrics for step in await self._store.steps.first(FIRST)]
-        return await self._report(step_signs(steps, first, self._config), live, _versions(base, line))
+        return await self._report(step_signs(steps, self._config), live, _versions(base, line))
 
     async def look(self) -> Collapse | None:
         """Return the collapse for which publication is stopped, or None. Check the rewards since the last look.

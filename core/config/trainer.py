@@ -85,8 +85,6 @@ LossType = Literal["cispo", "grpo", "sapo", "vespo", "dapo", "bnpo", "dr_grpo", 
 class EntropyConfig(Section):
     coef: NotNegative = 0.0
     target: Positive | None = None
-    delta: Positive = 0.005
-    max_coef: Positive = 1.0
 
     @property
     def counts(self) -> bool:
@@ -96,18 +94,11 @@ class EntropyConfig(Section):
 
 class CollapseConfig(Section):
     action: Annotated[Literal["stop", "rollback", "warn", "off"], CanBeOff] = "stop"
-    reward_warn: Positive = 3.0
-    reward_stop: Positive = 5.0
+    reward_stop: Annotated[float, Field(ge=3)] = 5.0
     min_drop: Unit = 0.25
-    steps: Count = 3
-    min_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_clip_share: Share | None = 0.3
     max_kl: Positive | None = 1.0
     max_kl_base: Positive | None = 5.0
-
-    def faults(self) -> Iterator[str]:
-        if self.reward_stop < self.reward_warn:
-            yield "reward_stop is less than reward_warn: training would stop without a warning"
 
 
 class TrainerConfig(WithFeatures):

@@ -97,19 +97,19 @@ async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_ba
     async with bench(base, tmp_path) as b:
         await b.groups("t1", "t2")
         loop, began, failures = b.loop(), [], [StoreUnavailable("the store cannot be read")]
-        computed, first_steps = b.trainer.forward_backward, b.store.steps.first
+        computed, newest = b.trainer.forward_backward, b.store.steps.newest
 
         def watched(batch: Batch) -> None:
             began.append((b.trainer.adapter(), len(b.trainer.optimizer.state)))
             computed(batch)
 
-        async def fails_once(limit: int) -> Any:  # between the step and its commit
+        async def fails_once(limit: int, **more: Any) -> Any:  # between the step and its commit
             if began and failures:
                 raise failures.pop()
-            return await first_steps(limit)
+            return await newest(limit, **more)
 
         monkeypatch.setattr(b.trainer, "forward_backward", watched)
-        monkeypatch.setattr(b.store.steps, "first", fails_once)
+        monkeypatch.setattr(b.store.steps, "newest", fails_once)
         await loop.run(asyncio.Event(), once=True)
         (first, moments), (again, moments_again) = began
         assert (moments, moments_again) == (0, 0)

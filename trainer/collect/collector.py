@@ -127,7 +127,6 @@ class Collector:
         members = [TrainableRollout(r, s) for r in rollouts if self._has_reward(r) and (s := await self._sibling(r))]
         self._roll_call.look(member.sibling.calls for member in members)
         await self._sampled.look(call for member in members for call in self._trained(member.sibling.calls))
-        counted = await self._store.rewards.trusted(member.rollout.rollout_id for member in members)
         found = []
         for rollout, sibling in members:
             if reason := self._unfit(sibling.calls, take.base):
@@ -136,7 +135,7 @@ class Collector:
             elif judged := await self._sibling(rollout, self._judge) if self._judge else sibling:
                 found.append(TrainableRollout(rollout, judged))
                 take.counts["rollouts_failed"] += rollout.status == "failed"
-                take.seen.reward(rollout.task_id, rollout.reward, counted.get(rollout.rollout_id))
+                take.seen.reward(rollout.task_id, rollout.reward)
                 took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
                 take.compared += 1
                 take.compared_by_adapter.update(took_part or {DEFAULT_ADAPTER})

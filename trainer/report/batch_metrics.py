@@ -39,12 +39,10 @@ def all_counts() -> tuple[str, ...]:
 class Seen:
     """The rewards by task (None: without one) of all rollouts looked at since the step before, and counts.
 
-    `not_followed` counts the calls that are left out for how they were sampled, by reason. `counted` has the rewards
-    that act on everybody.
+    `not_followed` counts the calls that are left out for how they were sampled, by reason.
     """
 
     rewards: dict[str | None, list[float]] = field(default_factory=dict)
-    counted: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     not_followed: Counter[str] = field(default_factory=Counter)
 
@@ -58,15 +56,12 @@ class Seen:
         """Return the number of tasks that were looked at. Rollouts without one are no group."""
         return sum(task_id is not None for task_id in self.rewards)
 
-    def reward(self, task_id: str | None, reward: float | None, counted: float | None = None) -> None:
-        """Note a rollout that was looked at. `counted`: its reward that acts on everybody."""
+    def reward(self, task_id: str | None, reward: float | None) -> None:
+        """Note a rollout that was looked at."""
         if reward is not None:
             self.rewards.setdefault(task_id, []).append(reward)
-        if counted is not None:
-            self.counted.append(counted)
 
     def add(self, other: Seen) -> None:
-        self.counted += other.counted
         self.counts += other.counts
         self.not_followed += other.not_followed
         for task_id, rewards in other.rewards.items():
@@ -75,7 +70,6 @@ class Seen:
     def metrics(self) -> dict[str, float]:
         rewards = [reward for of_task in self.rewards.values() for reward in of_task] or [0.0]
         means = [fmean(rewards) for task_id, rewards in self.rewards.items() if task_id is not None]
-        counted = self.counted or [0.0]
         return {
             "reward_mean": fmean(rewards),
             "reward_std": pstdev(rewards),
@@ -83,9 +77,6 @@ class Seen:
             "reward_max": max(rewards),
             "reward_task_std": pstdev(means) if means else 0.0,
             "rollouts": float(self.rollouts),
-            "counted_mean": fmean(counted),
-            "counted_std": pstdev(counted),
-            "rollouts_counted": float(len(self.counted)),
             "merge_rate": merge_rate(self.counts),
             **{name: float(self.counts[name]) for name in all_counts()},
             "not_followed_share": self._share,

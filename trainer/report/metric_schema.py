@@ -41,9 +41,6 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("reward_std", "reward", "their standard deviation"),
         ("reward_min", "reward", "the lowest"),
         ("reward_max", "reward", "the highest"),
-        ("counted_mean", "reward", "mean reward of `rollouts_counted`"),
-        ("counted_std", "reward", "their standard deviation"),
-        ("rollouts_counted", "count", "rollouts whose rewards act on everybody (docs/security.md)"),
         ("reward_task_std", "reward", "standard deviation of the tasks' mean rewards"),
     ),
     **group(

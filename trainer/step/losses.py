@@ -268,14 +268,14 @@ def kl_penalty(given: LossInputs, reference: Tensor) -> Tensor:
 class EntropyBonus:
     """Decides the weight of the mean entropy in the loss, as TRL does (`entropy_coef`, `use_adaptive_entropy`).
 
-    With a target, the weight grows by `delta` after each step whose entropy is at or below the target, and shrinks
-    after the others. It counts only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
+    With a target, the weight grows by DELTA after each step whose entropy is at or below the target, and shrinks after
+    the others. It counts only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
     """
 
+    DELTA, MOST = 0.005, 1.0
+
     def __init__(self, config: EntropyConfig) -> None:
-        self._config = config
-        self._coef = config.coef
-        self._is_low = config.target is None
+        self._target, self._coef, self._is_low = config.target, config.coef, config.target is None
 
     @property
     def weight(self) -> float:
@@ -284,12 +284,9 @@ class EntropyBonus:
 
     def update(self, entropy: float) -> None:
         """Note the mean entropy of a step."""
-        config = self._config
-        if config.target is None:
-            return
-        self._is_low = entropy <= config.target
-        change = config.delta if self._is_low else -config.delta
-        self._coef = min(max(self._coef + change, 0.0), config.max_coef)
+        if self._target is not None:
+            self._is_low = entropy <= self._target
+            self._coef = min(max(self._coef + (self.DELTA if self._is_low else -self.DELTA), 0.0), self.MOST)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -297,8 +294,8 @@ class EntropyBonus:
 
     def load(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint. A fixed weight is the configured one."""
-        if self._config.target is not None and state:
-            self._coef, self._is_low = min(state["coef"], self._config.max_coef), state["is_low"]
+        if self._target is not None and state:
+            self._coef, self._is_low = state["coef"], state["is_low"]
 
 
 GUIDE_LIMIT = 5.0  # nats at one token

@@ -76,7 +76,7 @@ async def test_no_candidate_goes_live_while_publication_is_stopped_for_a_collaps
 ) -> None:
     config, store, _ = tested
     live, tests = await store.versions.live(), Promotions(store.database)
-    stop = Collapse("entropy", "entropy fell", time.time(), live.live_at, 0)  # type: ignore[arg-type]
+    stop = Collapse("kl", "it rose", time.time(), live.live_at, 0)  # type: ignore[arg-type]
 
     async def stopped() -> Collapse:
         return stop

@@ -94,7 +94,7 @@ async def test_status_counts_sampled_tokens_without_a_usage_and_says_that_public
             await recorder.start(CallStart("c", RolloutName("r"), "chat/completions", "policy", 0, {}, 1.0))
             await recorder.end(CallEnd("c", "r", "ok", {}, 200, (1,), (Choice(0, (2, 3), (-1.0, -1.0)),)))
         live = await store.versions.live()
-        collapse = {"sign": "entropy", "what": "it fell", "at": 1.0, "live_at": live.live_at, "go_back_to": 0}
+        collapse = {"sign": "kl", "what": "it fell", "at": 1.0, "live_at": live.live_at, "go_back_to": 0}
         await store.steps.trained(await store.steps.claim([], 0), None, {"collapse": collapse})
         _, answer = await system.call("GET", "/status")
         assert answer["recent"]["response_tokens"] == 2

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.serving.vllm import VllmServer
+from lightning_proxy.trainer import collapse
 from lightning_proxy.trainer.publish import Publisher
 from support.training import (
     ABSURD,
@@ -53,8 +54,11 @@ async def test_a_policy_that_collapses_is_rolled_back_by_itself_if_so_configured
         assert steps[0].metrics["collapse"]["sign"] == "reward"
 
 
-async def test_a_step_that_was_stopped_is_committed_and_never_published(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, collapse={"max_kl": 1e-9, "steps": 2}) as b:
+async def test_a_step_that_was_stopped_is_committed_and_never_published(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path, collapse={"max_kl": 1e-9}) as b:
+        monkeypatch.setattr(collapse, "STEPS", 2)
         rollouts = await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
         rollouts += await b.groups("t3", "t4")

@@ -15,6 +15,7 @@ from lightning_proxy.core.records import CallStart, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
+from lightning_proxy.trainer import collapse
 from lightning_proxy.trainer.collapse import Monitor
 from lightning_proxy.trainer.credit.strategies import JUDGE
 from support.sections import TrainerConfig
@@ -120,25 +121,14 @@ async def test_a_version_made_live_by_hand_lets_training_go_on(run: Run, version
     assert await run.monitor().look() is None
 
 
-async def test_a_collapse_after_going_back_is_found_again(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 0, 0, 0, 0)
-    monitor = run.monitor()
-    assert await monitor.look() is not None
-    await run.store.versions.set_live(0)
-    assert await monitor.look() is None
-    assert await run.step() == 2
-    await run.rollouts(2, 0, 0, 0, 0)
-    found = await monitor.look()
-    assert found is not None and "with policy version 2" in found.what and found.go_back_to == 0
-
-
-async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await run.rollouts(0, 1, 1, 0, 0)
     await run.step()
     await run.rollouts(1, 1, 0, 0, 0)
-    monitor = run.monitor(reward_warn=1.9)
+    monkeypatch.setattr(collapse, "WARN", 1.9)
+    monitor = run.monitor()
     assert await monitor.look() is None
     await run.rollouts(1, 0)
     assert await monitor.look() is None
@@ -202,28 +192,11 @@ async def test_a_step_out_of_bounds_stops_after_some_in_a_row_and_goes_back_to_b
     assert said["collapse"]["what"].endswith("is 2, over 1 (3 steps in a row)")
 
 
-async def test_a_version_whose_files_are_gone_is_nothing_to_go_back_to(run: Run) -> None:
-    for _ in range(2):
-        await run.step(kl=0.1)
-    await run.store.versions.forget_files(1)
-    monitor = run.monitor(steps=1)
-    said = await monitor.of_step(2, {"kl": 2.0, "skipped": 0.0})
-    assert said["collapse"]["go_back_to"] == 0
-
-
 @pytest.mark.parametrize("action", ["stop", "off"])
 async def test_what_can_be_gone_back_to_keeps_its_files_from_the_beginning(run: Run, action: str) -> None:
     for _ in range(20):
         await run.step()
     assert await run.monitor(action=action).keep() == ({19, 17, 13, 9} if action == "stop" else set())
-
-
-@pytest.mark.parametrize(("level", "watched"), [("token", True), ("sequence", False)])
-async def test_clipped_sequences_are_no_sign(run: Run, level: str, watched: bool) -> None:
-    await run.step()
-    config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": level})
-    said = await Monitor(config, run.store).of_step(1, {"clip_share": 0.6, "skipped": 0.0})
-    assert ("warnings" in said) is watched
 
 
 async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
@@ -272,17 +245,27 @@ async def test_a_reward_that_falls_little_by_little_is_gone_back_from_while_few_
     assert found is not None and "with policy version 7" in found.what and found.go_back_to == 5
 
 
-async def test_where_all_from_before_are_gone_the_oldest_since_is_gone_back_to(run: Run) -> None:
-    for kl in (0.1, 0.1, 0.1, 2.0, 2.0):  # from version 3 on
+@pytest.mark.parametrize(
+    ("kls", "gone", "back_to"),
+    [
+        ((0.1, 2.0, 2.0), (), 0),  # the first version is out of bounds
+        ((0.1, 0.1, 0.1, 2.0, 2.0), (1, 2), 3),  # the base model is not the one before
+        ((0.1, 0.1, 0.1, 2.0, 2.0), (1, 2, 3), 4),
+        ((0.1, 0.1, 0.1, 2.0, 2.0), (2,), 1),
+    ],
+)
+async def test_a_version_whose_files_are_gone_is_nothing_to_go_back_to(
+    run: Run, kls: tuple[float, ...], gone: tuple[int, ...], back_to: int
+) -> None:
+    for kl in kls:
         await run.step(kl=kl)
-    for gone in (1, 2, 3):
-        await run.store.versions.forget_files(gone)
-    said = await run.monitor().of_step(5, {"kl": 2.0, "skipped": 0.0})
-    assert said["collapse"]["go_back_to"] == 4
+    for version in gone:
+        await run.store.versions.forget_files(version)
+    said = await run.monitor().of_step(len(kls), {"kl": 2.0, "skipped": 0.0})
+    assert said["collapse"]["go_back_to"] == back_to
 
 
-async def test_the_first_version_is_gone_back_from_to_the_base_model(run: Run) -> None:
-    for kl in (0.1, 2.0, 2.0):
-        await run.step(kl=kl)
-    said = await run.monitor().of_step(3, {"kl": 2.0, "skipped": 0.0})
-    assert said["collapse"]["go_back_to"] == 0
+async def test_clipped_sequences_are_no_sign(run: Run) -> None:
+    await run.step()
+    config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": "sequence"})
+    assert await Monitor(config, run.store).of_step(1, {"clip_share": 0.6, "skipped": 0.0}) == {}
