@@ -244,7 +244,7 @@ class TrainingLoop:
         elif not self._fresh:
             await self._take_over(None, 0)
         self._fresh = False
-        self._trainer.trackers.begin()  # they keep the learning rate
+        self._trainer.trackers.begin()
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
         if self._config.learning_rate != "auto":
             warn_of_rate(self._config, self._trainer.rate.value)

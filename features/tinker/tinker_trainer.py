@@ -56,7 +56,6 @@ class TinkerTrainer:
         self.trackers = Trackers(config, policy.directory / "trainer")
         self._rate_of = partial(rate_of, config, int(about.get_text_config().hidden_size))
         self.rate = self._rate_of()
-        self.trackers.args.learning_rate = self.rate.value
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
         self.warnings: dict[str, str] = {}
@@ -137,7 +136,7 @@ class TinkerTrainer:
             norms = [value for name, value in reported.items() if "grad_norm" in name]
             metrics |= {"grad_norm": norms[0]} if norms else {}
         metrics["optimizer_s"] = time.perf_counter() - begun
-        self._step = self.trackers.state.global_step = batch.step
+        self._step = self.trackers.step = batch.step
         metrics["step_s"] = metrics["forward_backward_s"] + metrics["optimizer_s"]
         for name in ("trained_tokens", "computed_tokens"):
             metrics[f"{name}_per_s"] = metrics[name] / metrics["step_s"]
@@ -203,11 +202,10 @@ class TinkerTrainer:
             ) from None
         self._service.forget()
         self._state, self._step, self._updates = state, step, updates
-        self.trackers.state.global_step = step
+        self.trackers.step = step
         if step:  # untrained weights have no rate to keep
             self.rate = self._rate_of(saved_rate(directory))
-            self.trackers.args.learning_rate = self.rate.value
-        self._service.ready(state)
+            self._service.ready(state)
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
         return step

@@ -13,9 +13,8 @@ def read() -> Kept:
     client = MlflowClient()
     experiment = client.get_experiment_by_name(PROJECT)
     found = client.search_runs([experiment.experiment_id])
-    name = LOSS.removeprefix("train/")
     return {
-        run.info.run_id: [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+        run.info.run_id: [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, LOSS)]
         for run in found
     }
 

@@ -11,7 +11,7 @@ from support.tracked import LOSS, Kept, main
 
 def read() -> Kept:
     return {
-        run: [(row["train/global_step"], row[LOSS]) for row in SQLiteStorage.get_logs(PROJECT, run) if LOSS in row]
+        run: [(row["step"], row[LOSS]) for row in SQLiteStorage.get_logs(PROJECT, run) if LOSS in row]
         for run in SQLiteStorage.get_runs(PROJECT)
     }
 

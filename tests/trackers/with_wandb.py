@@ -25,7 +25,7 @@ def read() -> Kept:
             if record.HasField("history"):
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
                 if LOSS in row:
-                    kept[path.stem.removeprefix("run-")].append((row["train/global_step"], row[LOSS]))
+                    kept[path.stem.removeprefix("run-")].append((row["_step"], row[LOSS]))
     return kept
 
 

@@ -97,10 +97,10 @@ class LightningTrainer:
         self._saved_config = saved_config(config, policy, fingerprint(adapted))
         state = PartialState(cpu=not torch.cuda.is_available())
         self.device = state.device
-        self.model = self.trackers.model = self.weight_sets.prepare(partial(self.processes.prepare, state))
+        self.model = self.weight_sets.prepare(partial(self.processes.prepare, state))
         self.optimizer = adamw(self.weight_sets.parameters())
         self._updates = 0
-        self._take_rate(self._rate_of())
+        self.rate: Rate = self._rate_of()
         self._served: dict[str, Weights] = {}
         self._computed: tuple[Batch, StepMetrics] | None = None
         self.skipped_because: str | None = None
@@ -184,7 +184,7 @@ class LightningTrainer:
             self.entropy.update(metrics.entropy)
         self.optimizer.zero_grad()
         metrics.optimizer_s = metrics.elapsed - metrics.forward_backward_s
-        self.trackers.state.global_step = batch.step
+        self.trackers.step = batch.step
         give_back()
         return {name: value for name, value in {**batch.metrics, **metrics.result()}.items() if math.isfinite(value)}
 
@@ -301,12 +301,12 @@ class LightningTrainer:
     def adopt(self, step: int) -> None:
         """Note that the adapter was trained by other means, as `step`: the optimizer's old moments go."""
         self.optimizer.state.clear()
-        self.trackers.state.global_step = step
+        self.trackers.step = step
 
     @on_every_shard
     def save(self, directory: Path) -> None:
         state = {
-            "step": self.trackers.state.global_step,
+            "step": self.trackers.step,
             "adapters": self.weight_sets.all_weights(),
             "optimizer": self.weight_sets.optimizer_state(self.optimizer),
             "scheduler": {"last_epoch": self._updates},
@@ -339,9 +339,6 @@ class LightningTrainer:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
         return int(state["step"])
 
-    def _take_rate(self, rate: Rate) -> None:
-        self.rate, self.trackers.args.learning_rate = rate, rate.value
-
     @on_every_process
     def _restore(self, state: State, rate: Rate) -> None:
         """Take the state and the rate; without the optimizer's state, its moments and the schedule begin anew."""
@@ -351,8 +348,8 @@ class LightningTrainer:
         self._updates = state["scheduler"]["last_epoch"] if "optimizer" in state else 0
         self.entropy.load(state.get("entropy", {}))
         _set_random_state(state)
-        self.trackers.state.global_step = state["step"]
-        self._take_rate(rate)
+        self.trackers.step = state["step"]
+        self.rate = rate
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:
