@@ -171,11 +171,7 @@ SELECT call_id FROM (
 WHERE superseded_by IS NULL
     AND (status <> 'ok' OR seq = (SELECT MAX(seq) FROM calls WHERE rollout_id = :rollout_id))
 """
-# The newest by order of insertion: every call would have to keep up an index on the time.
-CALL_NEWEST = """
-SELECT started_at + COALESCE(latency_ms, 0.0) / 1000 FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)
-"""
-# Likewise; a call of another model is none that anybody wants to train on.
+# The newest by order of insertion: an index on the time would cost every call. Those of another model do not count.
 UNTRAINABLE = """
 SELECT untrainable_reason, COUNT(*) AS n FROM (
     SELECT untrainable_reason, policy_version FROM calls ORDER BY rowid DESC LIMIT :newest
@@ -295,14 +291,6 @@ class Calls(Records):
     async def untrainable(self, newest: int) -> dict[str, int]:
         """Of the `newest` calls, count the policy's that cannot be trained on, by reason."""
         return dict(map(tuple, await self._db.all(UNTRAINABLE, {"newest": newest})))
-
-    async def newest(self) -> float | None:
-        """Return when the newest call ended, or began if it has not ended (Unix time)."""
-        return await self._db.value(float, CALL_NEWEST)
-
-    async def under_way(self, since: float) -> int:
-        statement = "SELECT COUNT(*) FROM calls WHERE status = 'incomplete' AND started_at > :since"
-        return await self._db.value(int, statement, since=since) or 0
 
 
 def _read_calls(

@@ -61,7 +61,7 @@ class TrainingLoop:
         sampled = Sampled(None if publisher is None else publisher.vllm, as_chat)
         settings, vocabulary = core.engine.settings, core.engine.vocabulary
         self.collector = Collector(settings, core.store, order, config.policy, vocabulary, sampled, hooks)
-        self._schedule = Schedule(config.trainer.schedule, self.collector, core.store)
+        self._schedule = Schedule(config.trainer.schedule, self.collector)
         self._monitor = Monitor(config.trainer, core.store)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._stop = asyncio.Event()

@@ -65,8 +65,6 @@ def next_step(config: TrainerConfig, status: Json, now: float) -> str:
             return f"{rollouts}; a round begins with {count(schedule.every_rollouts)}"
         case "times":
             return f"{rollouts}; the next round begins {datetime.fromtimestamp(schedule.next_time(now)):%a %H:%M}"
-        case "idle":
-            return f"{rollouts}; while the machine is idle"
     return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"
 
 

@@ -59,11 +59,9 @@ def _time(value: Any) -> Any:
 
 
 class ScheduleConfig(Section):
-    when: Literal["continuous", "rollouts", "times", "idle"] = "continuous"
+    when: Literal["continuous", "rollouts", "times"] = "continuous"
     every_rollouts: Count = 512
     at: list[Annotated[str, BeforeValidator(_time)]] = []
-    idle_s: Seconds = 300.0
-    max_load: Share = 0.5
 
     def faults(self) -> Iterator[str]:
         if self.when == "times" and not self.at:

@@ -140,7 +140,6 @@ def test_what_the_trainer_waits_for_is_what_its_schedule_says() -> None:
     for schedule, said in (
         ({"when": "rollouts", "every_rollouts": 32}, "12 complete rollouts wait; a round begins with 32"),
         ({"when": "times", "at": ["03:00"]}, "12 complete rollouts wait; the next round begins Sat 03:00"),
-        ({"when": "idle"}, "12 complete rollouts wait; while the machine is idle"),
     ):
         assert next_step(TrainerConfig.model_validate({"schedule": schedule}), status, now) == said
     done = "none, trainer.max_steps (3) are done; 12 complete rollouts wait"
