@@ -97,8 +97,8 @@ def make_plan(
     trained = trained and config.trainer.trains_here
     if shape is not None and gpus:
         return _on_gpus(config, shape, gpus, served, trained)
-    passes: dict[str, Any] = _on_cpu(config, shape, served) if shape and trained else {}
-    passes = {"max_tokens_per_batch": TOKENS_PER_PASS, "max_sample_tokens": config.vllm.max_model_len} | passes
+    passes: dict[str, Any] = {"max_tokens_per_batch": TOKENS_PER_PASS, "max_sample_tokens": config.vllm.max_model_len}
+    passes |= _on_cpu(config, shape, served) if shape and trained else {}
     filled = _filled(config, {"gpu_memory_utilization": UTILIZATION}, passes)
     return Plan(filled, tuple(config.vllm.devices), tuple(config.trainer.devices))
 
@@ -108,23 +108,27 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
     vllm, trainer = config.vllm, config.trainer
     trainers = tuple(trainer.devices or [*gpus][-1:]) if trained else ()
     others = [number for number in gpus if number not in trainers] or [*gpus][:1]
-    parallel = gcd(shape.kv_heads, 1 << len(others).bit_length() - 1)
-    servers = tuple(vllm.devices or others[:parallel])
+    servers = tuple(vllm.devices or others[: gcd(shape.kv_heads, 1 << len(others).bit_length() - 1)])
     if missing := {*servers, *trainers} - gpus.keys():
         raise ConfigError(f"vllm.devices, trainer.devices: there is no GPU {min(missing)}, only {[*gpus]}")
     card, is_shared = min(gpus[n] for n in servers), served and not {*servers}.isdisjoint(trainers)
+    adapters = MAX_LORAS * (1 + len(config.policy.adapters)) if publish_mode(config) == "lora" else 0
+    fixed: Needs = {
+        "weights": BF16 * shape.parameters / len(servers) / GIB,
+        "adapters": BF16 * adapters * trainer.lora_rank * shape.lora / GIB,
+        "CUDA, activations": (CONTEXT + SERVING) / GIB,
+    }
+    fixed, taken_by_fixed = (fixed, sum(fixed.values())) if served else ({}, 0.0)
     cache_of_a_token = 2 * BF16 * shape.layers * shape.keys / GIB / len(servers)
-    fixed = server_needs(shape, config, len(servers)) if served else {}
-    checkpointing = trainer.gradient_checkpointing is not False
     longest, contexts = vllm.max_model_len or shape.context, 1 if vllm.max_model_len else CONTEXTS
-    lengths = [longest, *range((longest - 1) // LENGTH_STEP * LENGTH_STEP, 0, -LENGTH_STEP)]
-    sizes = [trainer.max_tokens_per_batch] if trainer.max_tokens_per_batch else [TOKENS_PER_PASS, 0]
-    for length, size in product(lengths[:1] if vllm.max_model_len else lengths, sizes):
-        tokens = max(size, sample := trainer.max_sample_tokens or length)
+    shorter = () if vllm.max_model_len else range((longest - 1) // LENGTH_STEP * LENGTH_STEP, 0, -LENGTH_STEP)
+    for length, size in product((longest, *shorter), (trainer.max_tokens_per_batch or TOKENS_PER_PASS, 0)):
+        tokens = max(trainer.max_tokens_per_batch or size, sample := trainer.max_sample_tokens or length)
+        checkpointing = trainer.gradient_checkpointing is not False
         needs = trainer_needs(shape, config, tokens, checkpointing) if trained else {}
         taken, cache = sum(needs.values()), contexts * length * cache_of_a_token
         share = vllm.gpu_memory_utilization or int(100 * (USABLE - taken / card if is_shared else ALONE)) / 100
-        room = share * card - sum(fixed.values())
+        room = share * card - taken_by_fixed
         if room >= cache and all(taken <= (USABLE - share * is_shared) * gpus[n] for n in trainers):
             of_vllm = {"max_model_len": length, "gpu_memory_utilization": share}
             filled = _filled(config, of_vllm, {"max_tokens_per_batch": tokens, "max_sample_tokens": sample})
@@ -132,7 +136,7 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
             rate = rate_of(trainer, shape.hidden)
             return Plan(filled, servers, trainers, gpus, int(room / cache_of_a_token), server, needs, rate)
     raise ConfigError(
-        f"policy.model does not fit: with a context of {length:,} tokens vLLM needs {sum(fixed.values()) + cache:.0f} "
+        f"policy.model does not fit: with a context of {length:,} tokens vLLM needs {taken_by_fixed + cache:.0f} "
         f"GiB and the trainer {taken:.0f} GiB, on {'one card' if is_shared else 'cards'} of {card:.0f} GiB; it takes a "
         "smaller model, more or larger cards, or a base model that is sharded (docs/gpu.md)"
     )
@@ -140,15 +144,14 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
 
 def _on_cpu(config: Config, shape: DecoderShape, served: bool) -> dict[str, Any]:
     """The size of a pass, with gradient checkpointing where the longest sample would not fit without."""
-    wanted, vllm = config.trainer.gradient_checkpointing, config.vllm
-    room = USABLE_OF_MACHINE * machine_memory()
+    wanted, room = config.trainer.gradient_checkpointing, USABLE_OF_MACHINE * machine_memory()
     if served:
-        room -= (FLOAT32 * shape.parameters + SERVING) / GIB + vllm.kv_cache_gib
+        room -= (FLOAT32 * shape.parameters + SERVING) / GIB + config.vllm.kv_cache_gib
 
     def fits(tokens: int, checkpointing: bool) -> bool:
         return sum(trainer_needs(shape, config, tokens, checkpointing, on_cpu=True).values()) <= room
 
-    sample, tokens = config.trainer.max_sample_tokens or vllm.max_model_len or shape.context, TOKENS_PER_PASS
+    sample, tokens = config.trainer.max_sample_tokens or config.vllm.max_model_len or shape.context, TOKENS_PER_PASS
     needed = wanted == "auto" and not fits(min(sample, tokens), False)
     while tokens > 1 and not fits(tokens, needed or wanted is True):
         tokens //= 2
@@ -183,7 +186,6 @@ class DecoderShape(NamedTuple):
     mlp: int
     vocabulary: int
     context: int
-    has_normed_heads: bool
     parameters: int
     lora: int
 
@@ -197,47 +199,33 @@ def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
         kv_heads, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or hidden // heads
         experts = text.get("num_experts") or text.get("num_local_experts") or 1
         mlp = (text.get("moe_intermediate_size") if experts > 1 else None) or text["intermediate_size"]
-        active = text.get("num_experts_per_tok") or 1
-        attention, keys = heads * width, kv_heads * width
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+        attention, keys, active = heads * width, kv_heads * width, text.get("num_experts_per_tok") or 1
         layer = hidden * (2 * attention + 2 * keys) + 3 * hidden * mlp * experts
         lora = 4 * hidden + 2 * attention + 2 * keys + (3 * (hidden + mlp) if experts == 1 else 0)
-        return DecoderShape(
-            layers, hidden, attention, keys, kv_heads, mlp * active, vocabulary, context,
-            has_normed_heads=str(text.get("model_type", "")).startswith(("qwen3", "gemma3", "olmo2")),
-            parameters=layers * layer + vocabulary * hidden * (1 if tied else 2),
-            lora=layers * lora,
-        )  # fmt: skip
     except (KeyError, TypeError):
         return None
-
-
-def server_needs(shape: DecoderShape, config: Config, cards: int) -> Needs:
-    """Return the GiB that vLLM needs on each of its cards besides the cache of keys and values."""
-    adapters = MAX_LORAS * (1 + len(config.policy.adapters)) if publish_mode(config) == "lora" else 0
-    return {
-        "weights": BF16 * shape.parameters / cards / GIB,
-        "adapters": BF16 * adapters * config.trainer.lora_rank * shape.lora / GIB,
-        "CUDA, activations": (CONTEXT + SERVING) / GIB,
-    }
+    ends = 1 if config.get("tie_word_embeddings", text.get("tie_word_embeddings")) else 2
+    sizes = (layers, hidden, attention, keys, kv_heads, mlp * active, vocabulary, context)
+    return DecoderShape(*sizes, layers * layer + vocabulary * hidden * ends, layers * lora)
 
 
 def trainer_needs(
     shape: DecoderShape, config: Config, tokens: int, checkpointing: bool, *, on_cpu: bool = False
 ) -> Needs:
     """Return the GiB that the trainer needs with passes of so many tokens, by what they are for."""
-    trainer, width, is_full = config.trainer, FLOAT32 if on_cpu else BF16, config.trainer.weights == "full"
-    needs: Needs
-    if is_full:  # trained in float32, with gradients and AdamW's two moments; a frozen reference is in bfloat16
+    trainer, width = config.trainer, FLOAT32 if on_cpu else BF16
+    if (
+        trainer.weights == "full"
+    ):  # trained in float32, with gradients and AdamW's two moments; a frozen reference is in bfloat16
         of_reference = BF16 if trainer.kl_coef or trainer.kl_metric else 0
-        needs = {
+        needs: Needs = {
             "weights": (FLOAT32 + of_reference) * shape.parameters,
             "gradients, optimizer": 3 * FLOAT32 * shape.parameters,
         }
     else:  # gradients twice: a pass adds its own when it is done
         adapters = (1 + len(config.policy.adapters)) * trainer.lora_rank * shape.lora
         needs = {"weights": width * shape.parameters, "adapters": 5 * FLOAT32 * adapters}
-    a_pass = pass_memory(shape, tokens, checkpointing=checkpointing, width=width, full=is_full)
+    a_pass = pass_memory(shape, tokens, checkpointing=checkpointing, width=width, full=trainer.weights == "full")
     needs |= {"a pass": a_pass, "CUDA": CONTEXT}
     needs["lost in pieces"] = LOST_ON_CPU * a_pass if on_cpu else LOST * sum(needs.values())
     return {name: size / GIB for name, size in needs.items()}
@@ -249,11 +237,11 @@ def pass_memory(
     """Return the bytes that a forward and backward pass takes at its peak, besides weights and their gradients.
 
     With checkpointing, each layer's input is kept, and one layer at a time is computed again. `width`: bytes of an
-    activation. Of a layer, norms keep their input in float32 (a copy where activations are narrower), each adapted
-    module keeps its input, and the MLP four times its width. With `full`, a pass without checkpointing keeps all
-    weights in bfloat16, and in the end there is the gradient of the head, twice.
+    activation. Of a layer, norms (of heads, too) keep their input in float32 (a copy where activations are narrower),
+    each adapted module keeps its input, and the MLP four times its width. With `full`, a pass without checkpointing
+    keeps all weights in bfloat16, and in the end there is the gradient of the head, twice.
     """
-    copies = 2 * shape.hidden * (width < FLOAT32) + (shape.attention + shape.keys) * shape.has_normed_heads
+    copies = 2 * shape.hidden * (width < FLOAT32) + shape.attention + shape.keys
     layer = width * (5 * shape.hidden + 3 * shape.attention + 2 * shape.keys + 4 * shape.mlp) + FLOAT32 * copies
     ends = width * 4 * shape.hidden  # the embeddings, the last layer's output, and the gradients of both
     inputs = shape.layers * width * shape.hidden + ends
