@@ -143,15 +143,6 @@ async def test_failed_rollouts_may_have_a_reward(traffic: Traffic, failed: Any, 
     assert await traffic.dropped("c") == ["failed or discarded"]
 
 
-async def test_a_group_that_failed_as_a_whole_waits_for_nothing_more(traffic: Traffic) -> None:
-    for i in range(2):
-        await traffic.rollout(f"t{i}", "t", None, status="failed")
-    assert await traffic.batch() is None
-    assert await traffic.dropped("t0", "t1") == [None, None], "without a reward it may still get a sibling"
-    assert await traffic.batch(failed_rollouts="zero") is None
-    assert set(await traffic.dropped("t0", "t1")) == {"all rewards of the group are equal"}
-
-
 async def test_a_step_that_was_not_finished_gives_back_what_it_dropped_too(traffic: Traffic) -> None:
     for i in range(2):
         await traffic.rollout(f"t{i}", "t", float(i))
@@ -190,17 +181,6 @@ async def test_the_next_group_of_a_task_is_compared_with_itself_alone(traffic: T
     await traffic.rollout("late", "t", 2.0)
     found = advantages(await traffic.batch(group_size=3, tasks_per_step=2))
     assert found == pytest.approx({"next 0-0": -1.0, "next 1-0": -1.0, "next 2-0": 2.0, "late-0": 1.0})
-
-
-async def test_a_step_that_was_not_finished_forgets_whom_it_compared(traffic: Traffic) -> None:
-    await traffic.open("t", "a", "b", "late")
-    for name, value in (("a", 0.0), ("b", 1.0)):
-        await traffic.rollout(name, "t", value)
-    assert await traffic.batch(group_size=3, group_timeout_s=1e-9) is not None
-    await traffic.store.steps.release_unfinished()
-    await traffic.rollout("late", "t", 2.0)
-    found = advantages(await traffic.batch(group_size=3))
-    assert found == pytest.approx({"a-0": -1.0, "b-0": 0.0, "late-0": 1.0})
 
 
 @pytest.mark.parametrize("baseline", TrainerConfig.known("baseline"))
@@ -281,27 +261,12 @@ async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
     assert reason is not None and why in reason
 
 
-async def test_a_rollout_that_both_answered_is_the_policys(traffic: Traffic) -> None:
-    for i in range(2):
-        await traffic.rollout(f"both {i}", "t", float(i), (0.0, 0.0), version=[None, 0])
-    batch = await traffic.batch()
-    assert batch is not None and sorted(batch.rollout_ids) == ["both 0", "both 1"]
-
-
 async def test_with_dynamic_sampling_a_step_takes_fewer_groups_after_a_time(traffic: Traffic) -> None:
     for name, value in (("equal 0", 1.0), ("equal 1", 1.0), ("a0", 0.0), ("a1", 1.0)):
         await traffic.rollout(name, name[:-1], value)
     config = TrainerConfig(group_size=2, tasks_per_step=2, dynamic_sampling=True, group_timeout_s=1e-9)
     batch = await Collector(config, traffic.store).next_batch(0)
     assert batch is not None and set(batch.rollout_ids) == {"a0", "a1"}
-
-
-async def test_failed_rollouts_count_where_nobody_succeeded(traffic: Traffic) -> None:
-    for i in range(2):
-        await traffic.rollout(f"t{i}", "t", None, status="failed")
-        await traffic.rollout(f"u{i}", "u", 1.0)
-    batch = await traffic.batch(failed_rollouts="zero", baseline="reinforce_pp", compare="step", tasks_per_step=2)
-    assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
 
 
 async def test_a_late_sibling_is_compared_with_those_that_taught_nothing_alone(traffic: Traffic) -> None:
@@ -331,12 +296,6 @@ async def test_by_default_rollouts_without_a_task_wait(traffic: Traffic) -> None
         await traffic.rollout(str(i), None, float(i))
     assert await traffic.batch() is None
     assert await traffic.dropped("5") == [None]
-
-
-@pytest.mark.parametrize("text", ["best", {"planner": "best"}])
-def test_a_strategy_that_cannot_be_is_refused(text: Any) -> None:
-    with pytest.raises(ValueError, match="credit"):
-        TrainerConfig(credit=text)
 
 
 async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_rewards(traffic: Traffic) -> None:

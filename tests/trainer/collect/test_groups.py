@@ -154,15 +154,6 @@ async def test_a_group_of_absurd_advantages_is_left_out_by_name_and_the_step_is_
     assert any("spoilt 0, spoilt 1" in line for line in caplog.messages)
 
 
-async def test_a_call_of_negative_token_ids_is_left_out_by_name_and_the_step_is_taken(traffic: Traffic) -> None:
-    await traffic.rollout("negative", "t", 1.0, prompt_token_ids=(0, -5))
-    for name, reward in (("a", 1.0), ("b", 0.0)):
-        await traffic.rollout(name, "t", reward)
-    found = await traffic.batch(group_size=3)
-    assert set(advantages(found)) == {"a-0", "b-0"}
-    assert await traffic.dropped("negative") == ["not the model's tokens: another one sampled them"]
-
-
 class Counted:
     """Counts the statements that a store runs, and the rows that they return."""
 

@@ -18,47 +18,9 @@ from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.types import Batch, RolloutRewards, Sibling
-from support.calls import call
-from support.credit import group_advantages
+from lightning_proxy.trainer.types import Batch
 from support.sections import PolicyConfig, TrainerConfig
 from support.stores import store_url
-
-
-def sibling(final: float | None, agents: str, rewards: Mapping[int, float] | None = None) -> Sibling:
-    """A rollout with one call a letter: `p` is the planner's, `e` the executor's, `-` one without a name."""
-    names = {"p": "planner", "e": "executor", "-": None}
-    calls = [call(str(i), names[letter], (i,), seq=i) for i, letter in enumerate(agents)]
-    return Sibling(calls, RolloutRewards(final, {str(i): value for i, value in (rewards or {}).items()}))
-
-
-def config(**changed: Any) -> TrainerConfig:
-    return TrainerConfig.model_validate({"baseline": "dr_grpo", **changed})
-
-
-def test_calls_of_agents_that_are_not_trained_have_no_advantage() -> None:
-    group = [sibling(1.0, "pe-p"), sibling(0.0, "pe")]
-    assert group_advantages(group, config(agents=["planner"])) == [[0.5, None, None, 0.5], [-0.5, None]]
-
-
-def test_a_named_agent_is_compared_only_with_rollouts_that_it_took_part_in() -> None:
-    group = [sibling(4.0, "pe"), sibling(2.0, "pe"), sibling(0.0, "p")]
-    # The planner among 4, 2, 0; the executor among 4 and 2.
-    found = group_advantages(group, config(agents=["planner", "executor"]))
-    assert found == [[2.0, 1.0], [0.0, -1.0], [-2.0]]
-    # Without names it is the rollout's return that counts, as ever.
-    assert group_advantages(group, config()) == [[2.0, 2.0], [0.0, 0.0], [-2.0]]
-
-
-@pytest.mark.parametrize("credit", ["uniform", "discounted"])
-def test_rewards_of_calls_count_for_their_own_agent_alone_if_so_configured(credit: str) -> None:
-    # The planner's calls are worth 1 and 0; the executor's luck, 0 and 8, is not its doing.
-    group = [sibling(None, "pe", {0: 1.0}), sibling(None, "pe", {1: 8.0})]
-    both = ["planner", "executor"]
-    own = group_advantages(group, config(credit=credit, agents=both, agent_credit="own"))
-    assert own == [[0.5, -4.0], [-0.5, 4.0]]
-    team = group_advantages(group, config(credit=credit, agents=both))
-    assert [values[0] for values in team] == [-3.5, 3.5]
 
 
 class Traffic:
@@ -132,16 +94,6 @@ async def test_rollouts_without_a_trained_agent_are_dropped_and_a_wrong_name_is_
     assert (await traffic.store.rollouts.get("a")).dropped == "trainer.agents names none of its agents"
     assert "trainer.agents: no call of planer so far" in caplog.text
     assert "the agents of the rollouts are: no name (calls without X-Agent-Name), planner" in caplog.text
-
-
-async def test_no_warning_while_every_agent_that_was_seen_is_trained(
-    traffic: Traffic, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, final in (("a", 1.0), ("b", 0.0)):
-        await traffic.rollout(name, final, [("planner", (0, 1))])
-    with caplog.at_level(logging.WARNING):
-        assert await traffic.batch(agents=["planner", "reviewer"]) is not None
-    assert caplog.text == ""
 
 
 async def test_a_group_in_which_no_agent_has_a_sibling_is_dropped_for_that(traffic: Traffic) -> None:

@@ -91,12 +91,6 @@ def test_a_call_that_continues_the_tokens_joins_the_row_with_its_own_advantage()
     assert sample.call_ids == ("a", "b")
 
 
-def test_the_longest_row_that_fits_is_continued() -> None:
-    first, second = rows(call([1], [2]), call([1], [2, 3]), call([1, 2, 3, 7], [4])).samples
-    assert first.token_ids == (1, 2)
-    assert second.token_ids == (1, 2, 3, 7, 4)
-
-
 @pytest.mark.parametrize("unusable", [call([], [1]), call([1], []), call([1], [2], temperature=0)])
 def test_calls_without_a_prompt_an_answer_or_a_distribution_are_left_out(unusable: ModelCall) -> None:
     assert rows(unusable) == RolloutSamples((), Counter(calls_untrainable=1), (Placement(None, "untrainable"),))
@@ -135,12 +129,6 @@ def test_why_a_call_opens_a_row_is_counted(calls: list[tuple[list[int], list[int
     first, *others = made.placements
     assert (first, {f"{'calls' if p == 'merged' else 'forks'}_{p}" for _, p in others}) == ((0, "first"), counted)
     assert [len(sample.call_ids) for sample in made.samples] == [*Counter(row for row, _ in made.placements).values()]
-
-
-def test_after_a_drift_the_sampled_answer_is_trained_where_it_was_sampled_and_the_other_is_context() -> None:
-    first, second = rows(call([1], [2, 3], name="a"), call([1, 2, 8, 7], [4], name="b")).samples
-    assert (first.token_ids, first.mask, first.call_ids) == ((1, 2, 3), (0, 1, 1), ("a",))
-    assert (second.token_ids, second.mask, second.call_ids) == ((1, 2, 8, 7, 4), (0, 0, 0, 0, 1), ("b",))
 
 
 def test_the_merge_rate_is_of_the_calls_that_had_a_row_to_join() -> None:
@@ -191,28 +179,7 @@ def test_only_the_call_whose_captured_logprobs_are_not_finite_is_left_out(logpro
     assert made.counts["calls_not_finite"] == 1
 
 
-def test_any_open_row_may_be_continued_not_only_the_last() -> None:
-    first, second = rows(call([1], [2]), call([5], [6]), call([1, 2, 3], [4])).samples
-    assert first.token_ids == (1, 2, 3, 4)
-    assert second.token_ids == (5, 6)
-
-
-def test_a_branch_keeps_the_shared_part_as_context() -> None:
-    first, second = rows(call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 5], [6])).samples
-    assert first.mask == (0, 1, 0, 1)
-    assert second.mask == (0, 0, 0, 1)
-
-
 def test_an_untrainable_call_is_only_context() -> None:
     made = rows(call([1], [2], trainable=False), call([1, 2, 3], [4]))
     assert [s.mask for s in made.samples] == [(0, 0, 0, 1)]
     assert made.counts["calls_untrainable"] == 1
-
-
-def test_two_answers_with_nothing_between_them_stay_two() -> None:
-    """One row would make one sequence of them, where a loss looks at sequences."""
-    made = rows(call([1], [2, 3]), call([1, 2, 3], [4]), call([1, 2, 3, 4, 7], [5])).samples
-    assert [(s.token_ids, s.mask) for s in made] == [
-        ((1, 2, 3), (0, 1, 1)),
-        ((1, 2, 3, 4, 7, 5), (0, 0, 0, 1, 0, 1)),
-    ]

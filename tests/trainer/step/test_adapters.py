@@ -19,7 +19,6 @@ from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.rows.prefix_tree import TreeCost, micro_batches
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from lightning_proxy.trainer.weights import Weights
@@ -30,15 +29,6 @@ OWN = {"writer": ["writer", "rewriter"], "checker": ["checker"]}
 
 
 # Which agent uses which adapter ------------------------------------------------------------------------------------
-
-
-def test_an_agent_uses_the_adapter_that_lists_it_and_all_others_share_one() -> None:
-    policy = PolicyConfig.model_validate({"adapters": OWN})
-    used = {agent: policy.adapter_of(agent) for agent in ("writer", "rewriter", "checker", "planner", None)}
-    assert used == {
-        "writer": "writer", "rewriter": "writer", "checker": "checker", "planner": "default", None: "default",
-    }  # fmt: skip
-    assert PolicyConfig().adapter_of("writer") == "default"
 
 
 @pytest.mark.parametrize(
@@ -220,18 +210,3 @@ async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_co
     assert whole.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
     assert whole.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
     assert (found.compared, found.compared_by_adapter) == (3, {"writer": 3, "checker": 2})
-
-
-def test_no_micro_batch_has_rows_of_two_adapters_though_they_share_a_prompt() -> None:
-    given = (*rows("default", 3, 1), *rows("writer", 3, 1))
-    made = micro_batches(given, TreeCost(attention=0.0, max_nodes=1000))
-    assert [(b.adapter, len(b.samples)) for b in made] == [("default", 3), ("writer", 3)]
-    assert {s.adapter for s in made[0].samples} == {"default"}
-
-
-def test_the_kl_is_to_the_model_without_any_adapter(base: Path, tmp_path: Path) -> None:
-    learner = trainer(base, tmp_path, kl_metric=True)
-    given = batch(1, rows("default", 4, 1), rows("writer", 4, 2))
-    assert learner.step(given)["kl_base"] == pytest.approx(0.0, abs=1e-6)
-    for name in ("default", "writer"):
-        assert learner.step(batch(2, rows(name, 4, 1)))["kl_base"] > 1e-4

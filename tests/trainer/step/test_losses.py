@@ -16,9 +16,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.step.losses import (
-    answer_spans,
-)  # fmt: skip
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance
 from support.paths import EXAMPLES
@@ -71,11 +68,6 @@ def batch(learner: LightningTrainer, *, drift: float = 0.6, merged: bool = True)
     return Batch(1, tuple(found), (), compared=len({s.rollout_id for s in found}) + 1)
 
 
-def gradient(learner: LightningTrainer, loss: Tensor) -> Tensor:
-    parameters = [p for p in learner.model.parameters() if p.requires_grad]
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
-
-
 def taken(learner: LightningTrainer, given: Batch) -> tuple[float, Tensor]:
     """Loss and gradient of a step that is too small to move the weights."""
     found: list[Tensor] = []
@@ -108,22 +100,6 @@ def test_what_a_guide_says_is_measured(model: Path, tmp_path: Path) -> None:
     metrics = learner.step(Batch(1, (replace(row("r", "t", ([3], [4, 5], [first, second], 0.0)), guidance=said),), ()))
     assert (metrics["guided_share"], metrics["guide_advantage"], metrics["guide_kl"]) == pytest.approx((0.5, 0.5, 1.0))
     assert learner.logprobs([[3, 4]])[0][1] < first  # the guide finds the token less likely than the policy does
-
-
-def test_answers_are_told_apart_by_context_and_by_advantage() -> None:
-    sample = row("r", "t", ([1, 2], [3, 4], [-1.0, -1.0], 1.0), ([], [5], [-1.0], -1.0), ([6], [7], [-1.0], -1.0))
-    assert list(answer_spans(sample)) == [(2, 4), (4, 5), (6, 7)]
-
-
-def test_the_kl_to_the_base_model_is_measured_when_asked_for_and_is_none_at_first(model: Path, tmp_path: Path) -> None:
-    learner = trainer(model, tmp_path, kl_metric=True, learning_rate=1e-2)
-    given = batch(learner)
-    assert learner.step(given)["kl_base"] == pytest.approx(0.0, abs=1e-6)
-    for _ in range(3):
-        metrics = learner.step(given)
-    assert metrics["kl_base"] > 1e-3
-    assert metrics["kl_base"] != pytest.approx(metrics["kl"])
-    assert "kl_base" not in trainer(model, tmp_path).step(given)
 
 
 @pytest.mark.parametrize("place", ["captured log-probabilities", "advantages"])

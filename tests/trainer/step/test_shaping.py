@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_proxy.trainer.types import Sample, Sampling
+from lightning_proxy.trainer.types import Sampling
 from support.small_model import VOCABULARY, save_small_model
 
 torch = pytest.importorskip("torch")
@@ -139,11 +139,3 @@ def test_a_grammar_allows_at_each_token_what_fits_and_ends_where_the_answer_leav
     assert allowed([3, 5, END]) == [[3], [4, 5], [END]]
     assert allowed([3, 9, 4]) == [[3], [4, 5]]
     assert len(grammars.masks(Sampling(grammar=json.dumps({"regex": "("})), [3])) == 0
-
-
-def row(name: str, answer: tuple[int, ...], sampling: Sampling, logprobs: tuple[float, ...] | None = None) -> Sample:
-    n, m = len(PROMPT), len(answer)
-    return Sample(
-        name, "t", (*PROMPT, *answer), (0,) * n + (1,) * m, (0.0,) * n + (logprobs or (-1.0,) * m),
-        (0.0,) * n + ((1.0 if name == "r" else -1.0),) * m, (1.0,) * (n + m), shaped=((n, n + m, sampling),),
-    )  # fmt: skip

@@ -114,15 +114,6 @@ def test_a_loss_that_is_not_finite_leaves_everything_untouched(
     assert torch.equal(lora_weights(learner.model), lora_weights(twin.model))
 
 
-def test_bfloat16_weights_train_too(model_directory: Path, tmp_path: Path) -> None:
-    learner = trainer(model_directory, tmp_path, dtype="bfloat16")
-    before = lora_weights(learner.model).clone()
-    metrics = learner.step(batch())
-    assert learner.policy_model.dtype == torch.bfloat16
-    assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0
-    assert not torch.equal(before, lora_weights(learner.model))
-
-
 def test_resuming_gives_the_losses_of_an_unbroken_run(model_directory: Path, tmp_path: Path) -> None:
     settings = {"lr_scheduler": "constant_with_warmup", "warmup_steps": 4}
     first = trainer(model_directory, tmp_path, **settings)
