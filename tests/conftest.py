@@ -1,4 +1,4 @@
-"""Shared fixtures: a clean environment, and a whole running system whose vLLM is played by `PolicyServer`."""
+"""Shared fixtures: a clean environment, and a whole running system with a played vLLM."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 import uvicorn
 import yaml
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from hypothesis import settings
 
 from contract.real import lora, merged, speller  # noqa: F401  (fixtures)
+from contract.vllm import PlayedVllm
 from lightning_proxy.commands.command_line import telemetry_off
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.core.config.root import Config
@@ -30,7 +30,6 @@ from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import Limits
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.serving.mode import has_gpu
-from lightning_proxy.serving.operator import KEY_HEADER
 from lightning_proxy.serving.swap import swap_lock
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
@@ -147,167 +146,11 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-MOST_CHOICES = 128  # a fuzzer asks for more than fit in memory
-
-
-class PolicyServer:
-    """vLLM as the proxy's policy sees it: a base model, adapters, weights under a label, one chat route."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.fails = 0  # the status of every answer, if it is to fail
-        self.refuses = ""  # the path of an operator's request that is to fail
-        self.base = "base"
-        self.processed_logprobs, self.stable_template, self.returns_token_ids = True, True, True
-        self.renders, self.takes_tokens, self.sees_files, self.parses_tools = True, True, True, True
-        self.defaults: dict[str, Any] = {}  # its own sampling parameters
-        self.delays: list[float] = []  # of the next answers, in seconds
-        self.headers: list[dict[str, str]] = []
-        self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # the message, from the request
-        self.restart()
-        self.guarded = False  # as our own vLLM is, by OperatorGuard
-        self.closed = False  # to us too: it was started with another operator's key
-        self.plain = False  # without development mode
-        self.odd: bytes | Handler | None = None  # every answer's body, or how models answer
-        self.app = web.Application(middlewares=[self.oddly])
-        self.app.router.add_get("/v1/models", self.models)
-        self.app.router.add_get("/weight_info", self.weight_info)
-        self.app.router.add_get("/is_paused", self.is_paused)
-        self.app.router.add_post("/v1/chat/completions", self.chat)
-        self.app.router.add_post("/v1/chat/completions/render", self.render)
-        self.app.router.add_post("/v1/chat/completions/derender", self.derender)
-        self.app.router.add_post("/tokenize", self.tokenize)
-        self.app.router.add_post("/detokenize", self.detokenize)
-        for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
-            self.app.router.add_post(f"/{path}", self.operate)
-        self.app.router.add_post("/v1/load_lora_adapter", self.load)
-
-    @web.middleware
-    async def oddly(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if callable(self.odd) and request.path in ("/v1/completions", "/v1/chat/completions"):
-            return await self.odd(request)
-        if not isinstance(self.odd, bytes):
-            return await handler(request)
-        return web.Response(body=self.odd, content_type="application/json")
-
-    def restart(self) -> None:
-        """Forget everything, as vLLM does when it is started again."""
-        self.adapters: dict[str, str] = {}
-        self.weights, self.label, self.paused = str(self.root), "default", False
-
-    async def models(self, _: web.Request) -> web.Response:
-        base = {"id": self.base, "object": "model", "parent": None, "root": str(self.root)}
-        base["max_model_len"] = 512  # type: ignore[assignment]
-        adapters = [{"id": n, "object": "model", "parent": "base", "root": p} for n, p in self.adapters.items()]
-        return web.json_response({"object": "list", "data": [base, *adapters]})
-
-    async def weight_info(self, _: web.Request) -> web.Response:
-        if self.closed:
-            return web.Response(status=401)
-        if self.plain:
-            return web.json_response({"detail": "Not Found"}, status=404)
-        return web.json_response({"weight_version": self.label})
-
-    async def is_paused(self, request: web.Request) -> web.Response:
-        if self.guarded and KEY_HEADER not in request.headers:
-            return web.Response(status=401)
-        return web.json_response({"is_paused": self.paused})
-
-    async def operate(self, request: web.Request) -> web.Response:
-        if request.path == self.refuses:
-            return web.Response(status=500, text="out of memory")
-        if request.path in ("/pause", "/resume"):
-            self.paused = request.path == "/pause"
-        elif request.path != "/update_weight_version":
-            assert self.paused, "weights are replaced only while requests are frozen"
-        if request.path == "/collective_rpc":
-            self.weights = (await request.json())["kwargs"]["weights_path"]
-        if request.path == "/update_weight_version":
-            self.label = (await request.json())["new_version"]
-        return web.json_response({})
-
-    async def load(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if self.closed or (self.guarded and KEY_HEADER not in request.headers):
-            return web.Response(status=401)
-        if request.path == self.refuses:
-            error = {"message": "LoRA rank 64 is greater than max_lora_rank 16."}
-            return web.json_response({"error": error}, status=400)
-        if not self.sees_files or Path(body["lora_path"], "adapter_config.json").exists():  # without tensors
-            said = "/x doesn't contain tensors" if self.sees_files else f"No adapter found for {body['lora_path']}"
-            return web.json_response({"error": {"message": said}}, status=500 if self.sees_files else 404)
-        if body["lora_name"] in self.adapters and not body.get("load_inplace"):
-            return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
-        self.adapters[body["lora_name"]] = body["lora_path"]
-        return web.Response(text="ok")
-
-    async def chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.headers.append(dict(request.headers))
-        await asyncio.sleep(self.delays.pop(0) if self.delays else 0)
-        if self.fails:
-            return web.json_response({"error": {"message": "busy"}}, status=self.fails)
-        if body.get("tools") and not self.parses_tools:
-            said = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-            return web.json_response({"error": {"message": said, "type": "BadRequestError", "code": 400}}, status=400)
-        if body["model"] not in {"base", *self.adapters}:
-            error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
-            return web.json_response({"error": error}, status=404)
-        if isinstance(body.get("n"), int) and body["n"] > MOST_CHOICES:
-            error = {"message": f"n must be at most {MOST_CHOICES}", "type": "BadRequestError", "code": 400}
-            return web.json_response({"error": error}, status=400)
-        message = {"role": "assistant", "content": f"by {body['model']} with {Path(self.weights).name}"}
-        message = self.answer(body) if self.answer else message
-        choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [5, 6]}
-        temperature = body.get("temperature", 1.0) if self.processed_logprobs else 1.0
-        top = [{"token": "a", "logprob": -0.5 / temperature}, {"token": "b", "logprob": -1.5 / temperature}]
-        choice["logprobs"] = {"content": [entry | {"top_logprobs": top} for entry in top]}
-        if not self.returns_token_ids:
-            del choice["token_ids"]
-        if body.get("stop"):
-            choice["stop_reason"] = body["stop"][0]
-        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        choices = [choice | {"index": i} for i in range(body.get("n") or 1)]
-        answer = {"id": f"x{len(self.headers)}", "object": "chat.completion", "created": 0, "model": body["model"]}
-        answer |= {"choices": choices, "usage": usage}
-        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
-        return web.json_response(answer | {"prompt_token_ids": given or [1, 2, 3]})
-
-    async def render(self, request: web.Request) -> web.Response:
-        if not self.renders:
-            return web.json_response({}, status=403)
-        most = (await request.json()).get("max_tokens") or 500
-        parameters = {"max_tokens": most} if most != 16 else {}  # its default, which vLLM leaves out
-        return web.json_response({"token_ids": [1, 2, 3], "sampling_params": self.defaults | parameters})
-
-    async def derender(self, request: web.Request) -> web.Response:
-        """The text is the tokens' numbers."""
-        body = await request.json()
-        (choice,) = body["generate_response"]["choices"]
-        text = " ".join(map(str, choice["token_ids"]))
-        made = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        made["logprobs"] = {"content": [{"token": "x", **entry} for entry in choice["logprobs"]["content"]]}
-        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": {}}
-        return web.json_response(answer | {"choices": [made]})
-
-    async def tokenize(self, request: web.Request) -> web.Response:
-        """A byte is a token; a turn is its text and an end."""
-        body = await request.json()
-        if "prompt" in body:
-            return web.json_response({"tokens": list(body["prompt"].encode())})
-        text = "".join(f"<{m['role']}>{m['content']}|" for m in body["messages"]) + "<assistant>"
-        return web.json_response({"tokens": list((text if self.stable_template else str(len(text)) + text).encode())})
-
-    async def detokenize(self, request: web.Request) -> web.Response:
-        tokens = (await request.json())["tokens"]
-        return web.json_response({"prompt": bytes(tokens).decode(errors="replace")})
-
-
 class System:
     """A running proxy, its configuration, and the policy server behind it."""
 
     def __init__(
-        self, config: Config, server: uvicorn.Server, session: aiohttp.ClientSession, vllm: PolicyServer
+        self, config: Config, server: uvicorn.Server, session: aiohttp.ClientSession, vllm: PlayedVllm
     ) -> None:
         self.config, self.session, self.vllm = config, session, vllm
         self._server = server
@@ -429,7 +272,7 @@ def _config(
 
 @asynccontextmanager
 async def _running(tmp_path: Path, **given: Any) -> AsyncIterator[System]:
-    vllm = PolicyServer(tmp_path)
+    vllm = PlayedVllm(tmp_path)
     runner = web.AppRunner(vllm.app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

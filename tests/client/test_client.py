@@ -119,7 +119,7 @@ async def test_clients_that_are_there_already_can_be_used_in_a_rollout(running: 
         rollout = await read(system, "r1")
         await there.close()
         assert [call["agent"] for call in rollout["calls"]] == [None, None, "critic"]
-        assert {headers.get("x-mine") for headers in system.vllm.headers} == {"yes", None}
+        assert {asked["headers"].get("x-mine") for asked in system.vllm.requests} == {"yes", None}
         assert "X-Mine" not in run.headers
 
 

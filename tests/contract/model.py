@@ -53,10 +53,9 @@ class ModelVllm(PlayedVllm):
     """Samples from the model in a directory, and from each adapter and each weights that were loaded."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root)
         self.fault: Faulty | None = None
         self.is_away = False  # when the trainer asks
-        self._loaded: dict[str, Any] = {"base": self._open(str(root))}
+        super().__init__(root)
         self.app.router.add_post("/v1/completions", self._complete)
         self.app.router.add_post("/v1/unload_lora_adapter", self._unload)
 
@@ -90,10 +89,8 @@ class ModelVllm(PlayedVllm):
         return answer
 
     def restart(self) -> None:
-        """Forget everything, as vLLM does when it is started again."""
-        self.adapters.clear()
-        self.weights, self.label, self.paused = str(self.root), "default", False
-        self._loaded = {"base": self._open(str(self.root))}
+        super().restart()
+        self._loaded: dict[str, Any] = {"base": self._open(str(self.root))}
 
     async def _unload(self, request: web.Request) -> web.Response:
         self.before(request.path)

@@ -16,6 +16,7 @@ from aiohttp import web
 
 Json = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MOST_CHOICES = 128  # a fuzzer asks for more than fit in memory
 PROMPT, ANSWER, LOGPROBS = [1, 2, 3], [5, 6], [-0.5, -1.5]
 
 
@@ -33,23 +34,32 @@ class PlayedVllm:
         self.sees_files = True  # of adapters
         self.guarded = False  # operator routes need a key
         self.refuses: dict[str, int] = {}  # paths, with a status
+        self.odd: bytes | Handler | None = None  # every answer's body, or how models answer
+        self.renders, self.takes_tokens = True, True
+        self.defaults: Json = {}  # its own sampling parameters
         self.delay_s = 0.0  # before an answer, and before each later chunk of a stream
         self.held: threading.Event | None = None  # an answer waits for it
         self.breaks_after: int | None = None  # chunks of a stream
         self.requests: list[Json] = []  # what models were asked, with "path" and "headers"
         self.before: Callable[[str], None] = lambda path: None  # what a trainer asks is answered
-        self.adapters: dict[str, str] = {}
-        self.weights, self.label, self.paused = str(root), "default", False
+        self.restart()
         self.app = web.Application(middlewares=[self._refuse])
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/weight_info", self._weight_info)
         self.app.router.add_get("/is_paused", self._is_paused)
         self.app.router.add_post("/v1/chat/completions", self._chat)
         self.app.router.add_post("/v1/chat/completions/render", self._render)
+        self.app.router.add_post("/v1/chat/completions/derender", self._derender)
         self.app.router.add_post("/tokenize", self._tokenize)
+        self.app.router.add_post("/detokenize", self._detokenize)
         self.app.router.add_post("/v1/load_lora_adapter", self._load)
         for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
             self.app.router.add_post(f"/{path}", self._operate)
+
+    def restart(self) -> None:
+        """Forget everything, as vLLM does when it is started again."""
+        self.adapters: dict[str, str] = {}
+        self.weights, self.label, self.paused = str(self.root), "default", False
 
     def _by_model(self, body: Json) -> Json:
         return {"role": "assistant", "content": f"by {body['model']} with {Path(self.weights).name}"}
@@ -62,6 +72,10 @@ class PlayedVllm:
             return web.Response(status=401)
         if request.path in self.refuses:
             return web.json_response({"error": {"message": "no"}}, status=self.refuses[request.path])
+        if isinstance(self.odd, bytes):
+            return web.Response(body=self.odd, content_type="application/json")
+        if self.odd is not None and request.path in ("/v1/completions", "/v1/chat/completions"):
+            return await self.odd(request)
         return await handler(request)
 
     async def _unfrozen(self) -> None:
@@ -99,7 +113,10 @@ class PlayedVllm:
             return web.json_response({"error": {"message": "no lora_path"}}, status=400)
         if not self.sees_files:
             return web.json_response({"error": {"message": f"No adapter found for {body['lora_path']}"}}, status=404)
-        if not [*Path(body["lora_path"]).glob("*.safetensors")]:
+        if body["lora_name"] in self.adapters and not body.get("load_inplace"):
+            return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
+        path = Path(body["lora_path"])
+        if (path / "adapter_config.json").exists() and not [*path.glob("*.safetensors")]:
             error = {"message": f"{body['lora_path']} doesn't contain tensors"}
             return web.json_response({"error": error}, status=500)
         self.adapters[body["lora_name"]] = body["lora_path"]
@@ -117,6 +134,9 @@ class PlayedVllm:
         if body["model"] not in {"base", *self.adapters}:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)
+        if (body.get("n") or 1) > MOST_CHOICES:
+            error = {"message": f"n must be at most {MOST_CHOICES}", "type": "BadRequestError", "code": 400}
+            return web.json_response({"error": error}, status=400)
         if body.get("tools") and not self.parses_tools:
             error = {"message": "tool choice requires --tool-call-parser to be set", "type": "BadRequestError"}
             return web.json_response({"error": error}, status=400)
@@ -132,13 +152,15 @@ class PlayedVllm:
             top = [{"token": token, "logprob": value / temperature} for token, value in (("a", -0.5), ("b", -1.5))]
             choice["logprobs"] = {"content": [_logprob(value) | {"top_logprobs": top} for value in LOGPROBS]}
         usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ANSWER), "total_tokens": 5}
-        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
+        if body.get("stop"):
+            choice["stop_reason"] = body["stop"][0]
+        answer = {"id": f"x{len(self.requests)}", "object": "chat.completion", "created": 0, "model": body["model"]}
+        answer["usage"] = usage
         if not self.returns_token_ids:
             return answer | {"choices": [{k: v for k, v in choice.items() if k != "token_ids"}]}
-        return answer | {
-            "choices": [choice | {"index": i} for i in range(body.get("n") or 1)],
-            "prompt_token_ids": PROMPT,
-        }
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
+        choices = [choice | {"index": i} for i in range(body.get("n") or 1)]
+        return answer | {"choices": choices, "prompt_token_ids": given or PROMPT}
 
     def _chunks(self, body: Json) -> Iterator[Json]:
         whole = self._whole(body)
@@ -171,11 +193,28 @@ class PlayedVllm:
         return response
 
     async def _render(self, request: web.Request) -> web.Response:
+        if not self.renders:
+            return web.json_response({}, status=403)
         body = await request.json()
-        parameters = {"max_tokens": body.get("max_tokens") or 500}
-        if "temperature" in body:
-            parameters["temperature"] = body["temperature"]
+        parameters = {name: body[name] for name in ("max_tokens", "temperature") if body.get(name) is not None}
+        parameters = self.defaults | {"max_tokens": 500} | parameters
+        if parameters["max_tokens"] == 16:  # its default, which vLLM leaves out
+            del parameters["max_tokens"]
         return web.json_response({"token_ids": PROMPT, "sampling_params": parameters})
+
+    async def _derender(self, request: web.Request) -> web.Response:
+        """The text is the tokens' numbers."""
+        body = await request.json()
+        (choice,) = body["generate_response"]["choices"]
+        text = " ".join(map(str, choice["token_ids"]))
+        made = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        made["logprobs"] = {"content": [{"token": "x", **entry} for entry in choice["logprobs"]["content"]]}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": {}}
+        return web.json_response(answer | {"choices": [made]})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        tokens = (await request.json())["tokens"]
+        return web.json_response({"prompt": bytes(tokens).decode(errors="replace")})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """A byte is a token; a turn is its text and an end."""

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from contract.vllm import PlayedVllm
 from lightning_proxy.proxy.gateway.routing import LOOK_S
 from lightning_proxy.serving.vllm import VllmError, VllmServer, operator_session
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from tests.conftest import PolicyServer
 
 
 async def test_a_look_at_the_server_ends_with_the_proxy(
@@ -41,7 +41,7 @@ async def test_once_something_was_published_the_error_says_who_tells_what_is_mis
     async with running(tmp_path, publish="merged") as system:
         async with opened(system.config.store) as database:
             await system.earlier_version(Store(database), tmp_path)
-        system.vllm.plain = True
+        system.vllm.refuses["/weight_info"] = 404
         async with asyncio.timeout(20):
             while "not possible: vLLM answered 404 to GET /weight_info" not in " ".join(
                 (await system.lightning("status")).stdout.split()
@@ -54,7 +54,7 @@ async def test_once_something_was_published_the_error_says_who_tells_what_is_mis
 
 
 async def test_a_server_that_does_not_list_its_models_serves_the_one_that_is_configured(tmp_path: Path) -> None:
-    played = PolicyServer(tmp_path)
+    played = PlayedVllm(tmp_path)
     played.odd = b'{"models": []}'
     async with TestServer(played.app) as server, operator_session() as session:
         url = str(server.make_url("/v1"))

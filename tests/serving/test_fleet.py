@@ -66,8 +66,8 @@ async def test_a_version_goes_live_on_every_replica(running: Any, tmp_path: Path
         assert (status, live["version"]) == (200, version)
         served = f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
         assert await answers(system) == {(200, served)}
-        assert system.vllm.headers
-        assert second.headers
+        assert system.vllm.requests
+        assert second.requests
         assert (system.vllm.paused, second.paused) == (False, False)
 
 
@@ -87,7 +87,7 @@ async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in
 
             async def is_asked() -> bool:
                 seen.update(await answers(system))
-                return bool(second.headers)
+                return bool(second.requests)
 
             await until(is_asked)
             assert seen == {(200, served)}
@@ -113,7 +113,7 @@ async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too
 
             async def is_asked() -> bool:
                 seen.update(await answers(system, ["kept"]) | await answers(system))
-                return bool(again.headers)
+                return bool(again.requests)
 
             await until(is_asked)
             assert set(again.adapters) == {"policy-v2", "policy-v3"}, "none for a rollout that has ended"
@@ -142,11 +142,11 @@ async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path
         before = await answers(system)
         async with system.store() as store:
             version = await system.earlier_version(store, tmp_path)
-        second.refuses = "/collective_rpc"
+        second.refuses = {"/collective_rpc": 500}
         status, answer = await system.call("POST", "/policy/promote", {"version": version})
         assert (status, "collective_rpc" in answer["error"]["message"]) == (502, True)
         assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
-        second.refuses = ""
+        second.refuses = {}
 
         async def both_go_on() -> bool:
             return not system.vllm.paused and not second.paused
@@ -211,9 +211,9 @@ async def test_agents_are_answered_by_verified_weights_while_others_are_being_ve
 
             async def check(server: VllmServer) -> None:
                 asked = second if str(port) in server.base_url else system.vllm
-                before = len(asked.headers)
+                before = len(asked.requests)
                 checked.append(await answers(system))
-                assert len(asked.headers) == before, "a server is asked while its weights are not verified"
+                assert len(asked.requests) == before, "a server is asked while its weights are not verified"
 
             calls = asyncio.create_task(_answers_until_done(system, checked))
             await swap.roll(version, 1, expected=0, check=check)
@@ -224,7 +224,7 @@ async def test_agents_are_answered_by_verified_weights_while_others_are_being_ve
             assert (await store.versions.live()).verified
             await until(up(system, port))
             assert await answers(system) == {new}
-            assert second.headers and system.vllm.headers
+            assert second.requests and system.vllm.requests
 
 
 async def _answers_until_done(system: Any, checked: list[Any]) -> set[tuple[int, str]]:

@@ -106,7 +106,7 @@ async def test_a_server_that_joins_later_gets_the_version_and_no_call_fails_mean
         assert "policy, server 3 of 3" in (await system.call("GET", "/readyz"))[1]["down"]
         async with serving(servers[1], ports[1]):
             seen: set[tuple[int, str]] = set()
-            while not servers[1].adapters or servers[1].headers == []:
+            while not servers[1].adapters or servers[1].requests == []:
                 seen |= await answers(system)
             assert seen == served
             await until(lambda: set(servers[1].adapters) == {f"policy-v{version}"})

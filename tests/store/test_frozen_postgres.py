@@ -47,9 +47,10 @@ async def test_calls_rewards_and_probes_get_a_503_while_the_server_says_nothing(
     async with running(tmp_path, store=store) as system:
         assert (await system.chat("before"))[0] == 200
         key = (await system.call("POST", "/rollouts", {}))[1][0]["api_key"]
-        system.vllm.delays = [1.0, 1.0]
+        system.vllm.delay_s = 1.0
         under_way = [asyncio.create_task(system.chat("before")) for _ in range(2)]
         await asyncio.sleep(0.5)
+        system.vllm.delay_s = 0.0
         async with frozen(server), asyncio.timeout(SOON_S):
             calls = [system.chat(f"r{n}") for n in range(6)]
             calls += [system.chat("before"), system.chat("by-key", Authorization=f"Bearer {key}")]

@@ -66,7 +66,7 @@ async def test_a_recorded_call_is_a_span_below_the_agents_own(running: Running, 
                 system, X_Rollout_Id="r1", X_Task_Id="t", X_Agent_Name="a", traceparent=f"00-{trace}-{parent}-01"
             )
             await chat(system, X_Recording="off")
-            system.vllm.fails = 500
+            system.vllm.status = 500
             await chat(system, X_Rollout_Id="r2")
         ok, failed = collector.spans
     assert (ok.name, ok.trace_id, ok.error) == ("chat policy", trace, None)
