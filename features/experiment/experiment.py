@@ -84,7 +84,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
             say(f"curves: {directory / 'curves.png'}")
         except LightningError as error:
             say(error.message)
-        say(f"all runs in a browser: lightning-proxy dashboard --store {directory}")
+        say(f"one run in a browser: lightning-proxy dashboard --store {directory}/VARIANT/seed-N/lightning.db")
     if failed:
         raise LightningError(
             f"{len(failed)} of {len(lessons)} runs failed: {'; '.join(failed)}; the same command tries again"

@@ -1,4 +1,4 @@
-"""The command `dashboard` over stores, as a process."""
+"""The command `dashboard` over a store, as a process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ async def dashboard(store: Path | str, where: str | None = None) -> AsyncIterato
     assert process.stdout is not None
     try:
         said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-        found = re.search(r"(http://[^/]+)/(?:#/)?\?key=(\S+)", said)
+        found = re.search(r"(http://[^/]+)/#/\?key=(\S+)", said)
         assert found is not None and said.startswith(f"{where or store}: "), said
         async with aiohttp.ClientSession(headers={"Connection": "close"}) as session:
             while True:
                 try:
-                    alone = "/readyz" if "/#/" in said else "/0/readyz"
-                    async with session.get(f"{found[1]}{alone}") as answer:
+                    async with session.get(f"{found[1]}/readyz") as answer:
                         assert (await answer.json())["status"] == "alone"
                     break
                 except aiohttp.ClientConnectionError:
