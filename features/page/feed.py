@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from itertools import takewhile
 from time import monotonic
 from typing import Annotated, Any, Literal
 
@@ -23,10 +21,8 @@ from ...store.database import Feed
 
 router = APIRouter(tags=["page"], route_class=UserRoute)
 LOOK_S = 0.25  # from one look at the store to the next
-LAPSE_S = 5.0  # without a feed that looks: what was kept is out of date
 QUIET_S = 15.0  # after which a comment says that the feed is still there
 AT_ONCE = 500  # events that are read and sent at a time
-KEPT = 4000  # newest events, for feeds whose readers are slow
 # Neither a browser nor a proxy on the way is to keep events back.
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}}
@@ -76,9 +72,9 @@ async def feed(
     state = request.app.state
     if not hasattr(state, "looks"):  # one for all feeds
         state.looks = Looks(FeedEvents(request.parts.store.database))
-    given = cursor if cursor is not None else last_event_id
-    newest = await state.looks.events.newest()  # first: it is what numbers and forgets events in PostgreSQL
-    nothing_missed = given is None or await state.looks.events.knows(given)
+    events, given = state.looks.events, cursor if cursor is not None else last_event_id
+    newest = await events.newest()  # first: it is what numbers and forgets events in PostgreSQL
+    nothing_missed = given is None or await events.knows(given)
     begin = given if given is not None and nothing_missed else newest
     frames = _frames(request, state.looks, begin, nothing_missed)
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
@@ -153,27 +149,17 @@ class Looks:
 
     def __init__(self, events: FeedEvents) -> None:
         self.events = events
-        self._kept, self._begin, self._cursor = deque[Happened](), 0, 0  # the events after `begin`, up to the cursor
-        self._looked_at, self._one_at_a_time = 0.0, asyncio.Lock()
+        self._newest, self._looked_at, self._one_at_a_time = 0, 0.0, asyncio.Lock()
+        self._read_at, self._read = (-1, -1), (list[Happened](), 0)  # after which cursor, up to which event
 
     async def after(self, cursor: int) -> tuple[list[Happened], int]:
-        """Return events after `cursor`, oldest first, and the cursor after them."""
+        """Return events after `cursor`, oldest first, and the cursor after them, which feeds may share."""
         async with self._one_at_a_time:
             if monotonic() > self._looked_at + LOOK_S:
-                await self._look()
-        if cursor < self._begin:  # a feed that begins, or is behind
-            return await self.events.after(cursor, AT_ONCE)
-        newest_first = takewhile(lambda one: one.n > cursor, reversed(self._kept))
-        return [*newest_first][::-1], max(cursor, self._cursor)
-
-    async def _look(self) -> None:
-        newest = await self.events.newest()
-        if monotonic() > self._looked_at + LAPSE_S:
-            self._begin = self._cursor = newest
-            self._kept.clear()
-        while self._cursor < newest:
-            happened, self._cursor = await self.events.after(self._cursor, AT_ONCE)
-            self._kept += happened
-        while len(self._kept) > KEPT:
-            self._begin = self._kept.popleft().n
-        self._looked_at = monotonic()
+                self._newest, self._looked_at = await self.events.newest(), monotonic()
+            if cursor >= self._newest:
+                return [], cursor
+            if self._read_at != (cursor, self._newest):
+                self._read = await self.events.after(cursor, AT_ONCE)
+                self._read_at = cursor, self._newest
+            return self._read
