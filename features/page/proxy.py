@@ -40,26 +40,18 @@ HEADERS = {
 @cache
 def files() -> dict[str, bytes]:
     """Return the page's files by their paths, and the views that features bring. No other file is served."""
-    places = {path.relative_to(FILES).as_posix(): path for path in sorted(FILES.rglob("*")) if path.suffix in TYPES}
-    features = (Path(__file__).parents[1] / feature for feature in FEATURES)
-    views = {path.stem: path for folder in features for path in sorted(folder.glob("views/*.mjs"))}
-    places |= {path.name: path for path in views.values()}
-    lines = [
-        *(f'import * as {name} from "./{name}.mjs";' for name in views),
-        f"export const ROOMS = {{ {', '.join(views)} }};\n",
-    ]
-    return {name: path.read_bytes() for name, path in places.items()} | {"views.mjs": "\n".join(lines).encode()}
+    own = {path.relative_to(FILES).as_posix(): path for path in sorted(FILES.rglob("*")) if path.suffix in TYPES}
+    views = [path for name in FEATURES for path in sorted(FILES.parents[1].glob(f"{name}/views/*.mjs"))]
+    imports = "".join(f'import * as {path.stem} from "./{path.name}";\n' for path in views)
+    rooms = f"{imports}export const ROOMS = {{ {', '.join(path.stem for path in views)} }};\n"
+    read = {name: path.read_bytes() for name, path in (own | {path.name: path for path in views}).items()}
+    return read | {"views.mjs": rooms.encode()}
 
 
 @router.get("/")
-async def get_page(request: Request) -> Response:
-    """The page itself."""
-    return await get_file(request, "index.html")
-
-
 @router.get("/page/{name:path}")
-async def get_file(request: Request, name: str) -> Response:
-    """A file that the page loads."""
+async def get_file(request: Request, name: str = "index.html") -> Response:
+    """The page itself, or a file that it loads."""
     body = files().get(name)
     if body is None:
         raise NotFound(f"no route {request.method} {request.url.path}")

@@ -15,11 +15,9 @@ from fastapi import APIRouter
 
 from ...core.config.root import Config
 from ...core.errors import LightningError, NotFound
-from ...core.records import ModelCall
 from ...proxy.api.bodies import Id, PathId
 from ...proxy.api.requests import ControlRequest, Parts, UserRoute
 from ...serving.mode import trained_model
-from ...store.database import Row
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 Ids = tuple[int, ...]
@@ -34,14 +32,13 @@ PATIENCE_S = 5.0
 
 @dataclass(slots=True)
 class TokenRun:
-    """Tokens in a row: an answer of `call_id`, or what is between answers.
+    """The tokens of an answer. `texts`: None at a token that ends a character which the one before begins.
 
-    `texts`: None at a token that ends a character which the one before begins. `advantage`: what the newest step
-    trained them with, None if it did not.
+    `advantage`: what the newest step trained them with, None if it did not.
     """
 
-    call_id: str | None
-    seq: int | None
+    call_id: str
+    seq: int
     step: int | None
     advantage: float | None
     token_ids: Sequence[int]
@@ -57,51 +54,26 @@ class TokenRuns:
 
 
 @router.get("/{rollout_id}/tokens", response_model=TokenRuns)
-async def get_tokens(
-    request: ControlRequest, rollout_id: PathId, call_id: Id | None = None, row: int | None = None
-) -> TokenRuns:
-    """The tokens of a rollout's answers, or of one `call_id`, or all of a training `row`, with their texts."""
+async def get_tokens(request: ControlRequest, rollout_id: PathId, call_id: Id | None = None) -> TokenRuns:
+    """The tokens of a rollout's answers, or of one `call_id`, with their texts."""
     p = request.parts
-    calls = await p.store.calls.of(rollout_id, short=row is None)
+    calls = await p.store.calls.of(rollout_id, short=True)
     credit = {one["call_id"]: one for one in await p.store.credit.of(rollout_id)}
-    if row is not None:
-        runs = _of_row(row, calls, credit)
-    else:
-        runs = [_answer(call, credit[call.call_id]) for call in calls if call_id in (None, call.call_id)]
-        if call_id is not None and not runs:
-            raise NotFound(f"no call {call_id!r} in this rollout", param="call_id")
+    runs = list[TokenRun]()
+    for call in calls:
+        if call_id in (None, call.call_id):
+            of = credit[call.call_id]
+            step, advantage = (None, None) if of["row"] is None else (of["step"], of["advantage"])
+            runs.append(TokenRun(call.call_id, call.seq, step, advantage, call.response_token_ids, call.logprobs))
+    if call_id is not None and not runs:
+        raise NotFound(f"no call {call_id!r} in this rollout", param="call_id")
     tokens = [token for run in runs for token in run.token_ids]
-    texts = await policy_texts(p, tokens) if tokens else None
+    texts = await _policy_texts(p, tokens) if tokens else None
     if texts is not None:
         rest = iter(texts)
         for run in runs:
             run.texts = [*islice(rest, len(run.token_ids))]
     return TokenRuns(runs)
-
-
-def _answer(call: ModelCall, credit: Row) -> TokenRun:
-    step, advantage = (None, None) if credit["row"] is None else (credit["step"], credit["advantage"])
-    return TokenRun(call.call_id, call.seq, step, advantage, call.response_token_ids, call.logprobs)
-
-
-def _of_row(number: int, calls: Sequence[ModelCall], credit: dict[str, Row]) -> list[TokenRun]:
-    """The row's answers, and what is between them: all tokens of its last call begin with those of the others."""
-    last = next((call for call in reversed(calls) if credit[call.call_id]["row"] == number), None)
-    if last is None:
-        raise NotFound(f"no training row {number} of this rollout", param="row")
-    tokens = [*last.prompt_token_ids, *last.response_token_ids]
-    runs, before = list[TokenRun](), 0
-    for call in sorted(calls, key=lambda call: len(call.prompt_token_ids)):
-        begin, own = len(call.prompt_token_ids), credit[call.call_id]["row"]
-        end = begin + len(call.response_token_ids)
-        # A row may begin with a call whose answer is not trained on.
-        is_part = own is None and end > 0 and tokens[:end] == [*call.prompt_token_ids, *call.response_token_ids]
-        if own == number or is_part:
-            if begin > before:
-                runs.append(TokenRun(None, None, None, None, tokens[before:begin], ()))
-            runs.append(_answer(call, credit[call.call_id]))
-            before = end
-    return runs
 
 
 class Undecodable(Exception):
@@ -147,8 +119,8 @@ def _windows(token_ids: Sequence[int], known: dict[Ids, str]) -> Iterator[Ids]:
                 yield tuple(token_ids[start:end])
 
 
-async def policy_texts(p: Parts, token_ids: Sequence[int]) -> list[str | None] | None:
-    """Return the text of each token, as `token_texts` does; None where no tokenizer is at hand.
+async def _policy_texts(p: Parts, token_ids: Sequence[int]) -> list[str | None] | None:
+    """Return the text of each token, by the policy's vLLM or else its model's files; None where neither is at hand.
 
     The work is done in a thread: long answers would hold up the calls under way.
     """
@@ -163,11 +135,11 @@ async def policy_texts(p: Parts, token_ids: Sequence[int]) -> list[str | None] |
                     lambda text: asyncio.run_coroutine_threadsafe(server.encoded(text), loop).result(),
                 )
     with suppress(Undecodable, OverflowError):
-        return await asyncio.to_thread(_from_files, p.config, token_ids)
+        return await asyncio.to_thread(_by_files, p.config, token_ids)
     return None
 
 
-def _from_files(config: Config, token_ids: Sequence[int]) -> list[str | None] | None:
+def _by_files(config: Config, token_ids: Sequence[int]) -> list[str | None] | None:
     model = config.policy.model or trained_model(config.store)
     tokenizer = model and _loaded(model)
     if not tokenizer:

@@ -8,8 +8,6 @@ from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, Rol
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.plugins import TrainerHooks
-from lightning_proxy.trainer.types import Sift
 from support.sections import TrainerConfig
 
 
@@ -33,11 +31,9 @@ async def record(
     await store.rewards.post([Reward(name, reward)], None, b"")
 
 
-async def train(store: Store, sift: Sift | None = None) -> int:
+async def train(store: Store) -> int:
     """Claim a group of two for a step; return the step."""
     settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo"}
-    batch = await Collector(TrainerConfig.model_validate(settings), store, hooks=TrainerHooks(sift=sift)).next_batch(
-        0, fewer=True
-    )
+    batch = await Collector(TrainerConfig.model_validate(settings), store).next_batch(0, fewer=True)
     assert batch is not None
     return batch.step

@@ -16,22 +16,20 @@ from .learning import Learning
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 STEPS = 6
-_LEFT_OUT = {"costs", "environments", "evaluation", "judge", "prompts"} - {*FEATURES}
+_LEFT_OUT = {"costs", "environments", "judge", "prompts"} - {*FEATURES}
 HREFS = "all => all.map(one => one.getAttribute('href'))"
-_FEATURE = {"evaluations": "evaluation", "rate": "judge", "rewarders": "judge"}  # whose views have other names
+_FEATURE = {"rate": "judge"}  # whose views have other names
 _VIEWS = {
     "overview": "Reward by training step",
     "rollouts": "run-005-3-3",
     "rollouts/run-004-2-1": "Trained in step 5",
     "tasks": "multiply-00",
     "versions": "Version 6 is live",
-    "compare?a=0&b=5": "paired tasks",
-    "costs": "Calls by day",
+    "versions?a=0&b=5": "paired tasks",
+    "costs": "input tokens",
     "environments": "reasoning_gym:sums",
     "rate": "Say who you are",
-    "evaluations": "best version4by held-out tasks",
     "prompts": "No prompts yet",
-    "rewarders": "What a reward counts for in training",
 }
 VIEWS = {view: words for view, words in _VIEWS.items() if _FEATURE.get(view, view) not in _LEFT_OUT}
 

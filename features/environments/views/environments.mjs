@@ -2,14 +2,13 @@
 import { useData } from "./data.mjs";
 import { Empty, Filters, Loaded, MODES, Panel, Select, Table, Time, html, link, number, plural } from "./parts.mjs";
 
-export const key = "n";
 export const filled = ["/environments", {}, ({ data }) => data.length > 0];
 
 const COLUMNS = [
   { name: "name", label: "reward of", title: "the rollout; a seat, by its agent's name; or what else was measured", cell: ({ name }) => (name === "reward" ? html`<b>the rollout</b>` : name) },
-  { name: "mean", label: "mean", num: true, title: "over tasks", cell: ({ mean }) => html`<b>${number(mean)}</b>` },
+  { name: "mean", num: true, title: "over tasks", cell: ({ mean }) => html`<b>${number(mean)}</b>` },
   { name: "interval", label: "95 % interval", num: true, cell: ({ low, high }) => (low === null ? "one task" : `${number(low)} to ${number(high)}`) },
-  { name: "rollouts", label: "rollouts", num: true, cell: ({ rollouts }) => number(rollouts) },
+  { name: "rollouts", num: true },
 ];
 
 export function View({ params }) {

@@ -1,6 +1,6 @@
 // A person's rewards, named `human`: a queue of rollouts, thumbs, numbers and comments by keyboard, and the way back.
 import { post, remove, route, useData } from "./data.mjs";
-import { Empty, Failure, Loaded, Select, html, isTyping, link, useEffect, useRef, useState } from "./parts.mjs";
+import { Empty, Failure, Loaded, Select, html, isTyping, useEffect, useRef, useState } from "./parts.mjs";
 import { Rollout } from "./rollout.mjs";
 
 const PERSON = "lightning-proxy-person"; // who rates in this browser
@@ -8,26 +8,23 @@ const ORDERS = ["newest", "uncertain", "random"];
 const KEYS = { "+": 1, "=": 1, "-": -1 };
 const given = []; // what may be taken back, newest last
 
-export const key = "a"; // after `g`
 export const filled = ["/rollouts", { limit: 1 }, ({ data }) => data.length > 0];
-export const help = "rate rollouts: +, -, n for a number, c for a comment, s to skip, z to undo";
 
 export function View({ params }) {
   const [person, setPerson] = useState(localStorage.getItem(PERSON) ?? "");
-  const [order, setOrder] = useState(ORDERS.includes(params.order) ? params.order : "newest");
+  const [order, setOrder] = useState("newest");
   const onPerson = ({ target }) => {
     localStorage.setItem(PERSON, target.value.trim());
     setPerson(target.value.trim());
   };
-  const one = params.id && [{ rollout_id: params.id }];
+  const one = params.id && { data: { data: [{ rollout_id: params.id }] } };
   const queue = useData(one || !person ? null : "/people/queue", { person, order });
-  return html`<div class="filters">
+  return html`<h1 class="hidden">Rate</h1><div class="filters">
       <label>your name<input name="person" value=${person} maxlength="200" onChange=${onPerson} onKeyDown=${({ key, target }) => key === "Enter" && target.blur()} /></label>
       ${!one && html`<${Select} label="order" options=${ORDERS} value=${order} onChange=${({ target }) => setOrder(target.value)} />`}
     </div>
     ${!person ? html`<${Empty}>Say who you are: the rewards of several people are kept apart.<//>`
-      : one ? html`<${Queue} key=${params.id} rollouts=${one} person=${person} />`
-      : html`<${Loaded} of=${queue}>${({ data }) => html`<${Queue} key=${`${person} ${order} ${data[0]?.rollout_id}`} rollouts=${data} person=${person} onMore=${queue.reload} />`}<//>`}`;
+      : html`<${Loaded} of=${one || queue}>${({ data }) => html`<${Queue} key=${`${params.id} ${person} ${order} ${data[0]?.rollout_id}`} rollouts=${data} person=${person} onMore=${queue.reload} />`}<//>`}`;
 }
 
 // A rollout without what others gave it, until this person has rated it: these labels check the judge.
@@ -41,7 +38,7 @@ function Queue({ rollouts, person, onMore }) {
   const [at, setAt] = useState(0);
   const [call, setCall] = useState(null); // {id, seq} of the call in focus; null: the rollout is rated
   const [error, setError] = useState(null);
-  const [, setBack] = useState(given.length);
+  const [undoable, setUndoable] = useState(given.length);
   const form = useRef(null);
   const busy = useRef(false);
   const id = rollouts[at]?.rollout_id;
@@ -55,40 +52,36 @@ function Queue({ rollouts, person, onMore }) {
     busy.current = true;
     const body = { rollout_id: id, call_id: call?.id ?? null, reward, name: "human", source: person, comment: form.current.comment.value || null, final: false };
     post("/reward", body).then(({ reward_id }) => {
-      setBack(given.push({ id, reward_id, at }));
+      setUndoable(given.push({ id, reward_id, at }));
       form.current?.reset();
       setError(null);
       if (call === null) go(at + 1);
     }, setError).finally(() => (busy.current = false));
   };
-  const onBack = () => {
-    const last = given.at(-1);
+  const onUndo = () => {
+    const last = given.pop();
     if (last === undefined) return;
     remove(route`/rollouts/${last.id}/rewards/${last.reward_id}`).then(() => {
-      given.pop();
-      setBack(given.length);
       setError(null);
       if (rollouts[last.at]?.rollout_id === last.id) go(last.at);
     }, (refused) => {
-      if (refused.status === 404) setBack(given.pop() && given.length); // it is gone already
+      if (refused.status !== 404) given.push(last); // else it is gone already
       setError(refused);
-    });
+    }).then(() => setUndoable(given.length));
   };
+  const acts = { z: onUndo, c: () => form.current.comment.focus(), n: () => form.current.number.focus(), s: () => go(at + 1) };
   useEffect(() => {
     const onKey = (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
-      if (event.key === "z") onBack();
-      else if (id === undefined) return;
-      else if (event.key in KEYS) onRate(KEYS[event.key]);
-      else if (event.key === "c") form.current.comment.focus();
-      else if (event.key === "n") form.current.number.focus();
-      else if (event.key === "s") go(at + 1);
+      const { key, target } = event;
+      if (event.ctrlKey || event.metaKey || event.altKey || isTyping(target) || (id === undefined && key !== "z")) return;
+      if (key in KEYS) onRate(KEYS[key]);
+      else if (key in acts) acts[key]();
       else return;
       event.preventDefault();
     };
     const onFocus = ({ target }) => {
-      const of = target.closest(".call[data-call]");
-      if (of) setCall({ id: of.dataset.call, seq: of.id.replace("call-", "") });
+      const focused = target.closest(".call[data-call]");
+      if (focused) setCall({ id: focused.dataset.call, seq: focused.id.replace("call-", "") });
       else if (!form.current?.contains(target)) setCall(null);
     };
     addEventListener("keydown", onKey);
@@ -102,8 +95,8 @@ function Queue({ rollouts, person, onMore }) {
     event.preventDefault();
     if (form.current.number.value !== "") onRate(Number(form.current.number.value));
   };
-  const back = given.length > 0 && html`<button type="button" onClick=${onBack}>undo (z)</button>`;
-  if (id === undefined) return html`<${Empty}>Nothing is left to rate. ${back} ${onMore && html`<button onClick=${onMore}>look again</button>`} <a href=${link("rollouts", {})}>all rollouts</a><//><${Failure} error=${error} />`;
+  const undo = undoable > 0 && html`<button type="button" onClick=${onUndo}>undo (z)</button>`;
+  if (id === undefined) return html`<${Empty}>Nothing is left to rate. ${undo} <button onClick=${onMore}>look again</button> <a href="#/rollouts">all rollouts</a><//><${Failure} error=${error} />`;
   return html`<form class="panel filters rate" ref=${form} onSubmit=${onSubmit} aria-label="Rate">
       <b role="status">${call ? `call ${call.seq}` : "the rollout"}</b>
       ${call && html`<button type="button" onClick=${() => setCall(null)}>the rollout instead</button>`}
@@ -111,7 +104,7 @@ function Queue({ rollouts, person, onMore }) {
       <button type="button" onClick=${() => onRate(-1)}>− bad</button>
       <label>number (n)<input name="number" type="number" step="any" size="6" /></label><button>give</button>
       <label>comment (c)<input name="comment" maxlength="10000" /></label>
-      <button type="button" onClick=${() => go(at + 1)}>skip (s)</button> ${back}
+      <button type="button" onClick=${() => go(at + 1)}>skip (s)</button> ${undo}
       <small>j and k choose a call</small>
     </form>
     <${Failure} error=${error} /><${Rollout} key=${id} id=${id} blind=${unjudged(person)} />`;

@@ -4,6 +4,10 @@ import { html, number, useState } from "./parts.mjs";
 const FEW = 40; // values of a line that are dots, too
 const percent = (part) => `${part.toFixed(2)}%`;
 
+// What `pick` finds in each row, as a series' values have it: null is a gap.
+export const column = (rows, pick) => rows.map((row) => pick(row) ?? null);
+export const hasAny = ({ values }) => values.some((value) => value !== null);
+
 // The round numbers between two, about `count` of them.
 function ticks(low, high, count) {
   const rough = (high - low) / count;
@@ -15,19 +19,19 @@ function ticks(low, high, count) {
 
 // From 0: noise does not look like a rise.
 function rangeOf(series) {
-  const all = series.flatMap(({ values, band = [] }) => [values, ...band].flat()).filter((value) => typeof value === "number");
+  const all = series.flatMap(({ values, band = [] }) => [values, ...band].flat()).filter((value) => value !== null);
   const low = all.reduce((least, one) => Math.min(least, one), 0);
   const high = all.reduce((most, one) => Math.max(most, one), 0);
   return low === high ? [0, 1] : [low * 1.05, high * 1.05];
 }
 
-// `x`: numbers that rise. `series`: {label, values, colour, band: [low, high], scatter}; null is a gap. `range`: the
-// lowest and the highest value, where they are not to follow from the values. `bare`: without axes, legend and keys.
+// `x`: numbers that rise. `series`: {label, values, colour, band: [low, high], scatter}. `range`: the lowest and the
+// highest value, where they are not to follow from the values. `bare`: without axes, legend and keys.
 export function Chart({ label, x, xLabel, series, range, bare, height = 200 }) {
   const [at, setAt] = useState(null);
   const [low, high] = range ?? rangeOf(series);
   const last = x.length - 1;
-  const rungs = ticks(low, high, height / 35);
+  const rungs = bare ? [] : ticks(low, high, height / 35);
   const left = (value) => (last > 0 ? (100 * (value - x[0])) / (x[last] - x[0]) : 50);
   const top = (value) => (100 * (high - value)) / (high - low || 1);
   const points = (values) => values.map((value, i) => (value === null ? null : `${left(x[i]).toFixed(2)},${top(value).toFixed(2)}`)).filter(Boolean);
@@ -38,14 +42,14 @@ export function Chart({ label, x, xLabel, series, range, bare, height = 200 }) {
       ${(scatter || own.length < FEW) && html`<path class=${`dots ${colour} ${scatter && "large"}`} d=${own.map((one) => `M${one}h0`).join("")} />`}`;
   });
   const drawn = html`<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">
-    ${!bare && rungs.map((value) => html`<path class="grid-line" d=${`M0,${top(value)}H100`} />`)}
+    ${rungs.map((value) => html`<path class="grid-line" d=${`M0,${top(value)}H100`} />`)}
     ${shapes}${at !== null && html`<path class="cursor" d=${`M${left(x[at])},0V100`} />`}
   </svg>`;
   if (bare) return html`<div class="chart bare" role="img" aria-label=${label}>${drawn}</div>`;
-  const shown = ({ values, band }) => {
+  const shown = ({ values, band = [] }) => {
     const index = at ?? values.findLastIndex((value) => value !== null);
-    const [least, most] = (band ?? []).map((edge) => number(edge[index]));
-    return `${number(values[index])}${band ? ` (${least} to ${most})` : ""}`;
+    const [least, most] = band.map((edge) => number(edge[index]));
+    return `${number(values[index])}${most ? ` (${least} to ${most})` : ""}`;
   };
   const onKeyDown = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -66,6 +70,6 @@ export function Chart({ label, x, xLabel, series, range, bare, height = 200 }) {
       ${rungs.map((value) => html`<span class="y tick" style=${{ top: percent(top(value)) }}>${number(value)}</span>`)}
       ${(last > 0 ? ticks(x[0], x[last], 6).filter(Number.isInteger) : x).map((value) => html`<span class="x tick" style=${{ left: percent(left(value)) }}>${value}</span>`)}
     </div>
-    <figcaption>${xLabel} ${at === null ? x[last] : x[at]}${series.map((one) => html`<span class="legend"><i class=${one.colour}></i>${one.label} ${shown(one)}</span>`)}</figcaption>
+    <figcaption>${xLabel} ${x[at ?? last]}${series.map((one) => html`<span class="legend"><i class=${one.colour}></i>${one.label} ${shown(one)}</span>`)}</figcaption>
   </figure>`;
 }

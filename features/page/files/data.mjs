@@ -1,23 +1,19 @@
 // What the page reads and writes: requests with the key that the person gave for this browser tab, and `GET /feed`,
 // which is read with fetch so that the key goes in a header.
-import { useCallback, useEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";
+import { useCallback, useEffect, useRef, useState } from "./vendor/hooks.mjs";
 
 const KEY = "lightning-proxy-key";
 export const LOGIN = "lightning-login"; // the event that says that a key is needed
 
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
-
-export function keepKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
-  else sessionStorage.removeItem(KEY);
-}
+export const keepKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
 
 // Keeps the key that an address of `lightning-proxy dashboard` brings, and takes it out of the address.
 export function takeKey() {
   const [view, query] = location.hash.split("?");
-  const given = new URLSearchParams(query);
-  if (!given.has("key")) return;
-  keepKey(given.get("key"));
+  const key = new URLSearchParams(query).get("key");
+  if (!key) return;
+  keepKey(key);
   history.replaceState(null, "", view);
 }
 
@@ -28,9 +24,8 @@ export const route = (parts, ...values) => String.raw({ raw: parts }, ...values.
 
 // The address of a route below the page, with those parameters that have a value.
 function address(path, params = {}) {
-  const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== "");
-  const query = new URLSearchParams(given).toString();
-  return path.slice(1) + (query && `?${query}`);
+  const query = new URLSearchParams(Object.entries(params).filter(([, value]) => ![undefined, null, ""].includes(value)));
+  return path.slice(1) + (String(query) && `?${query}`);
 }
 
 // Returns the JSON of an answer; throws an Error with the proxy's own words, and its `status`.
@@ -42,11 +37,10 @@ async function ask(method, path, body, signal) {
   const answer = await response.json().catch(() => null);
   if (response.ok) return answer;
   if (response.status === 401 && method === "GET") dispatchEvent(new Event(LOGIN));
-  const message = answer?.error?.message ?? `The proxy answered ${response.status}.`;
-  throw Object.assign(new Error(message), { status: response.status });
+  throw Object.assign(new Error(answer?.error?.message ?? `The proxy answered ${response.status}.`), { status: response.status });
 }
 
-export const get = (path, params, signal) => ask("GET", address(path, params), undefined, signal);
+export const get = (path, params) => ask("GET", address(path, params));
 export const post = (path, body) => ask("POST", address(path), body);
 export const remove = (path) => ask("DELETE", address(path));
 
@@ -77,28 +71,7 @@ export function useData(path, params = {}, kinds = [], concerns = () => true) {
   return { ...state, reload };
 }
 
-// A list that comes in pages. The first page is read again; each row stands once, as it was read last.
-export function usePages(path, params, idOf, kinds) {
-  const first = useData(path, params, kinds);
-  const [older, setOlder] = useState({ rows: [], cursor: undefined, error: null });
-  const rows = useMemo(() => {
-    const newest = first.data?.data ?? [];
-    const known = new Set(newest.map(idOf));
-    return [...newest, ...older.rows.filter((row) => !known.has(idOf(row)))];
-  }, [first.data, older.rows]);
-  const cursor = older.cursor === undefined ? first.data?.next_cursor : older.cursor;
-  useEffect(() => {
-    if (first.data) setOlder((before) => ({ ...before, rows, cursor }));
-  }, [first.data]);
-  const onMore = () => get(path, { ...params, cursor }).then(
-    (page) => setOlder({ rows: [...rows, ...page.data], cursor: page.next_cursor, error: null }),
-    (error) => setOlder((before) => ({ ...before, error })),
-  );
-  return { first, rows, onMore: cursor ? onMore : null, error: older.error };
-}
-
-const FIRST_WAIT_MS = 500;
-const LONGEST_WAIT_MS = 15000;
+const RETRY_MS = 1000;
 const SILENT_MS = 60000; // the proxy says something more often: a connection without a word is dead
 const POLL_MS = 5000; // where there is no feed
 const GATHER_MS = 1500; // several events are one reason to ask again
@@ -112,6 +85,11 @@ let connection = null; // that is wanted
 export function listen(listener) {
   listeners.add(listener);
   return () => listeners.delete(listener);
+}
+
+function become(next) {
+  feedState = next;
+  tell("feed", next);
 }
 
 export function useFeedState() {
@@ -135,23 +113,16 @@ document.addEventListener("visibilitychange", () => {
 });
 
 export async function startFeed() {
-  connection?.abort();
-  const mine = (connection = new AbortController());
-  let wait = FIRST_WAIT_MS;
-  while (!mine.signal.aborted) {
-    const before = cursor;
-    const status = await read(mine.signal).catch(() => null);
-    if (mine.signal.aborted) return;
+  stopFeed();
+  connection = new AbortController();
+  const { signal } = connection;
+  while (!signal.aborted) {
+    const status = await read(signal).catch(() => null);
+    if (signal.aborted) return;
     become([401, 403, 404].includes(status) ? "off" : "connecting");
     if (feedState === "off") return;
-    wait = cursor === before ? Math.min(2 * wait, LONGEST_WAIT_MS) : FIRST_WAIT_MS;
-    await new Promise((resolve) => setTimeout(resolve, wait));
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
-}
-
-function become(next) {
-  feedState = next;
-  tell("feed", next);
 }
 
 // Reads until the connection ends. Returns the status of an answer that is no feed.
@@ -172,19 +143,14 @@ async function read(signal) {
   }
 }
 
-function hear(text) {
-  const frame = {};
-  for (const line of text.split("\n")) {
-    const [, name, value] = /^(id|event|data): (.*)$/.exec(line) ?? [];
-    if (name) frame[name] = value;
-  }
-  cursor = frame.id ?? cursor;
-  if (!frame.data) return;
-  tell(frame.event, JSON.parse(frame.data));
+function hear(frame) {
+  const { id, event, data } = Object.fromEntries(frame.split("\n").map((line) => line.split(/: (.*)/, 2)));
+  cursor = id ?? cursor;
+  if (data) tell(event, JSON.parse(data));
 }
 
 // Calls `reload` when an event of one of these kinds has come, or every few seconds where there is no feed.
-export function useFresh(kinds, reload, concerns = () => true) {
+function useFresh(kinds, reload, concerns) {
   const feed = useFeedState();
   const latest = useRef(concerns);
   latest.current = concerns;

@@ -1,57 +1,47 @@
 // Overview: is it learning, what waits, what is served, and does anything look wrong?
-import { Chart } from "./chart.mjs";
+import { Chart, column, hasAny } from "./chart.mjs";
 import { listen, readiness, seesAll, useData, useFeedState } from "./data.mjs";
-import { Badge, Empty, Loaded, Panel, RolloutLink, Start, Stat, Time, html, number, seconds, useEffect, useMemo, useState } from "./parts.mjs";
+import { Badge, Empty, Loaded, Panel, RolloutLink, Start, Stat, Time, html, number, seconds, useEffect, useState } from "./parts.mjs";
+import { RewardByVersions } from "./versions.mjs";
 
-// Numbers of steps that tell of trouble before the reward does, and how much a step could learn from.
-const SIGNS = {
-  entropy: "entropy, nats",
-  kl: "KL, sampler to trainer, nats",
-  kl_base: "KL from the base model, nats",
-  grad_norm: "gradient norm",
-  clip_share: "clipped tokens, share",
-  staleness_mean: "staleness, versions",
-  groups_equal: "groups with equal returns, which teach nothing",
-  ratio_mean: "trainer's probability over sampler's, near 1",
-  merge_rate: "calls that continue a row, share",
-  not_followed_share: "calls left out, share",
-};
+// Numbers of steps that tell of a collapse before the reward does.
+const SIGNS = { entropy: "Entropy of the policy, nats", kl: "KL from sampler to trainer, nats" };
 
 export function Overview() {
   const status = useData("/status", {}, ["call", "reward", "rollout", "step", "version"]);
   const policy = useData("/policy", {}, ["step", "version"]);
   const steps = useData("/policy/steps", { limit: 1000, brief: true }, ["step"]);
   const versions = useData("/policy/versions", {}, ["version", "rollout"]);
-  const all = seesAll(status.data);
+  const awaited = [status, steps].find(({ data, error }) => data === null && !error);
+  const known = seesAll(status.data) ? steps.data?.data ?? [] : [];
+  const rising = [...known].reverse();
+  const x = rising.map(({ step }) => step);
+  const signs = Object.entries(SIGNS).map(([name, label]) => ({ label, values: column(rising, ({ metrics }) => metrics[name]) })).filter(hasAny);
   return html`<h1 class="hidden">Overview</h1>
-    <${Loaded} of=${status}>${(now) => html`<${Warnings} now=${now} policy=${policy.data} /><${Numbers} now=${now} policy=${policy.data} />`}<//>
-    ${all && html`<${Panel} title="Reward by training step" note="Mean of each step's rollouts, one standard deviation, and held-out evaluations at the step that made the version.">
-      <${Loaded} of=${steps}>${({ data }) => html`<${RewardBySteps} steps=${data} versions=${versions.data?.data ?? []} />`}<//>
-    <//>`}
+    <${Loaded} of=${status}>${(now) => html`<${Warnings} now=${now} policy=${policy.data} steps=${known} /><${Numbers} now=${now} policy=${policy.data} />`}<//>
+    <${Loaded} of=${awaited ?? versions}>${({ data }) => (rising.length > 0 ? html`<${RewardBySteps} x=${x} steps=${rising} versions=${data} />` : html`<${RewardByVersions} versions=${data} />`)}<//>
     <div class="grid">
-      <${Panel} title="Reward by policy version" note="Mean over the rollouts that began with the version." wide>
-        <${Loaded} of=${versions}>${({ data }) => html`<${RewardByVersions} versions=${data} />`}<//>
-      <//>
+      ${signs.map((one) => html`<${Panel} key=${one.label} title=${one.label}><${Chart} label=${one.label} xLabel="step" height=${150} x=${x} series=${[{ ...one, label: "", colour: "accent" }]} /><//>`)}
       <${Panel} title="Happening now"><${Happening} /><//>
-    </div>
-    ${all && html`<${Panel} title="Signs of a collapse" note="By training step. Entropy that falls to 0, or a KL that runs away, comes before the reward falls.">
-      <${Loaded} of=${steps}>${({ data }) => html`<${Signs} steps=${data} />`}<//>
-    <//>`}`;
+    </div>`;
 }
 
-function Warnings({ now, policy }) {
+function Warnings({ now, policy, steps }) {
   const [ready, setReady] = useState(null);
   useEffect(() => {
     readiness().then(setReady);
   }, [now]);
   const collapse = now.collapse ?? policy?.collapse;
+  const suspicious = steps.filter(({ metrics }) => metrics.warnings).slice(0, 3);
   const problems = [
-    collapse && `Training stopped: ${collapse.what}. Promote version ${collapse.go_back_to} to continue.`,
+    collapse && html`Training stopped: ${collapse.what}. <a href="#/versions">Promote version ${collapse.go_back_to}</a> to continue.`,
     now.publishing && `New weights cannot be published: ${now.publishing}`,
     ...[now.standstill, now.uncounted].map((one) => one && `${one.story[0].toUpperCase()}${one.story.slice(1)}.`),
     ...(ready && ready.status !== "ready" ? reasons(ready) : []),
-  ].filter(Boolean);
-  return problems.map((one) => html`<div class="failure" role="alert"><p>${one}</p>${collapse && html`<a href="#/versions">Go to versions</a>`}</div>`);
+    ...(policy?.warnings ?? []),
+    ...suspicious.map(({ step, metrics }) => `Step ${step}: ${Object.values(metrics.warnings).join("; ")}`),
+  ];
+  return problems.filter(Boolean).map((one) => html`<p class="failure" role="alert">${one}</p>`);
 }
 
 function reasons(ready) {
@@ -64,6 +54,7 @@ function Numbers({ now, policy }) {
   const { train = {}, eval: held = {} } = now.rollouts;
   const last = policy?.last_step;
   const version = (number) => html`<a href="#/versions">${number ?? "…"}</a>`;
+  const { ok, incomplete, ...failed } = now.recent?.by_status ?? {};
   return html`<dl class="stats">
     ${seesAll(now) && html`<${Stat} label="last reward" value=${number(last?.metrics.reward_mean)} note=${last && `± ${number(last.metrics.reward_std)}`} />`}
     <${Stat} label="live version" value=${version(policy?.live_version)} note=${policy?.live_at && html`since <${Time} at=${policy.live_at} />, ${policy.publish}`} />
@@ -74,66 +65,36 @@ function Numbers({ now, policy }) {
     <${Stat} label="waiting for the trainer" value=${number(now.waiting)} unit=${now.per_step ? `of ${number(now.per_step)} rollouts` : "rollouts"} note=${now.per_step && "that a step takes"} />
     <${Stat} label="training rollouts" value=${number(train.completed ?? 0)} note=${`${number(train.running ?? 0)} running, ${number(train.failed ?? 0)} failed`} />
     <${Stat} label="evaluation rollouts" value=${number(held.completed ?? 0)} note=${`${number(held.running ?? 0)} running`} />
-    <${Reasons} label="calls that failed" counts=${failures(now.recent)} of="newest 500 calls" warn />
-    <${Reasons} label="dropped" counts=${now.dropped} of="newest 200 rollouts" />
-    <${Reasons} label="not trainable" counts=${now.untrainable} of="newest 200 calls" />
+    <${Reasons} label="calls that failed" counts=${failed} among="newest 500 calls" warn />
+    <${Reasons} label="dropped" counts=${now.dropped} among="newest 200 rollouts" />
+    <${Reasons} label="not trainable" counts=${now.untrainable} among="newest 200 calls" />
   </dl>`;
 }
 
 // How the live version was seen to be served: before agents got it, and since.
 function Verified({ seen }) {
-  const clear = typeof seen.deviations === "number" && !seen.by && !seen.problem;
   const probed = typeof seen.probed_at === "number" && html`<span class="reason">probed <${Time} at=${seen.probed_at} />: ${seen.problem ?? "it answers as at first"}</span>`;
-  return html`<${Stat} label="verified" value=${seen.problem ? "in doubt" : seen.verified ? "yes" : "not verified yet"} unit=${clear && "vLLM serves the new weights"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
+  return html`<${Stat} label="verified" value=${seen.problem ? "in doubt" : seen.verified ? "yes" : "not verified yet"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
 }
 
-function failures(recent) {
-  const { ok, incomplete, ...others } = recent?.by_status ?? {};
-  return others;
-}
-
-function Reasons({ label, counts, of, warn }) {
+function Reasons({ label, counts, among, warn }) {
   const all = Object.entries(counts ?? {});
   const total = all.reduce((sum, [, count]) => sum + count, 0);
-  return total > 0 && html`<${Stat} label=${label} warn=${warn} value=${number(total)} note=${html`of the ${of}${all.map(([why, count]) => html`<span class="reason">${count} × ${why}</span>`)}`} />`;
+  return total > 0 && html`<${Stat} label=${label} warn=${warn} value=${number(total)} note=${html`of the ${among}${all.map(([why, count]) => html`<span class="reason">${count} × ${why}</span>`)}`} />`;
 }
 
 // One standard deviation from the mean, but no farther than the step's rewards go.
 const edge = (sign) => ({ metrics: { reward_mean: mean, reward_std: std, reward_min: least, reward_max: most } }) =>
   typeof mean === "number" && typeof std === "number" ? Math.max(least ?? -Infinity, Math.min(most ?? Infinity, mean + sign * std)) : null;
 
-const column = (steps, name) => steps.map(({ metrics }) => metrics[name] ?? null);
-const hasAny = ({ values }) => values.some((value) => value !== null);
-
-function RewardBySteps({ steps, versions }) {
-  if (steps.length === 0) return html`<${Empty}>No training step yet. <code>lightning-proxy train</code> or <code>up</code> trains once enough rollouts wait.<//>`;
-  const rising = [...steps].reverse();
+function RewardBySteps({ x, steps, versions }) {
   const held = new Map(versions.map(({ version, evaluation, rewards }) => [version, evaluation?.reward ?? rewards?.eval?.mean]));
   const series = [
-    { label: "mean", values: column(rising, "reward_mean"), colour: "accent", band: [rising.map(edge(-1)), rising.map(edge(1))] },
-    { label: "held out", values: rising.map(({ version }) => held.get(version) ?? null), colour: "good", scatter: true },
+    { label: "mean", values: column(steps, ({ metrics }) => metrics.reward_mean), colour: "accent", band: [-1, 1].map((sign) => column(steps, edge(sign))) },
+    { label: "held out", values: column(steps, ({ version }) => held.get(version)), colour: "good", scatter: true },
   ];
-  return html`<${Chart} label="Reward by training step" xLabel="step" height=${300} x=${rising.map(({ step }) => step)} series=${series.filter(hasAny)} />`;
-}
-
-function RewardByVersions({ versions }) {
-  const rewarded = versions.filter(({ rewards }) => rewards?.train || rewards?.eval);
-  if (rewarded.length === 0) return html`<${Empty}>No rollout that began with a version of the policy has a reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code><//>`;
-  const means = (mode) => rewarded.map(({ rewards }) => rewards[mode]?.mean ?? null);
-  const series = [{ label: "train", values: means("train"), colour: "accent" }, { label: "eval", values: means("eval"), colour: "good", scatter: true }];
-  return html`<${Chart} label="Reward by policy version" xLabel="version" x=${rewarded.map(({ version }) => version)} series=${series.filter(hasAny)} />`;
-}
-
-function Signs({ steps }) {
-  const charts = useMemo(() => {
-    const rising = [...steps].reverse();
-    const x = rising.map(({ step }) => step);
-    return Object.entries(SIGNS).map(([name, label]) => ({ label, x, values: column(rising, name) })).filter(hasAny);
-  }, [steps]);
-  if (charts.length === 0) return html`<${Empty}>They are shown from the first training step. <code>lightning-proxy doctor</code> says what that waits for.<//>`;
-  const warned = steps.filter(({ metrics }) => metrics.warnings).slice(0, 3);
-  return html`${warned.map(({ step, metrics }) => html`<p class="warned"><${Badge} kind="bad">step ${step}<//> ${Object.values(metrics.warnings).join("; ")}</p>`)}
-    <div class="small-charts">${charts.map(({ label, x, values }) => html`<div key=${label}><h3>${label}</h3><${Chart} label=${label} xLabel="step" height=${110} x=${x} series=${[{ label: "", values, colour: "accent" }]} /></div>`)}</div>`;
+  return html`<${Panel} title="Reward by training step" note="Mean of each step's rollouts, one standard deviation, and held-out evaluations at the step that made the version.">
+    <${Chart} label="Reward by training step" xLabel="step" height=${300} x=${x} series=${series.filter(hasAny)} /><//>`;
 }
 
 const KEPT = 40; // events

@@ -2,10 +2,10 @@
 // User text goes in as text nodes only.
 import htm from "./vendor/htm.mjs";
 import { h, render } from "./vendor/preact.mjs";
-import { useEffect, useRef, useState } from "./vendor/hooks.mjs";
+import { useState } from "./vendor/hooks.mjs";
 
-export { render, useEffect, useRef, useState };
-export { useCallback, useMemo } from "./vendor/hooks.mjs";
+export * from "./vendor/hooks.mjs";
+export { render };
 export const html = htm.bind(h);
 
 const NONE = "–";
@@ -117,54 +117,44 @@ export function Select({ label, name, options, value = "", onChange }) {
 
 export const MODES = [["", "any"], "train", "eval"];
 
-// Fields of which the address has the values: a change of a choice leads to the address with the new ones.
+// Fields of which the address has the values: Enter, or another choice, leads to the address with the new ones.
 export function Filters({ view, children }) {
-  const go = (form) => (location.hash = link(view, [...new FormData(form)].filter(([, value]) => value !== "")));
-  const onSubmit = (event) => {
+  const go = (event) => {
     event.preventDefault();
-    go(event.currentTarget);
+    location.hash = link(view, [...new FormData(event.currentTarget)].filter(([, value]) => value !== ""));
   };
-  const onChange = ({ target, currentTarget }) => target.tagName === "SELECT" && go(currentTarget);
-  return html`<form class="filters" role="search" onSubmit=${onSubmit} onChange=${onChange}>${children}</form>`;
+  const onChange = (event) => event.target.tagName === "SELECT" && go(event);
+  return html`<form class="filters" role="search" onSubmit=${go} onChange=${onChange}>${children}</form>`;
 }
 
+// Leads to the page after this one of a list, whose first rows `params` name.
+export const Older = ({ view, params, cursor }) => cursor && html`<a class="button" href=${link(view, { ...params, cursor })}>Show older ${view}</a>`;
+
 // A table that scrolls inside itself. A column: {name, label, num, title, value(row), cell(row)}; what it does not say
-// follows from its name, and `optional` ones without any value are left out. `order`: the name of the column that it is
-// sorted by, with `-` before it the greatest first; `onOrder` hears the next one. Without `onOrder` rows stay in order.
-export function Table({ label, columns, rows, rowKey, order = "", onOrder }) {
-  const [sort, setSort] = useState(order);
-  const down = sort.startsWith("-");
-  const valueOf = ({ name, value }) => value ?? ((row) => row[name]);
-  const by = columns.find(({ name }) => name === sort.replace("-", ""));
-  const sorted = by ? [...rows].sort((a, b) => compared(valueOf(by)(a), valueOf(by)(b)) * (down ? -1 : 1)) : rows;
-  const shown = columns.filter((column) => !column.optional || rows.some(valueOf(column)));
-  const onSort = (name) => {
-    const next = { [`-${name}`]: name, [name]: "" }[sort] ?? `-${name}`;
-    setSort(next);
-    onOrder(next);
-  };
-  const heading = (column) => {
-    const words = column.label ?? column.name;
-    const direction = column === by ? (down ? "descending" : "ascending") : undefined;
-    return html`<th scope="col" class=${column.num && "num"} aria-sort=${direction} title=${column.title}>
-      ${onOrder ? html`<button class="plain" onClick=${() => onSort(column.name)}>${words}${column === by && (down ? " ↓" : " ↑")}</button>` : words}
-    </th>`;
-  };
-  const cell = (column, row, i) => {
-    const value = column.cell ?? ((one) => (column.num ? numberOrNothing(valueOf(column)(one)) : valueOf(column)(one)));
-    const kind = `${i === 0 ? "head" : ""} ${column.num ? "num" : ""}`;
-    return html`<td class=${kind} data-label=${i > 0 || column.num ? column.label ?? column.name : undefined}>${value(row)}</td>`;
-  };
+// follows from its name. `optional` ones without any value are left out. `sortable`: headings sort its rows.
+export function Table({ label, columns, rows, rowKey, sortable }) {
+  const [{ by, down }, setSort] = useState({});
+  const shown = columns.map(whole).filter(({ optional, value }) => !optional || rows.some(value));
+  const order = shown.find(({ name }) => name === by)?.value;
+  const sorted = order ? [...rows].sort((a, b) => compared(order(a), order(b)) * (down ? -1 : 1)) : rows;
+  const heading = ({ name, label: words, num, title }) => html`<th scope="col" class=${num && "num"} aria-sort=${name === by ? (down ? "descending" : "ascending") : undefined} title=${title}>
+    ${sortable ? html`<button class="plain" onClick=${() => setSort({ by: name, down: name !== by || !down })}>${words}${name === by && (down ? " ↓" : " ↑")}</button>` : words}
+  </th>`;
+  const cell = ({ label: words, num, cell: draw }, row, i) => html`<td class=${`${i === 0 ? "head" : ""} ${num ? "num" : ""}`} data-label=${i > 0 || num ? words : undefined}>${draw(row)}</td>`;
   return html`<div class="table" tabindex="0" role="region" aria-label=${label}><table>
     <thead><tr>${shown.map(heading)}</tr></thead>
     <tbody>${sorted.map((row) => html`<tr key=${rowKey(row)} class=${row.live === true && "live"}>${shown.map((column, i) => cell(column, row, i))}</tr>`)}</tbody>
   </table></div>`;
 }
 
-const numberOrNothing = (value) => (typeof value === "number" ? number(value) : null);
+function whole(column) {
+  const { name, num, value = (row) => row[name] } = column;
+  const plain = (row) => (num && typeof value(row) === "number" ? number(value(row)) : value(row));
+  return { label: name, value, cell: plain, ...column };
+}
 
 function compared(a, b) {
-  const [noA, noB] = [a === null || a === undefined, b === null || b === undefined];
+  const [noA, noB] = [a ?? null, b ?? null].map((value) => value === null);
   if (noA || noB) return noA - noB;
   return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
 }
@@ -183,23 +173,6 @@ export function LongText({ children, most = SHOWN }) {
 
 // Names and values of an object, one below the other.
 export function Facts({ of }) {
-  const shown = Object.entries(of).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const shown = Object.entries(of).filter(([, value]) => ![null, undefined, "", false].includes(value));
   return html`<dl class="facts">${shown.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
-}
-
-// A dialog that is open while it is drawn.
-export function Dialog({ label, onClose, children }) {
-  const dialog = useRef(null);
-  useEffect(() => dialog.current.showModal(), []);
-  return html`<dialog ref=${dialog} aria-label=${label} onClose=${onClose}><h2>${label}</h2>${children}</dialog>`;
-}
-
-// Saves rows as a file: one JSON document, or a line of JSON for each.
-export function save(rows, kind, name) {
-  const content = kind === "jsonl" ? rows.map((row) => `${JSON.stringify(row)}\n`).join("") : `${JSON.stringify(rows, null, 2)}\n`;
-  const anchor = document.createElement("a");
-  anchor.href = URL.createObjectURL(new Blob([content], { type: "application/json" }));
-  anchor.download = `${name}.${kind}`;
-  anchor.click();
-  URL.revokeObjectURL(anchor.href);
 }

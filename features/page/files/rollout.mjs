@@ -3,7 +3,7 @@ import { route, useData } from "./data.mjs";
 import { answerMessages, pretty, requestMessages, withoutKnown } from "./messages.mjs";
 import { Badge, Empty, Facts, LongText, Loaded, Panel, Reward, RolloutLink, Table, TaskLink, Time, html, link, number, plural, seconds, signed, text, usd, useMemo, useState } from "./parts.mjs";
 import { Fate, RolloutStatus } from "./rollouts.mjs";
-import { Rows, TokensOf } from "./tokens.mjs";
+import { Tokens } from "./tokens.mjs";
 
 // Where a call's tokens went, in words. docs/page.md says more.
 const PLACED = {
@@ -21,6 +21,7 @@ const PLACED = {
   other_tokens: "left out: another model sampled tokens that this one does not have",
   too_long: "left out: the row is longer than the trainer takes",
 };
+const DIRECTION = { 1: "up", [-1]: "down" }; // by the sign of an advantage
 
 // The credit of each call of a rollout, and in words and as a box (`out`: it was not trained on) where it went.
 function creditOf(calls, rows) {
@@ -33,11 +34,9 @@ function creditOf(calls, rows) {
     const credit = credits.get(call.call_id) ?? {};
     const why = typeof credit.step === "number" ? PLACED[credit.placed] ?? credit.placed : isTaken && `left out: ${whyNot(call)}`;
     const isOut = typeof credit.row !== "number" && (isTaken || call.rejected);
-    return [call.call_id, { ...credit, why, box: isOut ? "out" : direction(credit.advantage) }];
+    return [call.call_id, { ...credit, why, box: isOut ? "out" : DIRECTION[Math.sign(credit.advantage)] ?? "" }];
   }));
 }
-
-const direction = (advantage) => ({ 1: "up", [-1]: "down" })[Math.sign(advantage)] ?? "";
 
 // `blind(rollout)`: it without the judgements that are not shown yet, or null where all of them are.
 export function Rollout({ id, blind = () => null }) {
@@ -53,8 +52,6 @@ export function Rollout({ id, blind = () => null }) {
 function Parts({ rollout, rows, isBlind, onWhole }) {
   const { rollout_id: id, rewards, calls, events } = rollout;
   const credit = useMemo(() => creditOf(calls, rows), [calls, rows]);
-  const [note, shown] = isBlind ? ["Others' rewards are shown once you have rated the rollout.", rewards.length > 0] : [null, true];
-  const isLast = (event) => !calls.some(({ seq }) => seq === event.seq);
   const draw = (some) => some.map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`);
   return html`<div class="title-line">
       <a href="#/rollouts" title="all rollouts (u)">rollouts</a> / <h1 class="id">${id}</h1>
@@ -64,18 +61,17 @@ function Parts({ rollout, rows, isBlind, onWhole }) {
     </div>
     <p class="why">${fate(rollout, rows)}</p>
     <div class="grid">
-      <${Panel} title="Rewards" note=${note}>${shown && html`<${Rewards} rollout=${rollout} />`}<//>
+      <${Panel} title="Rewards" note=${isBlind && "Others' rewards are shown once you have rated the rollout."}>${(!isBlind || rewards.length > 0) && html`<${Rewards} rollout=${rollout} />`}<//>
       <${Panel} title="Rollout"><${About} rollout=${rollout} /><//>
       ${!isBlind && html`<${Panel} title="Siblings" note="The rollouts of its task that it was compared with."><${Group} group=${rows?.group ?? []} id=${id} /><//>`}
     </div>
-    ${rows?.rows.length > 0 && html`<${Rows} id=${id} of=${rows} />`}
     ${calls.length + events.length === 0 && html`<${Empty}>No call yet. <code>lightning-proxy doctor</code> says whether one would be answered.<//>`}
     <${Contexts} calls=${calls} credit=${credit} />
     ${onWhole && calls.some((call) => call.request_of) && html`<button class="more" onClick=${onWhole}>show each request whole</button>`}
     <div class="timeline">
       ${calls.map((call, i) => html`${draw(events.filter(({ seq }) => seq === call.seq))}
         <${Call} key=${call.call_id} id=${id} call=${call} cost=${rollout.costs?.of_calls[call.call_id]} before=${before(calls, i)} credit=${credit.get(call.call_id)} />`)}
-      ${draw(events.filter(isLast))}
+      ${draw(events.filter((event) => !calls.some(({ seq }) => seq === event.seq)))}
     </div>`;
 }
 
@@ -102,15 +98,16 @@ function About({ rollout: { task_id, agent, policy_version, call_count, tokens, 
     opened: html`<${Time} at=${created_at} />`,
     took: ended_at && seconds(ended_at - created_at),
     reason,
+    metadata: Object.keys(metadata ?? {}).length > 0 && html`<${LongText} most=${300}>${text(metadata)}<//>`,
   };
-  return html`<${Facts} of=${facts} />${Object.keys(metadata ?? {}).length > 0 && html`<h3>metadata</h3><${LongText} most=${300}>${text(metadata)}<//>`}`;
+  return html`<${Facts} of=${facts} />`;
 }
 
 // Input and output, those from a cache and of reasoning apart.
 const usedTokens = (of) => `${number(of.input_tokens)}${of.cached_tokens > 0 ? ` (${number(of.cached_tokens)} cached)` : ""} + ${plural(of.output_tokens, "token")}${of.reasoning_tokens > 0 ? ` (${number(of.reasoning_tokens)} reasoning)` : ""}`;
 
 // A place inside the page that is shown: the address stays.
-const CallLink = ({ id, children, ...more }) => html`<button class="plain" onClick=${() => document.querySelector(`[data-call="${CSS.escape(id)}"]`)?.scrollIntoView()} ...${more}>${children}</button>`;
+const CallLink = ({ id, children }) => html`<button class="plain" onClick=${() => document.querySelector(`[data-call="${CSS.escape(id)}"]`)?.scrollIntoView()}>${children}</button>`;
 
 function Rewards({ rollout: { rewards, calls, awaits_reward } }) {
   if (rewards.length === 0) {
@@ -140,7 +137,7 @@ function Group({ group, id }) {
 // A rollout's contexts: its calls as boxes with their credit's colour, those of a sub-agent indented.
 function Contexts({ calls, credit }) {
   const isPlain = ({ contexts }, i) => !contexts || i === 0 || (contexts.length === 1 && contexts[0].edge === "continues");
-  if (calls.every(isPlain)) return calls.length > 0 && html`<p class="why">One context: each call continues the one before. Sub-agents, retries and summaries would be shown here.</p>`;
+  if (calls.every(isPlain)) return null;
   const seqs = new Map(calls.map(({ call_id, seq }) => [call_id, seq]));
   const depths = new Map();
   const row = (call) => {
@@ -185,7 +182,7 @@ function Call({ id, call, before, credit, cost }) {
     <div class=${tokens ? "answer with-tokens" : "answer"}>
       <div>${answerMessages(call.response).map((message) => html`<${Message} ...${message} kind="of-model" />`)}
         ${call.error && html`<p class="failure">${text(call.error)}</p>`}</div>
-      ${tokens && html`<${TokensOf} id=${id} taken=${credit.box === "out"} of=${{ call_id: call.call_id }} known=${[{ ...call, token_ids: call.response_token_ids }]} />`}
+      ${tokens && html`<${Tokens} id=${id} call=${call} isOut=${credit.box === "out"} />`}
     </div>
     ${call.tool_calls.filter(({ result }) => result !== null).map((tool) => html`<${Message} role="tool" blocks=${[{ kind: tool.is_error ? "error" : "result", title: tool.name, content: pretty(tool.result) }]} />`)}
     <footer>

@@ -1,7 +1,7 @@
 // Tasks: which are learned, which are never or always solved, and how each one's reward goes over time.
-import { Chart } from "./chart.mjs";
-import { usePages } from "./data.mjs";
-import { Badge, Empty, Failure, Filters, Folded, Loaded, MODES, Select, Table, Time, html, link, number, plural } from "./parts.mjs";
+import { Chart, column } from "./chart.mjs";
+import { useData } from "./data.mjs";
+import { Badge, Empty, Filters, Loaded, MODES, Older, Select, Table, Time, html, link, number, plural } from "./parts.mjs";
 
 const SORTS = [["", "newest first"], ["mean", "highest mean first"], ["spread", "widest spread first"], ["rollouts", "most rollouts first"]];
 // The lowest and highest reward of any task tell what a task's rewards are, whatever range they have.
@@ -20,33 +20,25 @@ const columnsFor = (range) => [
 ];
 
 export function Tasks({ params }) {
-  const solved = [["", "any"], ...Object.entries(SOLVED).map(([one, [words]]) => [one, words])];
+  const { sort, mode, cursor } = params;
+  const tasks = useData("/tasks", { sort, mode, cursor, limit: 100 }, ["reward", "rollout"]);
   return html`<h1 class="hidden">Tasks</h1>
-    <${Filters} view="tasks"><${Folded} label="filters">
-      <${Select} name="sort" label="order" options=${SORTS} value=${params.sort} />
-      <${Select} name="mode" label="mode" options=${MODES} value=${params.mode} />
-      <${Select} name="solved" label="rewards" options=${solved} value=${params.solved} />
-    <//><//>
-    <${List} key=${JSON.stringify(params)} ...${params} />`;
+    <${Filters} view="tasks">
+      <${Select} name="sort" label="order" options=${SORTS} value=${sort} /><${Select} name="mode" label="mode" options=${MODES} value=${mode} />
+    <//>
+    <${Loaded} of=${tasks}>${({ data, next_cursor, of_newest }) => (data.length === 0
+      ? html`<${Empty}>No tasks yet. A header <code>X-Task-Id</code>, or <code>lightning-proxy run --tasks FILE -- COMMAND</code>, names the task of a rollout.<//>`
+      : html`<${Counts} tasks=${data} newest=${of_newest} />
+        <${Table} label="Tasks" columns=${columnsFor(rangeOf(data))} rows=${data} rowKey=${(row) => row.task_id} />
+        <div><${Older} view="tasks" params=${params} cursor=${next_cursor} /></div>`)}<//>`;
 }
 
-function List({ sort, mode, solved }) {
-  const { first, rows, onMore, error } = usePages("/tasks", { sort, mode, limit: 100 }, (row) => row.task_id, ["reward", "rollout"]);
-  const shown = solved ? rows.filter((task) => task.solved === solved) : rows;
-  return html`<${Loaded} of=${first}>${({ of_newest }) => (rows.length === 0
-    ? html`<${Empty}>No tasks yet. A header <code>X-Task-Id</code>, or <code>lightning-proxy run --tasks FILE -- COMMAND</code>, names the task of a rollout.<//>`
-    : html`<${Counts} tasks=${rows} more=${onMore} newest=${of_newest} />
-      <${Table} label="Tasks" columns=${columnsFor(rangeOf(rows))} rows=${shown} rowKey=${(row) => row.task_id} />
-      ${shown.length === 0 && html`<${Empty}>No task's rewards are ${SOLVED[solved]?.[0]}. <a href="#/tasks">Show all tasks</a><//>`}
-      ${onMore && html`<button onClick=${onMore}>Show more tasks</button>`}<${Failure} error=${error} />`)}<//>`;
-}
-
-function Counts({ tasks, more, newest }) {
+function Counts({ tasks, newest }) {
   const count = (kind) => tasks.filter(({ solved }) => solved === kind).length;
   const equal = tasks.filter(({ std, rewarded }) => rewarded > 1 && std === 0).length;
   const [low, high] = rangeOf(tasks);
-  return html`<p class="muted" role="status">${plural(tasks.length, "task")}${more && " so far"}${typeof newest === "number" && ` of the newest ${number(newest)} rollouts`}.
-    ${high > low && ` ${count("always")} always earned the highest reward seen, ${number(high)}; ${count("never")} always the lowest, ${number(low)}; ${count("sometimes")} in between.`} ${equal > 0 && `${plural(equal, "task")} always earned the same reward and taught nothing.`}</p>`;
+  return html`<p class="muted" role="status">${plural(tasks.length, "task")}${typeof newest === "number" && ` of the newest ${number(newest)} rollouts`}.
+    ${high > low && ` ${count("always")} always earned the highest reward, ${number(high)}; ${count("never")} always the lowest, ${number(low)}; ${count("sometimes")} in between.`} ${equal > 0 && `${plural(equal, "task")} always earned the same reward and taught nothing.`}</p>`;
 }
 
 function rangeOf(tasks) {
@@ -58,7 +50,6 @@ function rangeOf(tasks) {
 function Recent({ recent, range }) {
   const shown = recent.filter(({ reward }) => reward !== null);
   if (shown.length === 0) return null;
-  const rewards = (mode) => shown.map((one) => (one.mode === mode ? one.reward : null));
-  const series = [{ values: rewards("train"), colour: "accent", scatter: true }, { values: rewards("eval"), colour: "good", scatter: true }];
+  const series = [["train", "accent"], ["eval", "good"]].map(([mode, colour]) => ({ values: column(shown, (one) => (one.mode === mode ? one.reward : null)), colour, scatter: true }));
   return html`<${Chart} bare label=${`${shown.length} rewards, the last ${number(shown.at(-1).reward)}`} x=${shown.map((_, i) => i)} series=${series} range=${range} />`;
 }

@@ -1,55 +1,68 @@
 // Versions: where each came from, whether it was seen to be served, what it earns; promote, roll back, compare two.
+import { Chart, column, hasAny } from "./chart.mjs";
 import { post, seesAll, useData } from "./data.mjs";
-import { Badge, Dialog, Empty, Failure, Filters, Loaded, Mean, Panel, Select, Stat, Table, Time, html, link, number, plural, signed, useState } from "./parts.mjs";
+import { Badge, Empty, Failure, Filters, Loaded, Mean, Panel, Reward, Select, Stat, Table, Time, html, link, number, plural, signed, useState } from "./parts.mjs";
 
 const SHOWN = 100;
 const UNDER_WAY = ["publishing", "live"]; // agents' answers verify a live version that is not
 const STATUS_KIND = { live: "accent", candidate: "accent", failed: "bad", rejected: "bad" };
 const VERDICT_KIND = { safe: "good", worse: "bad" };
-const ONLY_BASE = html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>`;
-const BACK = { path: "/policy/rollback", verb: "Roll back", what: "Roll back to the version that was live before this one?" };
 
-export function Versions() {
+export function Versions({ params }) {
   const versions = useData("/policy/versions", {}, ["version", "step"]);
   const steps = useData("/policy/steps", { limit: 1000, brief: true }, ["step"]);
   const mayChange = seesAll(useData("/status").data);
   const near = new Map((steps.data?.data ?? []).map(({ metrics }) => [metrics.version, metrics]));
-  return html`<h1 class="hidden">Versions</h1>
-    <${Loaded} of=${versions}>${({ data }) => html`<${History} versions=${data} near=${near} mayChange=${mayChange} reload=${versions.reload} />`}<//>`;
+  return html`<h1 class="hidden">Versions</h1><${Loaded} of=${versions}>${({ data }) => {
+    if (data.length === 1) return html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>`;
+    return params.b === undefined
+      ? html`<${History} versions=${data} near=${near} mayChange=${mayChange} reload=${versions.reload} />`
+      : html`<${Comparison} versions=${data} params=${params} />`;
+  }}<//>`;
 }
 
 // `near`: by version, the numbers of its step, which say how near what was served was to the trainer's weights.
 function History({ versions, near, mayChange, reload }) {
   const [all, setAll] = useState(false);
-  const [asking, setAsking] = useState(null);
+  const [error, setError] = useState(null);
   const newest = [...versions].reverse();
   const live = versions.find((one) => one.live);
   const test = versions.find(({ promotion }) => promotion?.status === "testing")?.promotion;
   const canGoBack = mayChange && versions.some((one) => one.promotable && one.version < live?.version);
-  const promote = (version) => setAsking({ path: "/policy/promote", body: { version }, verb: "Promote", what: `Make version ${version} live? The trainer continues from it.` });
-  const onClose = () => setAsking(null);
-  const onDone = () => {
-    onClose();
-    reload();
+  const change = (path, body, question) => {
+    if (confirm(question)) post(path, body).then(() => setError(null), setError).then(reload);
   };
+  const promote = (version) => change("/policy/promote", { version }, `Make version ${version} live? The trainer continues from it.`);
+  const rollback = () => change("/policy/rollback", undefined, "Roll back to the version that was live before this one?");
   const columns = [
-    { name: "version", cell: ({ version, parent }) => html`<a class="pick" href=${link("compare", { a: parent ?? 0, b: version })} title="compare with the version it came from">${version}</a>` },
+    { name: "version", cell: ({ version, parent }) => html`<a class="pick" href=${link("versions", { a: parent ?? 0, b: version })} title="compare with the version it came from">${version}</a>` },
     { name: "status", cell: (one) => html`<${Status} of=${one} />` },
     { name: "verified", cell: (one) => html`<${Verified} version=${one} near=${near.get(one.version)} />` },
     { name: "parent", label: "from", num: true },
     { name: "step", num: true },
     { name: "train", label: "train reward", num: true, cell: ({ rewards }) => html`<${Mean} of=${rewards?.train} />` },
-    { name: "eval", label: "eval reward", num: true, cell: ({ rewards, evaluation }) => html`<span title=${interval(evaluation)}><${Mean} of=${rewards?.eval} /></span>` },
+    { name: "eval", label: "eval reward", num: true, cell: (one) => html`<${HeldOut} of=${one} />` },
     { name: "made", num: true, cell: ({ created_at }) => created_at > 0 && html`<${Time} at=${created_at} />` },
     { name: "action", cell: (one) => !one.live && (one.promotable ? mayChange && html`<button onClick=${() => promote(one.version)}>Promote…</button>` : html`<small class="why">${one.obstacle}</small>`) },
   ];
   return html`<div class="title-line"><p>Version <b>${live?.version}</b> is live${live?.live_at > 0 && html` since <${Time} at=${live.live_at} />`}.</p>
-      ${canGoBack && html`<button onClick=${() => setAsking(BACK)}>Roll back…</button>`}</div>
+      ${canGoBack && html`<button onClick=${rollback}>Roll back…</button>`} <a href=${link("versions", widest(versions))}>Compare two versions</a></div>
+    <${Failure} error=${error} />
     ${test && html`<${Test} test=${test} />`}
-    ${versions.length === 1 && ONLY_BASE}
+    <${RewardByVersions} versions=${versions} />
     <${Table} label="Versions" columns=${columns} rows=${all ? newest : newest.slice(0, SHOWN)} rowKey=${({ version }) => version} />
-    ${newest.length > SHOWN && html`<button onClick=${() => setAll(!all)}>${all ? "Show the newest only" : `Show all ${number(newest.length)} versions`}</button>`}
-    ${asking && html`<${Confirm} ...${asking} onDone=${onDone} onClose=${onClose} />`}`;
+    ${newest.length > SHOWN && html`<button onClick=${() => setAll(!all)}>${all ? "Show the newest only" : `Show all ${number(newest.length)} versions`}</button>`}`;
+}
+
+export function RewardByVersions({ versions }) {
+  const rewarded = versions.filter(({ rewards, evaluation }) => rewards?.train || rewards?.eval || evaluation?.reward);
+  const series = [
+    { label: "train", values: column(rewarded, ({ rewards }) => rewards?.train?.mean), colour: "accent" },
+    { label: "eval", values: column(rewarded, ({ rewards, evaluation }) => evaluation?.reward ?? rewards?.eval?.mean), colour: "good", scatter: true },
+  ];
+  return html`<${Panel} title="Reward by policy version" note="Mean over the rollouts that began with the version.">${rewarded.length === 0
+    ? html`<${Empty}>No rollout that began with a version of the policy has a reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code>. <code>lightning-proxy train</code> or <code>up</code> trains once enough rollouts wait.<//>`
+    : html`<${Chart} label="Reward by policy version" xLabel="version" x=${rewarded.map(({ version }) => version)} series=${series.filter(hasAny)} />`}<//>`;
 }
 
 function Status({ of: { status, publish, best, error, promotion } }) {
@@ -57,8 +70,14 @@ function Status({ of: { status, publish, best, error, promotion } }) {
   return html`<span title=${outcome}><${Badge} kind=${STATUS_KIND[status]}>${status}<//> <small>${publish}</small>${best && html` <${Badge} kind="good">best<//>`}${error && html` · <small class="dropped" title=${error}>${error}</small>`}</span>`;
 }
 
-// How sure an evaluation beside training was (`evaluation`), or why it has no result.
-const interval = (of) => of && (of.reward === null ? (of.error ?? "is evaluated now") : `evaluated: ${number(of.reward)}, 95 %: ${number(of.low)} to ${number(of.high)}`);
+// What a version earned on held-out tasks, with the 95 % interval where it was evaluated beside training.
+function HeldOut({ of: { rewards, evaluation } }) {
+  if (!evaluation) return html`<${Mean} of=${rewards?.eval} />`;
+  const { reward, low, high, difference, error } = evaluation;
+  if (typeof reward !== "number") return html`<small class="dropped" title=${error}>${error ?? "is evaluated now"}</small>`;
+  const above = typeof difference === "number" && `, ${signed(difference)} above the first`;
+  return html`<${Reward} value=${reward} /> <small title="95 % interval over tasks">${number(low)} to ${number(high)}${above}</small>`;
+}
 
 // Whether vLLM was seen to serve it, and how near.
 function Verified({ version, near }) {
@@ -75,7 +94,6 @@ function Verified({ version, near }) {
 // The test of a version that is under way: each metric's numbers, as they grow.
 function Test({ test: { version, against, evidence } }) {
   const metrics = Object.entries(evidence.metrics ?? {}).map(([name, one]) => ({ name, ...one }));
-  const needed = 1 / evidence.level;
   const columns = [
     { name: "metric", cell: ({ name, margin }) => html`${name} <small>margin ${number(margin)}</small>` },
     { name: "pairs", num: true },
@@ -83,45 +101,12 @@ function Test({ test: { version, against, evidence } }) {
     { name: "candidate", num: true },
     { name: "difference", num: true, cell: ({ difference }) => signed(difference) },
     { name: "interval", label: "may be", num: true, cell: (one) => one.interval && `${signed(one.interval[0])} to ${signed(one.interval[1])}` },
-    { name: "e_drop", label: "drop shown", num: true, cell: ({ e_drop }) => html`${number(e_drop)} <small>of ${number(needed * metrics.length)}</small>` },
-    { name: "e_safe", label: "drop excluded", num: true, cell: ({ e_safe }) => html`${number(e_safe)} <small>of ${number(needed)}</small>` },
     { name: "verdict", label: "so far", cell: ({ verdict }) => html`<${Badge} kind=${VERDICT_KIND[verdict]}>${verdict}<//>` },
   ];
   return html`<${Panel} title=${`Version ${version} is tested against ${against}`}>
     ${!evidence.metrics ? html`<p>Not weighed yet.</p>` : html`
-      <p>${number(evidence.rollouts)} of at most ${number(evidence.max_rollouts)} rollouts, ${number(evidence.groups)} groups compared; ${number(evidence.candidate.failed)} of the candidate's and ${number(evidence.live.failed)} of the live version's failed.</p>
-      ${evidence.waits && html`<p>It may go live, but ${evidence.waits}.</p>`}
+      <p>${number(evidence.rollouts)} of at most ${number(evidence.max_rollouts)} rollouts, ${number(evidence.groups)} groups compared; ${number(evidence.candidate.failed)} of the candidate's and ${number(evidence.live.failed)} of the live version's failed.${evidence.waits && ` It may go live, but ${evidence.waits}.`}</p>
       <${Table} label="Evidence" columns=${columns} rows=${metrics} rowKey=${({ name }) => name} />`}<//>`;
-}
-
-function Confirm({ path, body, what, verb, onDone, onClose }) {
-  const [state, setState] = useState({ busy: false, error: null });
-  const onClick = () => {
-    setState({ busy: true, error: null });
-    post(path, body).then(onDone, (error) => setState({ busy: false, error }));
-  };
-  return html`<${Dialog} label=${verb} onClose=${onClose}>
-    <p>${what}</p><${Failure} error=${state.error} />
-    <form method="dialog"><button>Cancel</button><button type="button" class="primary" disabled=${state.busy} onClick=${onClick}>${state.busy ? "Working…" : verb}</button></form>
-  <//>`;
-}
-
-// Two versions on the tasks that both were given, with the interval of the difference.
-export function Compare({ params }) {
-  const versions = useData("/policy/versions");
-  return html`<h1 class="hidden">Compare</h1><${Loaded} of=${versions}>${({ data }) => html`<${Comparison} versions=${data} params=${params} />`}<//>`;
-}
-
-function Comparison({ versions, params }) {
-  const chosen = { ...widest(versions), ...params };
-  const comparison = useData(versions.length > 1 ? "/policy/compare" : null, chosen);
-  const options = [...versions].reverse().map(({ version, live }) => [version, `version ${version}${version === 0 ? ", the base model" : ""}${live ? ", live" : ""}`]);
-  return html`<${Filters} view="compare">
-      <${Select} name="a" label="from" options=${options} value=${chosen.a} />
-      <${Select} name="b" label="to" options=${options} value=${chosen.b} />
-      <${Select} name="mode" label="mode" options=${[["", "eval if both have it"], "eval", "train"]} value=${chosen.mode} />
-    <//>
-    ${versions.length === 1 ? ONLY_BASE : html`<${Loaded} of=${comparison}>${(found) => html`<${Difference} of=${found} />`}<//>`}`;
 }
 
 // The oldest and the newest version that were evaluated, or else that earned any reward.
@@ -130,6 +115,19 @@ function widest(versions) {
   const rewarded = evaluated.length > 1 ? evaluated : versions.filter(({ rewards }) => rewards?.train);
   const [first, last] = rewarded.length > 1 ? [rewarded[0], rewarded.at(-1)] : [versions[0], versions.at(-1)];
   return { a: first.version, b: last.version };
+}
+
+// Two versions on the tasks that both were given, with the interval of the difference.
+function Comparison({ versions, params: { a, b, mode } }) {
+  const comparison = useData("/policy/compare", { a, b, mode });
+  const options = [...versions].reverse().map(({ version, live }) => [version, `version ${version}${version === 0 ? ", the base model" : ""}${live ? ", live" : ""}`]);
+  return html`<${Filters} view="versions">
+      <${Select} name="a" label="from" options=${options} value=${a} />
+      <${Select} name="b" label="to" options=${options} value=${b} />
+      <${Select} name="mode" label="mode" options=${[["", "eval if both have it"], "eval", "train"]} value=${mode} />
+      <a href="#/versions">all versions</a>
+    <//>
+    <${Loaded} of=${comparison}>${(found) => html`<${Difference} of=${found} />`}<//>`;
 }
 
 function Difference({ of: { a, b, mode, tasks, interval: sure, mean_a, mean_b, difference, data } }) {
@@ -154,5 +152,5 @@ function Difference({ of: { a, b, mode, tasks, interval: sure, mean_a, mean_b, d
     </dl>
     <p>${apart ? `Version ${difference > 0 ? b : a} earns more.` : "The interval includes 0: these tasks do not tell them apart."}
       <${Badge} kind="good">${plural(count(1), "task")} better<//> <${Badge} kind="bad">${plural(count(-1), "task")} worse<//> ${plural(count(0), "task")} equal</p>
-    <${Table} label="Tasks of both versions" columns=${columns} rows=${data} rowKey=${({ task_id }) => task_id} onOrder=${() => {}} />`;
+    <${Table} label="Tasks of both versions" columns=${columns} rows=${data} rowKey=${({ task_id }) => task_id} sortable />`;
 }

@@ -1,76 +1,83 @@
 // Prompts: their versions, which one is live, and each text beside the one before it.
 import { route, useData } from "./data.mjs";
-import { Badge, Empty, Facts, Loaded, LongText, Mean, Panel, Reward, RolloutLink, Select, Start, Table, TaskLink, Time, html, to, useEffect, useMemo } from "./parts.mjs";
+import { Badge, Empty, Facts, Loaded, LongText, Mean, Panel, Reward, RolloutLink, Start, Table, TaskLink, Time, html, to, useEffect } from "./parts.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
 
 const EVERY_MS = 15_000; // their rewards are summed up over all rollouts
-const MOST_LINES = 600; // that are compared one by one
-const MOST_CHARACTERS = 30_000;
+const LIVE = html`<${Badge} kind="accent">live<//>`;
 
-export const key = "p";
 export const filled = ["/prompts", {}, ({ data }) => data.length > 0];
 
-export function View({ more, params }) {
+export function View({ more: [name, number] }) {
   const prompts = useData("/prompts", {}, ["step", "version"]);
   useEffect(() => {
     const timer = setInterval(prompts.reload, EVERY_MS);
     return () => clearInterval(timer);
-  }, [prompts.reload]);
-  const [name, version] = more;
-  return html`<${Loaded} of=${prompts}>${({ data }) => {
-    if (name === undefined) return html`<${List} prompts=${data} />`;
-    const prompt = data.find((one) => one.name === name);
-    const chosen = prompt?.versions.find((one) => String(one.version) === version);
-    if (!chosen) return html`<${Empty}>There is no such version. <a href="#/prompts">All prompts</a><//>`;
-    return html`<${One} prompt=${prompt} version=${chosen} beside=${params.beside} />`;
+  }, []);
+  return html`<h1 class="hidden">Prompts</h1><${Loaded} of=${prompts}>${({ data }) => {
+    if (data.length === 0) return html`<${Empty}>No prompts yet. <code>lightning-proxy prompts add NAME FILE</code> adds the agent's own text as version 1.<//>`;
+    if (name === undefined) return data.map((prompt) => html`<${Prompt} key=${prompt.name} prompt=${prompt} />`);
+    const versions = data.find((one) => one.name === name)?.versions ?? [];
+    const version = versions.find((one) => String(one.version) === number);
+    return version ? html`<${Version} name=${name} of=${version} versions=${versions} />` : html`<${Empty}>There is no such version. <a href="#/prompts">All prompts</a><//>`;
   }}<//>`;
 }
 
-function List({ prompts }) {
-  return html`<h1 class="hidden">Prompts</h1>
-    ${prompts.length === 0 && html`<${Empty}>No prompts yet. <code>lightning-proxy prompts add NAME FILE</code> adds the agent's own text as version 1.<//>`}
-    ${prompts.map((prompt) => html`<${Prompt} key=${prompt.name} prompt=${prompt} />`)}`;
-}
-
-function Prompt({ prompt }) {
-  const { name, match, versions } = prompt;
+function Prompt({ prompt: { name, match, versions } }) {
+  const reward = (mode) => ({ name: mode, label: `${mode} reward`, num: true, title: "mean of the rollouts that kept this version", cell: ({ rewards }) => html`<${Mean} of=${rewards[mode]} />` });
   const columns = [
-    { name: "version", label: "version", cell: ({ version }) => html`<a class="pick" href=${to("prompts", name, version)}>version ${version}</a>` },
-    { name: "status", label: "status", cell: ({ live }) => live && LIVE },
-    ...["train", "eval"].map((mode) => ({ name: mode, label: `${mode} reward`, num: true, title: "mean of the rollouts that kept this version", cell: ({ rewards }) => html`<${Mean} of=${rewards[mode]} />` })),
-    { name: "text", label: "text", cell: ({ text }) => html`<div class="words"><span>${text.slice(0, 200)}</span></div>` },
-    { name: "made", label: "made", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
+    { name: "version", cell: ({ version }) => html`<a class="pick" href=${to("prompts", name, version)}>version ${version}</a>` },
+    { name: "status", cell: ({ live }) => live && LIVE },
+    reward("train"),
+    reward("eval"),
+    { name: "text", cell: ({ text }) => html`<div class="words"><span>${text.slice(0, 200)}</span></div>` },
+    { name: "made", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
   ];
-  return html`<${Panel} title=${name} note=${`takes the place of the ${match.role} message of ${match.agent ?? "any agent"}`} wide>
+  return html`<${Panel} title=${name} note=${`takes the place of the ${match.role} message of ${match.agent ?? "any agent"}`}>
       <${Table} label=${`Versions of ${name}`} columns=${columns} rows=${[...versions].reverse()} rowKey=${({ version }) => version} />
     <//>`;
 }
 
-const LIVE = html`<${Badge} kind="accent">live<//>`;
+// One version: its text beside that of the one it came from, and the rollouts that kept it.
+function Version({ name, of, versions }) {
+  const { version, text, live, created_at, parent, comment, rewards, metrics } = of;
+  const before = versions.find((one) => one.version === (parent ?? version - 1));
+  const facts = {
+    made: html`<${Time} at=${created_at} />`,
+    from: parent && `version ${parent}`,
+    comment,
+    "train reward": rewards.train && html`<${Mean} of=${rewards.train} />`,
+    "eval reward": rewards.eval && html`<${Mean} of=${rewards.eval} />`,
+    ...metrics,
+  };
+  return html`<div class="title-line"><h2>${name} version ${version}</h2> ${live && LIVE} <a href="#/prompts">all prompts</a></div>
+    <div class="beside">
+      ${before && html`<${Panel} title=${`Version ${before.version}`}><${Marked} text=${before.text} other=${text} mark="del" /><//>`}
+      <${Panel} title=${`Version ${version}`}>${before ? html`<${Marked} text=${text} other=${before.text} mark="ins" />` : html`<${LongText}>${text}<//>`}<//>
+    </div>
+    <div class="grid"><${Panel} title="About this version"><${Facts} of=${facts} /><//><${Kept} name=${name} version=${version} /></div>`;
+}
 
-// One version: its text beside another's, and the rollouts that kept it.
-function One({ prompt, version, beside }) {
-  const { name, versions } = prompt;
-  const { rewards } = version;
-  const other = versions.find((one) => String(one.version) === beside) ?? versions.find((one) => one.version === (version.parent ?? version.version - 1));
-  const others = versions.filter((one) => one !== version);
-  const onChange = ({ target }) => (location.hash = `${to("prompts", name, version.version)}?${new URLSearchParams({ beside: target.value })}`);
-  return html`<div class="title-line"><h1>${name} version ${version.version}</h1> ${version.live && LIVE} <a href="#/prompts">all prompts</a></div>
-    ${others.length > 0 && html`<div class="filters"><${Select} label="beside" options=${others.map((one) => [one.version, `version ${one.version}${one.live ? ", live" : ""}`])} value=${other?.version} onChange=${onChange} /></div>`}
-    <${Texts} before=${other} after=${version} />
-    <div class="grid">
-      <${Panel} title="About this version"><${Facts} of=${{ made: html`<${Time} at=${version.created_at} />`, from: version.parent && `version ${version.parent}`, comment: version.comment, "train reward": rewards.train && html`<${Mean} of=${rewards.train} />`, "eval reward": rewards.eval && html`<${Mean} of=${rewards.eval} />`, ...version.metrics }} /><//>
-      <${Kept} name=${name} version=${version.version} />
-    </div>`;
+// A text whose lines between those that it shares with the other, at the beginning and at the end, are marked.
+function Marked({ text, other, mark }) {
+  const [own, others] = [text.split("\n"), other.split("\n")];
+  const differs = own.findIndex((line, i) => line !== others[i]);
+  const first = differs === -1 ? own.length : differs;
+  const most = Math.min(own.length, others.length) - first;
+  let same = 0;
+  while (same < most && own.at(-1 - same) === others.at(-1 - same)) same += 1;
+  const part = (from, to) => own.slice(from, to).map((line) => `${line}\n`).join("");
+  const last = own.length - same;
+  return html`<pre class="said" dir="auto" tabindex="0">${part(0, first)}${first < last && html`<${mark}>${part(first, last)}<//>`}${part(last)}</pre>`;
 }
 
 const KEPT = [
-  { name: "rollout", label: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
-  { name: "reward", label: "reward", num: true, cell: ({ reward }) => html`<${Reward} value=${reward} />` },
-  { name: "status", label: "status", cell: ({ status }) => html`<${RolloutStatus} status=${status} />` },
-  { name: "task", label: "task", cell: ({ task_id }) => html`<${TaskLink} id=${task_id} />` },
-  { name: "mode", label: "mode", cell: ({ mode }) => mode },
-  { name: "opened", label: "opened", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
+  { name: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
+  { name: "reward", num: true, cell: ({ reward }) => html`<${Reward} value=${reward} />` },
+  { name: "status", cell: ({ status }) => html`<${RolloutStatus} status=${status} />` },
+  { name: "task", cell: ({ task_id }) => html`<${TaskLink} id=${task_id} />` },
+  { name: "mode" },
+  { name: "opened", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
 ];
 
 function Kept({ name, version }) {
@@ -78,32 +85,4 @@ function Kept({ name, version }) {
   return html`<${Panel} title="Rollouts that kept it" note="The newest 100." wide><${Loaded} of=${kept}>${({ data }) => (data.length === 0
     ? html`<${Empty}>None yet. <${Start} /><//>`
     : html`<${Table} label="Rollouts" columns=${KEPT} rows=${data} rowKey=${({ rollout_id }) => rollout_id} />`)}<//><//>`;
-}
-
-function Texts({ before, after }) {
-  const marked = useMemo(() => before && compared(before.text, after.text), [before?.text, after.text]);
-  const text = (one, side, title) => html`<${Panel} title=${title}>${marked
-    ? html`<pre class="said" dir="auto" tabindex="0" aria-label=${title}>${marked.filter(([mark]) => mark !== side).map(([mark, line]) => (mark ? html`<${mark}>${`${line}\n`}<//>` : `${line}\n`))}</pre>`
-    : html`<${LongText}>${one.text}<//>`}<//>`;
-  if (!before) return text(after, "del", `Version ${after.version}`);
-  return html`<div class="beside">${text(before, "ins", `Version ${before.version}`)}${text(after, "del", `Version ${after.version}`)}</div>`;
-}
-
-// Lines of both texts, [mark, line] in order: `del` for one of the first alone, `ins` for one of the second. Null: too long.
-function compared(first, second) {
-  const [a, b] = [first.split("\n"), second.split("\n")];
-  if (Math.max(a.length, b.length) > MOST_LINES || first.length + second.length > MOST_CHARACTERS) return null;
-  const common = Array.from({ length: a.length + 1 }, () => new Uint16Array(b.length + 1)); // lines that what is left shares
-  for (let i = a.length - 1; i >= 0; i--) {
-    for (let j = b.length - 1; j >= 0; j--) common[i][j] = a[i] === b[j] ? common[i + 1][j + 1] + 1 : Math.max(common[i + 1][j], common[i][j + 1]);
-  }
-  const lines = [];
-  for (let [i, j] = [0, 0]; i < a.length || j < b.length; ) {
-    if (i < a.length && j < b.length && a[i] === b[j]) {
-      lines.push([null, a[i++]]);
-      j++;
-    } else if (j === b.length || (i < a.length && common[i + 1][j] >= common[i][j + 1])) lines.push(["del", a[i++]]);
-    else lines.push(["ins", b[j++]]);
-  }
-  return lines;
 }

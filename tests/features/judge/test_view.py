@@ -8,12 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from playwright.async_api import expect
-
 from lightning_proxy.features.judge.config import JudgeConfig
 from lightning_proxy.features.judge.kinds import made
 from lightning_proxy.features.judge.table import CHECK_KEEP, SPENT_MORE, Checked
-from support.browser import browsing, needs_browser
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 HOSTILE = "<img src=x onerror=window.hurt=1>"
@@ -65,24 +62,3 @@ async def test_the_route_says_what_judges_and_whether_people_agree(running: Runn
         "high": 0.93,
     }
     assert next_message["check"] is None and "nobody checked it" in next_message["warning"]
-
-
-@needs_browser
-async def test_rewarders_are_seen_with_weight_agreement_budget_and_queue(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, **SETTINGS) as system:
-        await judged(system)
-        async with browsing(f"{system.url}/#/rewarders") as (page, wrong):
-            row = page.get_by_role("row", name=HOSTILE)
-            for shown in (f"hosted_vllm/{HOSTILE}", "0.81 0.66 to 0.93, 24 labels"):
-                await expect(row).to_contain_text(shown)
-            await expect(page.locator(".stat.warn")).to_contain_text("of a budget of 1,000")
-            await expect(page.locator(".warned")).to_contain_text("next_message trains, and nobody checked it")
-            await expect(page.get_by_role("row", name="next_message")).to_contain_text("not checked")
-            await page.get_by_role("link", name="Rate rollouts").click()
-            await expect(page.locator(".empty")).to_contain_text("Say who you are")
-            async with system.store() as store:
-                await store.database.execute(SPENT_MORE, rewarder="next_message", tokens=9, usd=0.00065)
-            await page.goto(f"{system.url}/#/costs")
-            await expect(page.get_by_text("$0 for calls, $0.00065 + ? for rewarders so far")).to_be_visible()
-            assert await page.locator("main img").count() == 0 and await page.evaluate("window.hurt") is None
-        assert (wrong.seen, wrong.refused) == ([], [])

@@ -1,4 +1,4 @@
-"""The page in a real browser, where one is there: keys, choices, a chart. tests/long/test_page.py looks closer."""
+"""The page in a real browser, where one is there: keys, a chart. tests/long/test_page.py looks closer."""
 
 from __future__ import annotations
 
@@ -21,33 +21,13 @@ async def test_a_rollout_is_seen_from_the_overview_to_its_answer(running: Runnin
         await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 0.75})
         async with browsing(system.url) as (page, wrong):
             await expect(page.locator(".stat", has_text="training rollouts")).to_contain_text("1")
-            await page.keyboard.press("g")
-            await page.keyboard.press("r")
+            await page.get_by_role("link", name="rollouts").click()
             row = page.get_by_role("row", name="r1")
             await expect(row).to_contain_text("0.75")
             await page.keyboard.press("j")
             await page.keyboard.press("Enter")
             await expect(page.locator(".call")).to_contain_text("by base with")
-            await expect(page.locator("main")).to_contain_text("One context: each call continues the one before.")
         assert wrong.seen == []
-
-
-async def test_rollouts_that_are_chosen_are_rewarded_together(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        system.vllm.answer = lambda _: {"role": "assistant", "content": "<b onclick=alert(1)>\u202ebold"}
-        for name in ("r1", "r2", "r3"):
-            await system.chat(name)
-        async with browsing(f"{system.url}/#/rollouts") as (page, wrong):
-            await expect(page.locator(".words").first).to_contain_text("hi<b onclick=alert(1)>")
-            await expect(page.locator("tbody .badge", has_text="not ended")).to_have_count(3)
-            await page.get_by_label("choose r1").check()
-            await page.get_by_label("choose r2").check()
-            chosen = page.locator(".chosen-rows")
-            await chosen.get_by_label("number or note").fill("0.5")
-            await chosen.get_by_role("button", name="reward").click()
-            await expect(chosen).to_contain_text("rewarded")
-            await expect(page.locator("tbody b", has_text="0.5")).to_have_count(2)
-        assert (wrong.seen, wrong.refused) == ([], [])
 
 
 async def test_axes_of_rewards_begin_at_0_and_a_single_version_has_its_place(running: Running, tmp_path: Path) -> None:

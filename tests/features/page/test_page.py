@@ -70,11 +70,6 @@ def test_our_modules_take_no_text_as_markup_or_code_and_export_nothing_that_nobo
             assert any(re.search(rf"\b{exported}\b", other) for other in others), f"{name}: {exported}"
 
 
-def test_each_view_has_a_letter_of_its_own() -> None:
-    letters = [letter for text in OURS.values() for letter in re.findall(r'\bkey(?::| =) "(\w)"[,; ]', text)]
-    assert len({*letters}) == len(letters) == 5 + len([*ROOT.glob("features/*/views/*.mjs")])
-
-
 def test_other_people_s_files_are_those_that_are_listed() -> None:
     listed = dict(re.findall(r"^\| `([^`]+)` .*`([0-9a-f]{64})` \|$", (FILES / "vendor/README.md").read_text(), re.M))
     vendored = {name.removeprefix("vendor/"): body for name, body in files().items() if name.startswith("vendor/")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from pathlib import Path
 from random import Random
 from threading import Thread, current_thread
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from lightning_proxy.features.page import texts as page_texts
 from lightning_proxy.features.page.texts import MARK, Decode, Encode, Undecodable, token_texts
-from lightning_proxy.trainer.types import Sifted
 from support.byte_tokens import record, train
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -71,7 +69,7 @@ async def shown(system: Any, query: str = "") -> Any:
     return answer["data"]
 
 
-async def test_answers_and_rows_say_text_log_probability_and_advantage(running: Running, tmp_path: Path) -> None:
+async def test_answers_say_text_log_probability_and_advantage(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         await record(store, "good", ["a€", "b"], 1.0)
         await record(store, "bad", ["c"], 0.0)
@@ -83,12 +81,6 @@ async def test_answers_and_rows_say_text_log_probability_and_advantage(running: 
         first, second = await shown(system)
         assert first == answer | {"step": step, "advantage": 0.5}
         assert await shown(system, "?call_id=good-1") == [second]
-        row = await shown(system, "?row=0")
-        assert ["".join(text or "" for text in run["texts"]) for run in row] == ["hi ", "a€", "|", "b"]
-        assert [(run["call_id"], run["advantage"]) for run in row] == [
-            (None, None), ("good-0", 0.5), (None, None), ("good-1", 0.5),
-        ]  # fmt: skip
-        assert (await system.call("GET", "/rollouts/good/tokens?row=1"))[0] == 404
         assert (await system.call("GET", "/rollouts/good/tokens?call_id=x"))[0] == 404
 
 
@@ -107,17 +99,6 @@ async def test_no_call_waits_while_texts_are_found(
         (run,) = await shown(system)
         assert (run["texts"], len(threads)) == (["a", "€", None, None], 1)
         assert threads[0] is not current_thread()
-
-
-async def test_an_answer_that_was_left_out_is_no_context(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        await record(store, "good", ["a", "b"], 1.0)
-        await record(store, "bad", ["c", "d"], 0.0)
-        await train(store, sift=partial(Sifted, left_out={0}))
-        row = await shown(system, "?row=0")
-        assert [(run["call_id"], run["advantage"]) for run in row] == [
-            (None, None), ("good-0", None), (None, None), ("good-1", 0.5),
-        ]  # fmt: skip
 
 
 async def test_without_vllm_the_files_of_the_model_tell(running: Running, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ Running = Callable[..., AbstractAsyncContextManager[Any]]
 # What a view of text may be made of, and what may be set on it.
 INERT = {
     "a", "article", "b", "button", "code", "dd", "div", "dl", "dt", "footer", "form", "h1", "h2", "h3", "header", "i",
-    "input", "label", "li", "main", "ol", "option", "p", "path", "pre", "section", "select", "small", "span", "svg",
-    "table", "tbody", "td", "th", "thead", "time", "tr", "ul",
+    "input", "kbd", "label", "li", "main", "ol", "option", "p", "path", "pre", "section", "select", "small", "span",
+    "svg", "table", "tbody", "td", "th", "thead", "time", "tr", "ul",
 }  # fmt: skip
 
 
@@ -34,22 +34,22 @@ async def test_each_view_shows_what_it_is_for_and_is_in_the_list_once_it_has_som
 ) -> None:
     async with running(tmp_path) as system:
         found = dict(zip(VIEWS, await drawn(system, tmp_path, *VIEWS), strict=True))
-        others = VIEWS.keys() - {"rollouts", "rollouts/run-004-2-1", "compare?a=0&b=5", "rate"}
+        others = VIEWS.keys() - {"rollouts", "rollouts/run-004-2-1", "versions?a=0&b=5", "rate"}
         assert [view for view in others if "lightning-proxy" not in found[view]["text"]] == [], "a command that helps"
         assert f"OPENAI_BASE_URL={system.url}/v1" in found["rollouts"]["text"]
-        assert found["overview"]["views"] == ["overview", "rollouts", "routes"]
+        assert found["overview"]["views"] == ["overview", "rollouts"]
     async with learned(running, tmp_path) as system:
         found = dict(zip(VIEWS, await drawn(system, tmp_path, *VIEWS), strict=True))
         assert [view for view, words in VIEWS.items() if words not in found[view]["text"]] == []
-        listed = {re.split(r"[/?]", view)[0] for view in VIEWS} - {"prompts", "rewarders"}  # they have nothing to show
-        assert set(found["overview"]["views"]) == {*listed, "routes"}
+        listed = {re.split(r"[/?]", view)[0] for view in VIEWS} - {"prompts"}  # there is none
+        assert set(found["overview"]["views"]) == listed
 
 
 async def test_nothing_that_an_agent_or_a_model_says_is_more_than_text(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         await say_everything(system)
         views = ("overview", "rollouts", "tasks", "rollouts/javascript:hurt", ("rollouts/javascript:hurt", "JSON"))
-        found = await drawn(system, tmp_path, *views, "%E0%A4%A", "rollouts/%00", "__proto__", "compare?a=x&b=y")
+        found = await drawn(system, tmp_path, *views, "%E0%A4%A", "rollouts/%00", "__proto__", "versions?a=x&b=y")
         for one in found:
             assert set(one["tags"]) <= INERT
             assert not [name for name in one["attributes"] if name.startswith("on")]
@@ -148,13 +148,13 @@ async def test_a_team_is_shown_no_number_that_it_is_not_given_and_offered_nothin
 ) -> None:
     async with running(tmp_path, publish="lora", api_keys=["agent"]) as system, system.store() as store:
         team, _ = await store.keys.create("team", "agent", Limits(), recording=True, scope="own")
-        await store.steps.trained(await store.steps.claim([], 0), None, {"reward_mean": 0.5, "step_s": 2.0})
+        await store.steps.trained(await store.steps.claim([], 0), None, {"reward_mean": 0.5, "entropy": 2.0})
         await system.candidate(store, tmp_path)
         for key, sees_all in (("agent", True), (team, False)):
-            overview, versions, costs = await drawn(system, tmp_path, "overview", "versions", "costs", key=key)
+            overview, versions = await drawn(system, tmp_path, "overview", "versions", key=key)
             assert "training rollouts" in overview["text"] and "candidate" in versions["text"]
-            assert ("last reward" in overview["text"], "Signs of a collapse" in overview["text"]) == (sees_all,) * 2
-            assert ("Promote…" in versions["buttons"]) == sees_all and "Calls by day" in costs["text"]
+            assert ("last reward" in overview["text"], "Entropy" in overview["text"]) == (sees_all,) * 2
+            assert ("Promote…" in versions["buttons"]) == sees_all
         _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t1"}, Authorization="Bearer agent")
         own = opened["rollout_id"]
         views = ("overview", "rollouts", "tasks", "versions", f"rollouts/{own}")

@@ -14,7 +14,7 @@ from support.browser import browsing, needs_browser
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 HOSTILE = "<img src=x onerror=window.hurt=1>"
 OWN = f"You are a writer.\nBe brief.\n{HOSTILE}"
-BETTER = f"You are a careful writer.\nBe brief.\nCount your words. {HOSTILE}"
+BETTER = f"You are a writer.\nBe brief.\nCount your words. {HOSTILE}"
 
 
 async def two_versions(system: Any) -> None:
@@ -40,11 +40,9 @@ async def test_a_version_is_seen_with_its_text_and_its_rollouts(running: Running
         await expect(page.get_by_role("row", name="version 1")).to_contain_text("live")
         await page.keyboard.press("j")
         await page.keyboard.press("Enter")
-        await expect(page.locator("ins")).to_have_text(
-            ["You are a careful writer.\n", f"Count your words. {HOSTILE}\n"]
-        )
+        await expect(page.locator("ins")).to_have_text(f"Count your words. {HOSTILE}\n")
         assert await page.locator(".beside pre").last.text_content() == f"{BETTER}\n"
-        await expect(page.locator("del")).to_have_text(["You are a writer.\n", f"{HOSTILE}\n"])
+        await expect(page.locator("del")).to_have_text(f"{HOSTILE}\n")
         await expect(page.get_by_role("region", name="Rollouts").locator("tbody tr")).to_have_count(3)
         await expect(page.locator(".facts")).to_contain_text(f"comment{HOSTILE}")
         assert await page.locator("main img").count() == 0 and await page.evaluate("window.hurt") is None
