@@ -420,11 +420,8 @@ def doctor(
         bool, typer.Option("--learn", help="see by a few training steps whether this system learns")
     ] = False,
     tasks: Annotated[
-        Path | None, typer.Option(help="with --learn: a JSON Lines file", show_default="four questions")
+        Path | None, typer.Option(help="with --learn: JSON Lines for the program", show_default="four questions")
     ] = None,
-    preload: Annotated[
-        str, typer.Option(help="with --learn: modules to import once for all runs of `python script.py …`")
-    ] = "",
     yes: Annotated[bool, typer.Option("--yes", help="with --learn: replace merged weights while rollouts run")] = False,
     model: Model = None,
     as_json: Json = False,
@@ -432,16 +429,14 @@ def doctor(
     """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check failed."""
     from .core.errors import ConfigError
 
-    if not learn and (command or tasks or preload or yes):
-        raise ConfigError("--tasks, --preload, --yes and a program need --learn")
+    if not learn and (command or tasks or yes):
+        raise ConfigError("--tasks, --yes and a program need --learn")
+    if tasks and not command:
+        raise ConfigError("--tasks needs an agent program, after `--`")
     if learn:
-        from .commands.doctor.learn.learn import LearnRequest, learn_command
+        from .commands.doctor.learn import learn_command
 
-        request = LearnRequest(
-            tasks=tasks, command=command or [], yes=yes, as_json=as_json, model=model,
-            preload=preload.split(",") if preload else [],
-        )  # fmt: skip
-        done = learn_command(context.obj, request)
+        done = learn_command(context.obj, model, tasks, command or [], yes=yes, as_json=as_json)
     else:
         from .commands.doctor.doctor import doctor as run
 

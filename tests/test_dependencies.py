@@ -27,7 +27,7 @@ EXTRAS = {
     "features/tinker": {"tinker", "train"},
     "features/tune": {"train"},
     "commands/demo": {"demo", "train"},
-    "commands/doctor/learn": {"train"},
+    "commands/doctor/steps.py": {"train"},
     "commands/trial.py": {"demo"},
     "commands/export": {"train"},
     "commands/migrate.py": {"postgres"},

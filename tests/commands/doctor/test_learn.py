@@ -8,7 +8,7 @@ import json
 import random
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_proxy.commands.doctor import steps
 from lightning_proxy.commands.doctor.checks import Check
-from lightning_proxy.commands.doctor.learn import steps
-from lightning_proxy.commands.doctor.learn.agent import prompt_of
-from lightning_proxy.commands.doctor.learn.learn import Broken, LearnRequest, Report, learn, own_tasks
-from lightning_proxy.commands.doctor.learn.setup import own_rate, second_system
-from lightning_proxy.commands.doctor.learn.steps import LARGEST_P, likelier, piece_of, pieces
+from lightning_proxy.commands.doctor.learn import OWN_TASKS, Broken, Report, learn
+from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier, own_rate, piece_of, pieces, second_system
 from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
@@ -55,12 +53,11 @@ class Patient:
     file: Path
     before: list[str] = field(default_factory=list)
 
-    async def checks(self, *command: str, yes: bool = False, preload: Sequence[str] = ()) -> dict[str, Check]:
+    async def checks(self, *command: str, yes: bool = False) -> dict[str, Check]:
         """The checks by name, after a look that nothing is left."""
         report, models = Report(lambda check: None), [*self.server.models]
         try:
-            request = LearnRequest(None, [*command], yes, as_json=False, preload=preload)
-            await learn(self.file, request, own_tasks(), report)
+            await learn(load_config(self.file), OWN_TASKS, command, report, yes=yes)
         except Broken:
             assert report.checks[-1].outcome == "failed" or report.checks[-1].name == "as before"
         assert [*self.server.models] == models
@@ -119,11 +116,6 @@ def test_only_what_follows_the_rewards_is_likelier() -> None:
     opposite = [[-change for change in changes] for changes in learnt]
     assert likelier(list(zip(rewards, opposite, strict=True)))[1] > 0.9
     assert likelier([([1.0, 1.0], [0.5, 0.1])]) == (0.0, 1.0)
-
-
-def test_a_task_of_the_users_own_has_a_prompt() -> None:
-    assert prompt_of('{"task_id": "1", "question": "Why?", "answer": "so"}') == "Why?"
-    assert prompt_of('{"n": 3}') == '{"n": 3}'
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
@@ -209,7 +201,7 @@ async def test_the_users_own_agent_works(base: Path, tmp_path: Path, monkeypatch
     agent.write_text(AGENT)
     monkeypatch.setenv("MODEL", "policy")
     async with patient(base, tmp_path) as one:
-        found = await one.checks("python", str(agent), preload=["urllib.request"])
+        found = await one.checks("python", str(agent))
         assert found["agent"].found.startswith("32 rollouts of 4 tasks made 32 calls")
         assert found["as before"].outcome == found["new weights"].outcome == "ok"
 
@@ -256,7 +248,7 @@ async def test_weights_that_are_not_put_back_are_told(
     async def nothing(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr("lightning_proxy.commands.doctor.learn.learn.put_back", nothing)
+    monkeypatch.setattr("lightning_proxy.commands.doctor.learn.put_back", nothing)
     async with patient(base, tmp_path, "merged") as one:
         found = (await one.checks())["as before"]
     assert (found.outcome, "the server answers otherwise than before" in found.found) == ("failed", True)
@@ -296,4 +288,4 @@ def test_it_can_be_read_by_programs(base: Path, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert [check["name"] for check in json.loads(done.stdout)] == ["policy"]
     assert lightning("--config", file, "doctor", "--yes").returncode == 2
-    assert lightning("--config", file, "doctor", "--preload", "json").returncode == 2
+    assert lightning("--config", file, "doctor", "--learn", "--tasks", "json").returncode == 2

@@ -4,49 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ....core.config.file import load_config
-from ....core.config.root import Config
-from ....core.errors import LightningError
-from ....proxy.gateway.routing import difference
-from ....serving.mode import publish_mode
-from ....serving.swap import Swap, swap_lock
-from ....serving.vllm import VllmFleet, operator_session
-from ....store.opening import opened
-from ....store.store import Store
-from ....trainer.plugins import Run
-from ...api_client import ApiClient
-from ...formats import print_json
-from ...put_back import FRESH, alone, forget, journal_path, put_back, put_back_if_left
-from ...run.runner import LocalRunner, runner_for
-from ...run.tasks import Task, read_tasks
-from ...signals import Interrupted, run_until_signal
-from ...train import prepared, quiet
-from ..checks import Check, Finding, check, checks_table
-from ..doctor import check_servers, open_session
-from ..vllm import VllmChecks
-from .setup import TASKS, own_rate, second_system, served
+from ...core.config.file import load_config
+from ...core.config.root import Config
+from ...core.errors import LightningError
+from ...proxy.gateway.routing import difference
+from ...serving.mode import publish_mode
+from ...serving.swap import Swap, swap_lock
+from ...serving.vllm import VllmFleet, operator_session
+from ...store.opening import opened
+from ...store.store import Store
+from ...trainer.plugins import Run
+from ..formats import print_json
+from ..put_back import FRESH, alone, forget, journal_path, put_back, put_back_if_left
+from ..run.tasks import Task, read_tasks
+from ..signals import Interrupted, run_until_signal
+from ..train import prepared, quiet
+from .checks import Check, Finding, check, checks_table
+from .doctor import check_servers, open_session
+from .vllm import VllmChecks
 
 ACTIVE_S = 600.0  # a rollout that did nothing for so long was forgotten, not ended
 # So much nearer to the first answer than the trained weights' answer is the one that weights of before give.
 NEARER, ALIKE = 4.0, 1e-3
-AGENT = Path(__file__).with_name("agent.py")
+# Questions that a model answers in many ways.
 PROMPTS = (
     "Name an animal and say what it does.",
     "Describe the sea in a few words.",
     "What is good to eat in the morning?",
     "Tell me something about the moon.",
 )
+OWN_TASKS = [Task(f"doctor-{i}", json.dumps({"prompt": prompt})) for i, prompt in enumerate(PROMPTS)]
 
 
 class Broken(Exception):
@@ -67,53 +63,38 @@ class Report:
         if check.outcome == "failed":
             raise Broken
 
-    async def row(self, name: str, probe: Awaitable[str], fix: str) -> None:
-        """Make a check and show it. Raise Broken if it failed."""
-        self(await check(name, probe, fix))
 
-
-@dataclass(frozen=True, slots=True)
-class LearnRequest:
-    """The options of the command line. Without a `command` a built-in agent works. `model`: for policy.model."""
-
-    tasks: Path | None
-    command: list[str]
-    yes: bool
-    as_json: bool
-    preload: Sequence[str] = ()
-    model: str | None = None
-
-
-def learn_command(path: Path | None, request: LearnRequest) -> bool:
-    """Print each check as it is made, and return whether none failed."""
+def learn_command(
+    path: Path | None, model: str | None, tasks: Path | None, command: Sequence[str], *, yes: bool, as_json: bool
+) -> bool:
+    """Print each check as it is made, and return whether none failed. `model`: in place of policy.model."""
     console = Console(highlight=False)
 
     def show(check: Check) -> None:
-        if not request.as_json:
+        if not as_json:
             console.print(checks_table([check], (7, 18)))
 
     report = Report(show)
-    tasks = own_tasks() if request.tasks is None else read_tasks(request.tasks)[:TASKS]
+    chosen = OWN_TASKS if tasks is None else read_tasks(tasks)
     with suppress(Broken):
         try:
-            run_until_signal(learn(path, request, tasks, report))
+            run_until_signal(learn(load_config(path, {"policy.model": model}), chosen, command, report, yes=yes))
         except Interrupted:
             raise
         except LightningError as error:
             report(Check("learn", "failed", error.message, "docs/running.md names what can be wrong"))
-    if request.as_json:
+    if as_json:
         print_json([asdict(check) for check in report.checks])
     return not any(check.outcome == "failed" for check in report.checks)
 
 
-def own_tasks() -> list[Task]:
-    """Return tasks that a model answers in many ways."""
-    return [Task(f"doctor-{i}", json.dumps({"prompt": prompt})) for i, prompt in enumerate(PROMPTS)]
+async def learn(
+    config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report, *, yes: bool = False
+) -> None:
+    """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back.
 
-
-async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task], report: Report) -> None:
-    """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back."""
-    config = load_config(path, {"policy.model": request.model})
+    Without a `command` a built-in agent works.
+    """
     if (upstream := config.policy_upstream) is None:
         names = ", ".join(upstream.name for upstream in config.upstreams)
         found = f"{names}: no upstream of kind vllm, so nothing can be trained"
@@ -128,7 +109,7 @@ async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task],
             config = prepared(config, Run())
             return "installed, and none works on this store"
 
-        await report.row("trainer", trainer(), "correct it: `lightning-proxy train` would say the same")
+        report(await check("trainer", trainer(), "correct it: `lightning-proxy train` would say the same"))
         quiet()
         await put_back_if_left(config, lambda line: report(Check("learn", "ok", line)))
         async with open_session() as session:
@@ -138,8 +119,8 @@ async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task],
                 report(one)
         if publish_mode(config) == "merged":
             fix = "start `lightning-proxy serve`, which loads what is live, or vLLM again"
-            await report.row("weights", _weights(config, yes=request.yes), fix)
-        await _learn(config, request, tasks, report)
+            report(await check("weights", _weights(config, yes=yes), fix))
+        await _learn(config, tasks, command, report)
 
 
 async def _weights(config: Config, *, yes: bool) -> str:
@@ -181,10 +162,12 @@ def _apart(some: list[Served], others: list[Served]) -> float:
     return max((difference(one[1], other[1]) for one, other in zip(some, others, strict=False)), default=0.0)
 
 
-async def _learn(config: Config, request: LearnRequest, tasks: Sequence[Task], report: Report) -> None:
+async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report) -> None:
     """Take the steps in a second system, and put everything back."""
+    from .steps import own_rate, second_system, take_steps
+
     async with AsyncExitStack() as stack:
-        second, journal = stack.enter_context(second_system(config, own_agent=bool(request.command)))
+        second, journal = stack.enter_context(second_system(config, own_agent=bool(command)))
         fleet = VllmFleet.of(config, await stack.enter_async_context(operator_session()))
         before, trained = await _served(fleet), list[Served]()
 
@@ -206,39 +189,9 @@ async def _learn(config: Config, request: LearnRequest, tasks: Sequence[Task], r
             async with AsyncExitStack() as swapping:
                 if journal.merged:  # else the user's proxy would load the live weights again
                     await swapping.enter_async_context(swap_lock(config.policy.directory))
-                model = await _steps(second, journal.name, own_rate(config), request, tasks, report)
+                model = await take_steps(second, journal.name, own_rate(config), command, tasks, report)
                 trained += await _served(fleet, model)
         finally:
             again = "run it again: a journal beside the store says what to put back"
             with suppress(Broken):
-                await asyncio.shield(report.row("as before", undo(), again))
-
-
-async def _steps(
-    second: Config, name: str, rate: float, request: LearnRequest, tasks: Sequence[Task], report: Report
-) -> str:
-    """Start the second system, and take the steps. Return the name that the trained weights are served under."""
-    from ....proxy.dialects.as_chat.recorded import as_chat
-    from ....trainer.loop import TrainingLoop
-    from ....trainer.plugins import TrainerCore, plugins_of
-    from ....trainer.publish import Publisher
-    from ....trainer.train import open_engine, swap_of
-    from .steps import LearnSteps
-
-    say = partial(print, file=sys.stderr)
-    if request.command:
-        runner = runner_for(second, request.command, request.preload, say)
-    else:
-        runner = LocalRunner([sys.executable, str(AGENT), second.policy.alias], ["urllib.request"], say=say)
-    async with (
-        served(second), ApiClient.of(second) as api, AsyncExitStack() as closing,
-        opened(second.store) as database, operator_session() as session,
-        open_engine(second, plugins_of(second)) as engine,
-    ):  # fmt: skip
-        closing.push_async_callback(runner.close)
-        store = Store(database)
-        swap = await swap_of(second, store, session)
-        core = TrainerCore(second, store, engine, Run(), swap)
-        loop = TrainingLoop(core, Publisher(second.policy, store, swap, engine, name), as_chat=as_chat)
-        await LearnSteps(core, api, runner, tasks, loop, rate).run(report)
-        return str((await store.versions.live()).served_model)
+                report(await asyncio.shield(check("as before", undo(), again)))

@@ -1,34 +1,70 @@
-"""A few training steps on a synthetic reward, each link of which is looked at. Needs torch."""
+"""A second system beside the user's, and a few training steps in it on a synthetic reward. Needs torch.
+
+Each link is checked. The proxy, the store and the policy directory are the second system's own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import aiohttp
 import numpy as np
+from uvicorn import Config as Settings
+from uvicorn import Server
 
-from ....trainer.loop import TrainingLoop
-from ....trainer.plugins import TrainerCore
-from ....trainer.step.step_metrics import nats_apart, wrong_sampler
-from ....trainer.types import Batch
-from ....trainer.verify import SURE
-from ....trainer.waiting import in_thread
-from ....trainer.weights import tolerance
-from ...api_client import ApiClient
-from ...run.run import RunOptions, require_success, run_tasks
-from ...run.runner import Runner
-from ...run.tasks import Task
-from ..checks import Check, Doubt, Finding, check
-from .setup import GROUP_SIZE, REWARD
+from ...core.config.root import Config
+from ...core.config.trainer import TrainerConfig
+from ...core.errors import LightningError
+from ...proxy.app import create_app
+from ...proxy.dialects.as_chat.recorded import as_chat
+from ...serving.mode import publish_mode
+from ...serving.operator import key_file, operator_headers
+from ...serving.vllm import operator_session
+from ...store.opening import opened
+from ...store.store import Store
+from ...trainer.loop import TrainingLoop
+from ...trainer.plan import model_config, shape_of
+from ...trainer.plugins import Run, TrainerCore, plugins_of
+from ...trainer.publish import Publisher
+from ...trainer.rate import WIDTH, rate_of
+from ...trainer.step.step_metrics import nats_apart, wrong_sampler
+from ...trainer.train import open_engine, swap_of
+from ...trainer.types import Batch
+from ...trainer.verify import SURE
+from ...trainer.waiting import in_thread
+from ...trainer.weights import tolerance
+from ..api_client import ApiClient
+from ..put_back import LearnJournal
+from ..run.run import RunOptions, require_success, run_tasks
+from ..run.runner import Runner, runner_for
+from ..run.tasks import Task
+from ..serve import uvicorn_options
+from ..system.processes import free_port
+from .checks import Check, Doubt, Finding, check
 
-STEPS = 3
+REWARD = "doctor"  # the name of its rewards: those that an agent posts for itself do not count
+STEPS, GROUP_SIZE, TASKS = 3, 8, 4
 CONCURRENCY = 16
+TOKENS = 12  # of each answer of the built-in agent
+# A few steps with less are too small for a server's answers to show.
+LEAST_RATE = {"lora": 1e-4, "full": 1e-5}
+TINY = 1e-9  # a rate that is as good as none is not raised: it is what there is to find
 PUBLISH_S = 240.0
 SHUFFLES = 2000
 LARGEST_P = 0.01  # the largest p-value that counts
@@ -39,6 +75,132 @@ NOT_SERVED = (
 )
 
 Json = dict[str, Any]
+
+
+@contextmanager
+def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, LearnJournal]]:
+    """Make the directories and the configuration, and remove the directories at the end.
+
+    The store is beside the user's, and weights are below `policy.directory`, which the policy's servers see.
+    `own_agent`: the user's agent works, whose name and credit count.
+    """
+    name = f"lightning-doctor-{secrets.token_hex(2)}"
+    beside = config.policy.directory if config.store.is_postgres else config.store.path.parent
+    weights = config.policy.directory.absolute() / name
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=beside.absolute()) as directory:
+        try:
+            weights.mkdir(parents=True)
+            operator_headers(config.policy.directory)  # makes the key
+            shutil.copy(key_file(config.policy.directory), key_file(weights))
+            second = _second(config, Path(directory), weights, own_agent=own_agent)
+            yield second, LearnJournal(name, publish_mode(config) == "merged", (directory, str(weights)))
+        finally:
+            shutil.rmtree(weights, ignore_errors=True)
+
+
+def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) -> Config:
+    """The user's configuration, but for what would reach the user's own store, servers' names or trackers.
+
+    Of the features' sections only that of a service that trains is kept: no judge, teacher, gate or telemetry.
+    """
+    services = {section.name for section in config.sections if not section.trains_here}
+    sections: dict[str, Any] = config.model_dump(include={*Config.model_fields, *services})
+    sections["proxy"] = {"port": free_port()}
+    sections["store"] = {"url": f"sqlite:///{directory / 'store.db'}"}
+    sections["rewards"], sections["rollouts"] = {}, {}
+    sections["policy"] |= {"directory": weights, "publish": publish_mode(config), "adapters": {}}
+    rate = own_rate(config)
+    sections["trainer"] |= {
+        "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "reward_weights": {REWARD: 1},
+        "learning_rate": rate if rate < TINY else max(rate, LEAST_RATE[config.trainer.weights]),
+        "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "dynamic_sampling": False,
+        "lone_rollouts": "drop", "context_loss": None, "air": {}, "collapse": {"action": "off"}, "report_to": [],
+        **({} if own_agent else {"agents": None, "agent_credit": "team"}),
+    }  # fmt: skip
+    named = config.trainer.credits.values()
+    if not own_agent or not all(name in TrainerConfig.functions["credit"] or ":" in name for name in named):
+        sections["trainer"]["credit"] = "uniform"
+    return Config.model_validate(sections)
+
+
+def own_rate(config: Config) -> float:
+    """Return the user's learning rate, which `auto` takes from the model's width."""
+    shape = shape_of(model_config(str(config.policy.model)) or {})
+    return rate_of(config.trainer, shape.hidden if shape else WIDTH).value
+
+
+@asynccontextmanager
+async def served(config: Config) -> AsyncIterator[None]:
+    """Serve the proxy of this configuration until the block is left."""
+    server = Server(Settings(create_app(config), loop="asyncio", **uvicorn_options(config.proxy)))
+    thread = threading.Thread(target=server.run, daemon=True)  # signals are this process's own
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise LightningError("the second proxy could not start; see the lines above")
+            await asyncio.sleep(0.05)
+        yield
+    finally:
+        server.should_exit = True
+        await asyncio.to_thread(thread.join)
+
+
+class BuiltInAgent:
+    """A Runner whose agent has a conversation of two turns with `model`, in this process."""
+
+    def __init__(self, model: str, session: aiohttp.ClientSession) -> None:
+        self._model, self._session = model, session
+
+    async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
+        """Return 1, and write the reason to the log, if a call fails."""
+        messages = [{"role": "user", "content": json.loads(env["LIGHTNING_TASK"])["prompt"]}]
+        url, headers = (
+            f"{env['OPENAI_BASE_URL']}/chat/completions",
+            {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"},
+        )
+        for _ in range(2):
+            body = {"model": self._model, "messages": messages, "max_tokens": TOKENS, "temperature": 1.0}
+            async with self._session.post(url, json=body, headers=headers) as answer:
+                if answer.status >= 400:
+                    log.write_text(f"HTTP {answer.status}: {await answer.text()}\n")
+                    return 1
+                said = (await answer.json())["choices"][0]["message"].get("content") or ""
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Say it in another way."}]
+        return 0
+
+    async def close(self) -> None:
+        pass
+
+
+async def take_steps(
+    second: Config,
+    name: str,
+    rate: float,
+    command: Sequence[str],
+    tasks: Sequence[Task],
+    report: Callable[[Check], None],
+) -> str:
+    """Start the second system, and take the steps. Return the name that the trained weights are served under.
+
+    `name`: of its adapters. `rate`: the learning rate of the user's own trainer.
+    """
+    async with (
+        served(second), ApiClient.of(second) as api, AsyncExitStack() as closing, aiohttp.ClientSession() as agents,
+        opened(second.store) as database, operator_session() as session,
+        open_engine(second, plugins_of(second)) as engine,
+    ):  # fmt: skip
+        runner: Runner = BuiltInAgent(second.policy.alias, agents)
+        if command:
+            runner = runner_for(second, command, [], partial(print, file=sys.stderr))
+        closing.push_async_callback(runner.close)
+        store = Store(database)
+        swap = await swap_of(second, store, session)
+        core = TrainerCore(second, store, engine, Run(), swap)
+        loop = TrainingLoop(core, Publisher(second.policy, store, swap, engine, name), as_chat=as_chat)
+        await LearnSteps(core, api, runner, tasks[:TASKS], loop, rate).run(report)
+        return str((await store.versions.live()).served_model)
 
 
 @dataclass(slots=True)
