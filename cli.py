@@ -315,13 +315,10 @@ def compare_versions(
 @app.command(rich_help_panel=START)
 def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps")] = 90,
-    seed: Annotated[int, typer.Option(help="seed of tasks and trainer")] = 0,
     directory: Annotated[
         Path, typer.Option("--dir", help="working directory; an earlier demo's is emptied first")
     ] = Path("lightning-demo"),
     model: Annotated[Path | None, typer.Option(help="the model's directory; it is made on first use")] = None,
-    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="answers per held-out task in each evaluation")] = 8,
-    ahead: Annotated[float, typer.Option(metavar="N", min=0, help=AHEAD)] = 0.0,
     api: Annotated[
         Literal["chat", "messages", "responses"], typer.Option(help="the API that the demo's agent speaks")
     ] = "chat",
@@ -333,8 +330,7 @@ def demo(
     from .commands.demo.demo import DemoOptions
     from .commands.demo.demo import demo as run
 
-    options = DemoOptions(steps=steps, seed=seed, directory=directory, model=model, repeat=repeat, ahead=ahead, api=api)
-    run(options, resume=resume)
+    run(DemoOptions(steps=steps, directory=directory, model=model, api=api), resume=resume)
 
 
 @app.command(rich_help_panel=SYSTEM)

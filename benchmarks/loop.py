@@ -1,6 +1,6 @@
 """The demo's task learned twice on this machine, one after the other: `make bench-loop`, `--help` for its options.
 
-- lightning-proxy: `lightning-proxy demo` as it is: vLLM, proxy, trainer and agents, with `--ahead 0`.
+- lightning-proxy: `lightning-proxy demo` as it is: vLLM, proxy, trainer and agents.
 - TRL: GRPOTrainer with its own generation (transformers, no vLLM), on the same tasks, requests, rewards, model, LoRA,
   batch, rate and seed. All of them are read from the demo's files, its configuration and its agent.
 """
@@ -77,8 +77,8 @@ class Learned:
         return f"{fmean(self.rewards[max(0, steps - of) : steps]):.2f}" if steps else "-"
 
 
-def learn_by_demo(directory: Path, steps: int, seed: int) -> Learned:
-    options = ["--steps", str(steps), "--seed", str(seed), "--repeat", "1", "--dir", str(directory)]
+def learn_by_demo(directory: Path, steps: int) -> Learned:
+    options = ["--steps", str(steps), "--dir", str(directory)]
     started = time.time()
     subprocess.run([sys.executable, "-m", "lightning_proxy.cli", "demo", *options], check=True)
     with closing(sqlite3.connect(directory / "lightning.db")) as store:
@@ -180,14 +180,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="of each; 2 at least")
     parser.add_argument("--quick", action="store_true", help="two steps, to see that it works")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=Path("lightning-loop"), help="the demo's; it is emptied first")
     option(parser)
     options = parser.parse_args()
     steps, directory = 2 if options.quick else options.steps, options.dir.absolute()
     # Read when torch is loaded: threads wait for each other as those of the demo's trainer do.
     os.environ.update({"OMP_WAIT_POLICY": "PASSIVE"} | telemetry_off())
-    ours, trl = learn_by_demo(directory, steps, options.seed), learn_by_trl(directory, steps)
+    ours, trl = learn_by_demo(directory, steps), learn_by_trl(directory, steps)
     page = Page("The demo beside TRL's own loop")
     every, head = max(1, steps // ROWS), (OURS, TRL)
     page.text(NOTES)

@@ -103,7 +103,7 @@ class ExampleLesson(Lesson):
             raise ConfigError(f"{self.directory} is there and no earlier lesson's: choose another --dir")
         super().begin()
 
-    def write_tasks(self, groups: int, seed: int) -> None:
+    def prepare(self, settings: Json, seed: int, groups: int) -> None:
         """Write this seed's tasks, again where the steps need more, and a model whose chat template knows tools."""
         sys.path.insert(0, str(self._example.example))
         import tasks
@@ -117,6 +117,7 @@ class ExampleLesson(Lesson):
         if self._example.model is None:
             shutil.copytree(prepare_model(cache_directory()), self._model)
             shutil.copy(HERE / "tools.jinja", Path(self._model) / "chat_template.jinja")
+        super().prepare(settings, seed, groups)
 
     async def stages(self, config: Config) -> Json:
         """Return the result, as it goes into results.json."""

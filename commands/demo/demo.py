@@ -41,18 +41,11 @@ POLL_S = 2.0
 
 
 class DemoOptions(Section):
-    """`repeat` is the number of answers per held-out task and evaluation. `ahead` is that of `run`.
-
-    With `ahead` above 0 the agent keeps running during a step. Its answers are then one version old and teach less.
-    The agent speaks `api`.
-    """
+    """The agent speaks `api`."""
 
     steps: int = 90
-    seed: int = 0
     directory: Path = Path("lightning-demo")
     model: Path | None = None
-    repeat: int = 8
-    ahead: float = 0.0
     api: Api = "chat"
 
 
@@ -67,9 +60,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
     directory, config = options.directory, options.directory / CONFIG
     trial = Demo(options, ProgressView(console))
     if not config.is_file():
-        subprocess.run(
-            [sys.executable, EXAMPLE / "tasks.py", directory / "tasks", f"--seed={options.seed}"], check=True
-        )
+        subprocess.run([sys.executable, EXAMPLE / "tasks.py", directory / "tasks"], check=True)
         console.print("[dim]preparing the model[/]")
         # In a process of its own, so that the memory of torch and transformers is free before the loop starts.
         model = options.model or cache_directory()
@@ -77,7 +68,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
             made = subprocess.run([sys.executable, "-m", "lightning_proxy.commands.demo.model", model], check=False)
             if made.returncode != 0:
                 raise LightningError(f"the demo's model could not be made in {model}; see the error above")
-        trial.prepare(settings(model, options.steps), options.seed, 2 * options.steps * TASKS_PER_STEP)
+        trial.prepare(settings(model, options.steps), 0, 2 * options.steps * TASKS_PER_STEP)
     try:
         with trial.view:
             result = run_until_signal(trial.run())
@@ -110,8 +101,7 @@ class Demo(Trial):
         program = [sys.executable, str(EXAMPLE / AGENTS[options.api])]
         tasks, held_out = directory / "tasks" / "train.jsonl", directory / "tasks" / "held_out.jsonl"
         work = Work(
-            agent=program, tasks=tasks, held_out=held_out, samples=options.repeat, concurrency=CONCURRENCY,
-            ahead=options.ahead, preload=PRELOADED,
+            agent=program, tasks=tasks, held_out=held_out, samples=8, concurrency=CONCURRENCY, preload=PRELOADED
         )  # fmt: skip
         super().__init__(work, directory, view.say)
         self.view, self._options = view, options
@@ -120,7 +110,7 @@ class Demo(Trial):
 
     async def run(self) -> Json:
         result = await super().run()
-        return {"variant": "demo", "seed": self._options.seed, "steps_before": self._steps_before or 0} | result
+        return {"variant": "demo", "seed": 0, "steps_before": self._steps_before or 0} | result
 
     async def ended(self, api: ApiClient) -> None:
         """Show the steps. Return when the newest rollouts of several steps had equal rewards, or at a collapse."""

@@ -56,6 +56,16 @@ def test_imitation_takes_the_calls_of_all_agents(
     assert config_of(lesson.ExampleLesson(plan, 0, tmp_path).settings()).trainer.agents is None
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lesson_begins_with_tasks_of_its_own(lesson: Any, name: str, tmp_path: Path) -> None:
+    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 4, 2, 20, 8, 4)
+    lesson.ExampleLesson(plan, 0, tmp_path / "run").begin()
+    counts = [len((tmp_path / "run" / f"{kind}.jsonl").read_text().splitlines()) for kind in ("taught", "held_out")]
+    assert counts == [4, 8] and (tmp_path / "run" / "tasks.jsonl").stat().st_size > 0
+    sys.modules.pop("tasks", None)
+    sys.path.remove(str(EXAMPLES / name))
+
+
 def test_what_rl_adds_is_compared_task_by_task() -> None:
     """Where each task's reward was kept: two tasks, of which one got better by a half."""
 

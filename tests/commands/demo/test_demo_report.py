@@ -38,7 +38,7 @@ def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
 
 
 def test_an_earlier_demos_directory_is_emptied_and_never_another(tmp_path: Path) -> None:
-    options = DemoOptions(directory=tmp_path / "demo", seed=3)
+    options = DemoOptions(directory=tmp_path / "demo")
     (begin(options).directory / "lightning.db").touch()
     begin(options)
     assert [path.name for path in (tmp_path / "demo").iterdir()] == ["demo.json"]
@@ -48,7 +48,7 @@ def test_an_earlier_demos_directory_is_emptied_and_never_another(tmp_path: Path)
 
 
 def test_a_demo_is_resumed_with_the_options_that_it_began_with_and_only_where_one_began(tmp_path: Path) -> None:
-    began = begin(DemoOptions(steps=7, seed=3, directory=tmp_path / "demo", model=tmp_path / "model"))
+    began = begin(DemoOptions(steps=7, directory=tmp_path / "demo", model=tmp_path / "model"))
     assert resumed(tmp_path / "demo") == began
     (tmp_path / "moved").mkdir()
     (tmp_path / "demo" / "demo.json").rename(tmp_path / "moved" / "demo.json")

@@ -39,7 +39,7 @@ def policy(demo: Path) -> dict[str, Any]:
 
 def test_a_killed_demo_goes_on_where_it_was(tmp_path: Path) -> None:
     model, demo, log = save_spelling_model(tmp_path / "model", letters="0123456789ab"), tmp_path / "demo", "out.log"
-    first = start(tmp_path, "--model", str(model), "--steps", str(STEPS), "--repeat", "1")
+    first = start(tmp_path, "--model", str(model), "--steps", str(STEPS))
     try:
         wait_until(lambda: first.poll() is not None or policy(demo).get("live_version"), 480, "a version is live")
         before = (demo / "before.json").read_text()
