@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from rich.console import Console
@@ -124,7 +125,11 @@ class Demo(Trial):
                 self._steps = policy["steps"]
                 self._steps_before = self._steps if self._steps_before is None else self._steps_before
                 self._newest = [one["reward"] for one in completed[:STEP_ROLLOUTS] if one["reward"] is not None]
-                bar.show(self._steps, _mean(self._newest), sum(one["status"] == "failed" for one in newest))
+                bar.show(
+                    self._steps,
+                    fmean(self._newest) if self._newest else None,
+                    sum(one["status"] == "failed" for one in newest),
+                )
                 nothing_left = len(completed) == several and all(one["dropped"] for one in completed)
                 is_over = nothing_left or policy["collapse"] is not None
             await asyncio.sleep(POLL_S)
@@ -134,12 +139,8 @@ class Demo(Trial):
         if (before := evaluation(self.directory / "before.json")) is None:
             return "nothing was trained: it ended before the base model was evaluated"
         reached = f"reached: {self._steps} of {self._options.steps} steps; mean reward of held-out tasks before "
-        newest = f"; of the newest rollouts {_mean(self._newest):.3f}" if self._newest else ""
+        newest = f"; of the newest rollouts {fmean(self._newest):.3f}" if self._newest else ""
         return f"{reached}{before['mean_reward']:.3f}{newest}"
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def begin(options: DemoOptions) -> DemoOptions:

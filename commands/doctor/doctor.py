@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -299,20 +299,16 @@ async def probe_rewards(api: ApiClient) -> str:
         raise Doubt(f"none of the newest {len(called)} training rollouts has ended", idle)
     found = f"{rewarded} of the newest {len(ended)} ended training rollouts have one"
     if rewarded == 0:
-        raise Finding(found, await _uncounted(api, ended))
+        posted = [reward for one in ended[:3] for reward in (await api.rollout(one["rollout_id"]))["rewards"]]
+        names = ", ".join(sorted({reward["name"] for reward in posted}))
+        fix = f"they have rewards named {names}: give these names weights in trainer.reward_weights"
+        raise Finding(found, fix if names else None)
     if rewarded < len(ended) / 2:
         raise Doubt(found)
     if all(r["task_id"] is None for r in ended):
         fix = "send X-Task-Id: only rollouts of one task are compared"
         raise Doubt(f"{found}, but none names its task", fix)
     return found
-
-
-async def _uncounted(api: ApiClient, ended: Sequence[dict[str, Any]]) -> str | None:
-    """The fix if rollouts have rewards, but under names that do not count."""
-    posted = [reward for one in ended[:3] for reward in (await api.rollout(one["rollout_id"]))["rewards"]]
-    names = ", ".join(sorted({reward["name"] for reward in posted}))
-    return f"they have rewards named {names}: give these names weights in trainer.reward_weights" if names else None
 
 
 async def waiting_groups(config: Config) -> Any:
