@@ -1,4 +1,4 @@
-"""`GET /rewarders` and the page's view of it: weights, agreement with people, the budget, and what waits."""
+"""`GET /rewarders`: weights, agreement with people, the budget, and what waits; the page warns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from lightning_proxy.features.judge.config import JudgeConfig
 from lightning_proxy.features.judge.kinds import made
 from lightning_proxy.features.judge.table import CHECK_KEEP, SPENT_MORE, Checked
+from support.page_in_node import drawn, needs_node
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 HOSTILE = "<img src=x onerror=window.hurt=1>"
@@ -62,3 +63,10 @@ async def test_the_route_says_what_judges_and_whether_people_agree(running: Runn
         "high": 0.93,
     }
     assert next_message["check"] is None and "nobody checked it" in next_message["warning"]
+
+
+@needs_node
+async def test_the_overview_warns_of_a_judge_that_nobody_checked(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, **SETTINGS) as system:
+        (overview,) = await drawn(system, tmp_path, "overview")
+    assert "next_message trains, and nobody checked it" in overview["text"]

@@ -1,17 +1,21 @@
-"""The page's files: all that it loads comes from the proxy, under a policy that lets nothing else in."""
+"""The page's files, all of the proxy's own, under a policy that lets nothing else in; its feeds share their looks."""
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 import hashlib
 import re
 import tomllib
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_proxy.features.page.proxy import FILES, POLICY, files
+from lightning_proxy.store.sqlite.database import SqliteDatabase
 from support.paths import ROOT
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -75,3 +79,27 @@ def test_other_people_s_files_are_those_that_are_listed() -> None:
     vendored = {name.removeprefix("vendor/"): body for name, body in files().items() if name.startswith("vendor/")}
     code = {name: hashlib.sha256(body).hexdigest() for name, body in vendored.items() if ".LICENSE" not in name}
     assert code == listed
+
+
+@pytest.mark.sqlite
+async def test_many_feeds_look_at_the_store_as_often_as_one(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, quick = 0, SqliteDatabase.quick
+
+    async def counted(database: SqliteDatabase, *args: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return await quick(database, *args)
+
+    monkeypatch.setattr(SqliteDatabase, "quick", counted)
+    async with running(tmp_path) as system, AsyncExitStack() as stack:
+        found = []
+        for feeds in (1, 40):
+            for _ in range(feeds):
+                answer = await stack.enter_async_context(system.session.get(f"{system.url}/feed"))
+                assert (await answer.content.readline()).startswith(b"id: ")
+            before = looks
+            await asyncio.sleep(2)
+            found.append(looks - before)
+        assert found[1] < 3 * found[0]
