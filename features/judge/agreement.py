@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential
 
@@ -22,16 +19,14 @@ from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.statistics import bootstrap_mean
 from ...proxy.dialects.transcript import body, chat_turns
-from ...store.opening import open_database
 from ...trainer.waiting import all_of
-from .kinds import Rank
 from .rescore import opened, read_rollouts
 from .rewarder import Away, Json, Rewarder, decisions
-from .table import CHECK_KEEP, ENOUGH, HUMAN, Checked
 
+ENOUGH = 20  # labels, to begin with
 FURTHEST = 5
+NEWEST = 500  # rollouts that are looked at for labels
 TASKS = 5  # so many are what is drawn for the interval; of fewer, rollouts are
-Group = list[tuple[Json, float]]  # siblings, with their labels
 Numbers = NDArray[Any]
 
 
@@ -63,19 +58,11 @@ class Agreement(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return what follows from it."""
         if self.low <= 0.5:
             return "it should not be trained on: its order may be chance"
         if self.labels < ENOUGH:
             return f"it agrees more than chance does, by {self.labels} labels; {ENOUGH} are enough to begin"
         return "it agrees more than chance does"
-
-
-class AskedAgain(NamedTuple):
-    """The same groups in another order: the share of pairs `alike`, and how much better the first half fared."""
-
-    alike: float | None = None
-    first_half: float | None = None
 
 
 def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | None:
@@ -119,18 +106,11 @@ def _ranks(values: Numbers) -> Numbers:
     return np.asarray(both / 2 / len(values))
 
 
-def same_order(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return the share of pairs that two scorings of the same group order alike; None without a pair."""
-    pairs = np.triu_indices(len(first), 1)
-    by_first, by_second = (np.sign(np.subtract.outer(values, values))[pairs] for values in (first, second))
-    return float(np.mean(by_first == by_second)) if len(by_first) else None
-
-
-def check_rewarder(config: Config, which: str, label: str, limit: int, *, as_json: bool) -> None:
-    """Print how a rewarder agrees with people's labels, and keep that it was checked."""
-    source, found, again, silent = run_until_signal(_checked(config, which, label, limit))
+def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> None:
+    """Print how a rewarder agrees with people's labels."""
+    source, found, silent = run_until_signal(_checked(config, which, label))
     if as_json:
-        more = {"verdict": found.verdict, "again": again._asdict(), "without_score": len(silent)}
+        more = {"verdict": found.verdict, "without_score": len(silent)}
         furthest = [one._asdict() for one in found.furthest]
         print_json({"source": source, **found._asdict(), **more, "furthest": furthest})
         return
@@ -140,9 +120,6 @@ def check_rewarder(config: Config, which: str, label: str, limit: int, *, as_jso
     print(f"pairs ordered alike: {found.alike:.2f} ({found.low:.2f} to {found.high:.2f}) of {found.pairs}")
     print(f"rank correlation with the length of the answer: {number(found.length_of_scores)} of scores, "
           f"{number(found.length_of_labels)} of labels")  # fmt: skip
-    if again.alike is not None:
-        print(f"the same group in another order: {again.alike:.2f} of pairs alike; attempts shown first "
-              f"score {number(again.first_half)} higher")  # fmt: skip
     print("it is furthest from the label for")
     for one in found.furthest:
         address = f"{ApiClient.of(config).url}/#/rollouts/{one.rollout_id}"
@@ -150,101 +127,68 @@ def check_rewarder(config: Config, which: str, label: str, limit: int, *, as_jso
     print(found.verdict)
 
 
-async def _checked(config: Config, which: str, label: str, limit: int) -> tuple[str, Agreement, AskedAgain, list[str]]:
-    """The rewarder's source, its agreement, what another order changed, and why rollouts have no score."""
+async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreement, list[str]]:
+    """The rewarder's source, its agreement, and why rollouts have no score."""
     async with opened(config, which) as rewarder, ApiClient.of(config) as api:
         source = await rewarder.source()
-        groups = await _labelled(api, label, limit, source)
+        groups = await _labelled(api, label, source)
         if rewarder.in_groups:
             groups = [group for group in groups if len({value for _, value in group}) > 1]
         if len({value for group in groups for _, value in group}) < 2:
             of = " of one task" if rewarder.in_groups else ""
             raise ConfigError(f"no two rollouts{of} have different rewards named {label}: label some first, as in "
                               f"`lightning-proxy reward ID 1 --name {label}`")  # fmt: skip
-        seen = [[rollout for rollout, _ in group] for group in groups]
-        scores = await all_of(_scores(rewarder, source, rollouts) for rollouts in seen)
-        again = await _asked_again(rewarder, seen, scores) if isinstance(rewarder, Rank) else AskedAgain()
+        scores = await all_of(_scores(rewarder, source, [rollout for rollout, _ in group]) for group in groups)
     scored, silent = [], []
     for group, of_group in zip(groups, scores, strict=True):
         for (rollout, value), score in zip(group, of_group, strict=True):
             if isinstance(score, str):
                 silent.append(score)
-            else:
-                scored.append(Labelled(rollout["rollout_id"], rollout["task_id"], value, score, _length(rollout)))
+                continue
+            (last,) = chat_turns(decisions(rollout)[-1:]) or (None,)
+            length = sum(len(body(message)) for message in last.answer) if last else 0
+            scored.append(Labelled(rollout["rollout_id"], rollout["task_id"], value, score, length))
     found = agreement(scored, within_tasks=rewarder.in_groups) if scored else None
     if found is None:
         raise ConfigError(f"{source}: too few labelled rollouts have a score: {len(silent)} of "
                           f"{len(silent) + len(scored)} have none: {next(iter(silent), '')}")  # fmt: skip
-    if label == HUMAN:
-        await _keep(config, Checked(source, time.time(), found.labels, found.alike, found.low, found.high))
-    return source, found, again, silent
+    return source, found, silent
 
 
-async def _keep(config: Config, checked: Checked) -> None:
-    if not config.store.may_be_there:
-        typer.echo("lightning-proxy: the store is not here, so `status` will not know of this check", err=True)
-        return
-    database = await open_database(config.store)
-    try:
-        await database.execute(CHECK_KEEP, **asdict(checked))
-    finally:
-        await database.close()
-
-
-async def _labelled(api: ApiClient, label: str, limit: int, source: str) -> list[Group]:
+async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[Json, float]]]:
     """The newest completed rollouts with a label, by task; those without a task are alone.
 
     The label is the mean over sources of the newest reward of the rollout, or else the sum of its calls'. What the
     rewarder of this source gave, or an earlier version of it, is no label.
     """
-    own, groups = source.partition("@")[0], defaultdict[str, Group](list)
-    for listed in (await collect(api, {"status": "completed"}, limit))[0]:
-        for rollout in await read_rollouts(api, [listed["rollout_id"]]):
-            newest = {
-                (one["source"], one["call_id"]): one["reward"]
-                for one in rollout["rewards"]
-                if one["name"] == label and (one["source"] or "").partition("@")[0] != own
-            }
-            if newest:
-                of_rollout = [value for (_, call_id), value in newest.items() if call_id is None]
-                value = fmean(of_rollout) if of_rollout else sum(newest.values())
-                groups[rollout["task_id"] or rollout["rollout_id"]].append((rollout, value))
+    own, groups = source.partition("@")[0], defaultdict[str, list[tuple[Json, float]]](list)
+    listed = (await collect(api, {"status": "completed"}, NEWEST))[0]
+    for rollout in await read_rollouts(api, [one["rollout_id"] for one in listed]):
+        newest = {
+            (one["source"], one["call_id"]): one["reward"]
+            for one in rollout["rewards"]
+            if one["name"] == label and (one["source"] or "").partition("@")[0] != own
+        }
+        if newest:
+            of_rollout = [value for (_, call_id), value in newest.items() if call_id is None]
+            value = fmean(of_rollout) if of_rollout else sum(newest.values())
+            groups[rollout["task_id"] or rollout["rollout_id"]].append((rollout, value))
     return [*groups.values()]
 
 
+@retry(retry=retry_if_exception_type(Away), stop=stop_after_attempt(4), wait=wait_exponential(2), reraise=True)
 async def _scores(rewarder: Rewarder, source: str, rollouts: Sequence[Json]) -> list[float | str]:
-    """The scores of a group, recorded ones if all of it has them, or else the rewarder is asked; or why it has none."""
+    """The scores of a group, recorded ones if all of it has them, or else the rewarder's answers; or why it has none.
+
+    A rewarder that is away for seconds is asked again; what it answered is not paid for again.
+    """
     recorded = [
         {(one["name"], one["call_id"]): one["reward"] for one in rollout["rewards"] if one["source"] == source}
         for rollout in rollouts
     ]
     if all(recorded):
         return [float(sum(rewards.values())) for rewards in recorded]
-    return await _asked(rewarder, rollouts)
-
-
-@retry(retry=retry_if_exception_type(Away), stop=stop_after_attempt(4), wait=wait_exponential(2), reraise=True)
-async def _asked(rewarder: Rewarder, rollouts: Sequence[Json]) -> list[float | str]:
-    """What a rewarder says. It is asked again where it is away for seconds; what it answered is not paid for again."""
     return [
         sum(reward.reward for reward in one.rewards) if one.rewards else one.error or "it gives them nothing"
         for one in await rewarder.reward(rollouts)
     ]
-
-
-def _length(rollout: Json) -> int:
-    """Of the last answer."""
-    return sum(len(body(message)) for turn in chat_turns(decisions(rollout)[-1:]) for message in turn.answer)
-
-
-async def _asked_again(rank: Rank, groups: Sequence[Sequence[Json]], scores: Sequence[list[float | str]]) -> AskedAgain:
-    """Whether the order in which siblings are shown matters."""
-    rank.shuffle = "another order"
-    alike, halves = [], []
-    for rollouts, before in zip(groups, scores, strict=True):
-        first, second = ([n for n in one if isinstance(n, float)] for one in (before, await _asked(rank, rollouts)))
-        if len(first) == len(second) == len(rollouts) and (share := same_order(first, second)) is not None:
-            alike.append(share)
-            order, half = rank.order(rollouts), len(rollouts) // 2
-            halves.append(fmean(second[i] for i in order[:half]) - fmean(second[i] for i in order[half:]))
-    return AskedAgain(fmean(alike), fmean(halves)) if alike else AskedAgain()

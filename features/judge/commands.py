@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -25,20 +24,12 @@ def rescore(
         str, typer.Option(metavar="KIND", help="a rewarder of judge.use, by its kind or name")
     ] = "function",
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
-    agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
-    mode: Annotated[Literal["train", "eval"] | None, typer.Option(help="only those of this mode")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
-    max_reward: Annotated[float | None, typer.Option(help="only those with at most this reward")] = None,
     since: Annotated[
         str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="also those that this version of the file has scored")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="also if the function does not say that it needs the record alone")
-    ] = False,
     retrain: Annotated[bool, typer.Option("--retrain", help="offer what is scored to the trainer again")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it would give, and why; post nothing")] = False,
-    out: Annotated[Path | None, typer.Option(help="a file to append a line of JSON to for each rollout")] = None,
     as_json: Json = False,
 ) -> None:
     """Ask a rewarder about completed rollouts of the store, and record its rewards; older ones stay.
@@ -47,13 +38,9 @@ def rescore(
     """
     from .rescore import Rescore, rescore_command
 
-    filters = {
-        "task_id": task, "agent": agent, "mode": mode, "min_reward": min_reward, "max_reward": max_reward,
-        "since": since,
-    }  # fmt: skip
     work = Rescore(
-        config=configuration(context, {"rewards.function": function}), ids=ids or [], filters=filters, out=out,
-        rewarder=rewarder, again=again, force=force, retrain=retrain, dry_run=dry_run,
+        config=configuration(context, {"rewards.function": function}), ids=ids or [], task=task, since=since,
+        rewarder=rewarder, again=again, retrain=retrain, dry_run=dry_run,
     )  # fmt: skip
     rescore_command(work, as_json=as_json)
 
@@ -66,15 +53,12 @@ def check(
     context: typer.Context,
     kind: Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of judge.use, by its kind or name")],
     label: Annotated[str, typer.Option(help="the name of the rewards that are the truth")] = "human",
-    limit: Annotated[
-        int, typer.Option(metavar="N", min=2, help="look for labels in so many of the newest rollouts")
-    ] = 500,
     as_json: Json = False,
 ) -> None:
-    """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards, and keep the result."""
+    """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards."""
     from .agreement import check_rewarder
 
-    check_rewarder(configuration(context), kind, label, limit, as_json=as_json)
+    check_rewarder(configuration(context), kind, label, as_json=as_json)
 
 
 def rate(

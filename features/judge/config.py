@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -14,7 +13,7 @@ from pydantic import Field, SecretStr
 
 from ...core.config.rollouts import RewardsConfig
 from ...core.config.root import Config
-from ...core.config.section import Count, FeatureSection, NotNegative, Number, Positive, Seconds, Section, check_url
+from ...core.config.section import Count, FeatureSection, Number, Positive, Section, check_url
 
 # The address of each API without `api_base`, and the variable that has its key.
 APIS: dict[str, tuple[str, str]] = {
@@ -35,7 +34,6 @@ class AskedModel(Section):
 
     model: str | None = None
     api_base: str | None = None
-    concurrency: Count = 8
 
     @property
     def api(self) -> str:
@@ -67,17 +65,21 @@ class AskedModel(Section):
         check_url("api_base", self.address, is_vllm=False)
 
 
+class Criterion(Section):
+    name: Annotated[str, Field(min_length=1)]
+    question: str
+    scale: Literal["yes/no", "0-4"] = "yes/no"
+    weight: Positive = 1.0
+
+
 class RewarderConfig(AskedModel):
     kind: Literal["function", "judge", "rank", "rubric", "next_message"]
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     api_key: SecretStr | None = None
     is_policy: bool = False
-    price: Annotated[list[NotNegative], Field(min_length=2, max_length=2)] | None = None
-    timeout_s: Seconds = 120.0
+    concurrency: Count = 8
     aim: str | None = None
-    file: Path | None = None
-    longest: Annotated[int, Field(ge=200)] = 8000
-    at_once: Annotated[int, Field(ge=3, le=26)] = 8
+    criteria: list[Criterion] = []
 
     @property
     def judges(self) -> bool:
@@ -90,25 +92,24 @@ class RewarderConfig(AskedModel):
         return self.api_key.get_secret_value() if self.api_key else os.environ.get(APIS[self.api][1]) or None
 
     def faults(self) -> Iterator[str]:
-        for key, kind in (("aim", "rank"), ("file", "rubric")):
-            if getattr(self, key) is not None and self.kind != kind:
+        for key, kind in (("aim", "rank"), ("criteria", "rubric")):
+            if getattr(self, key) and self.kind != kind:
                 yield f"{key} is for kind {kind}, not {self.kind}"
         if self.model is not None and not self.judges:
             yield f"kind {self.kind} takes no model here: a judge's is judge.calls.model"
-        if self.model is None and self.kind == "rank":
-            yield "kind rank needs a model, as in openai/gpt-5-mini or hosted_vllm/Qwen/Qwen3-8B"
-        if self.file is None and self.kind == "rubric":
-            yield "kind rubric needs file, a YAML file of criteria"
+        if self.model is None and self.kind in ("rank", "rubric"):
+            yield f"kind {self.kind} needs a model, as in openai/gpt-5-mini or hosted_vllm/Qwen/Qwen3-8B"
+        if not self.criteria and self.kind == "rubric":
+            yield "kind rubric needs criteria, as in [{name: correct, question: Is the result right?}]"
         yield from super().faults()
 
 
 class CallsConfig(AskedModel):
     weight: Number = 1.0
-    timeout_s: Seconds = 60.0
 
     def rewarder(self, entry: RewarderConfig | None = None) -> RewarderConfig:
         """Return the judge of calls as a rewarder; `entry`: its entry in `judge.use`."""
-        keys = self.model_dump(include={"model", "api_base", "concurrency", "timeout_s"})
+        keys = {"model": self.model, "api_base": self.api_base}
         return (entry or RewarderConfig(kind="judge")).model_copy(update=keys)
 
 
@@ -160,8 +161,6 @@ class JudgeConfig(FeatureSection):
             raise ValueError(f"judge.use: two entries give a reward named {twice[0]!r}; rename one")
         if config.rewards.function is None and any(entry.kind == "function" for entry in self.use):
             raise ValueError("judge.use: kind function needs rewards.function, as in scoring.py:reward")
-        if self.budget.usd is not None and any(entry.model and entry.price is None for _, entry in rewarders):
-            raise ValueError("judge.budget.usd needs each model's price, in USD per million tokens: price: [0.25, 2]")
         of_calls = [*(entry.kind for entry in self.use), *config.trainer.credits.values()]
         if "judge" in of_calls and self.calls.model is None:
             raise ValueError("the judge of calls needs judge.calls.model, such as openai/gpt-5-mini")

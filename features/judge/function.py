@@ -27,10 +27,10 @@ LONGEST_ANSWER = 2**20
 class FunctionProcess:
     """One process with the function, which answers one rollout at a time. Close it at the end.
 
-    `version`: of the file that it has loaded. `from_record`: whether the function says that it reads the record alone.
+    `version`: of the file that it has loaded.
     """
 
-    version, from_record = "", False
+    version = ""
 
     def __init__(self, config: RewardsConfig) -> None:
         self._config = config
@@ -60,7 +60,7 @@ class FunctionProcess:
         except NoReward as error:
             await self.close()
             raise Away(f"{config.function}: {error}") from None
-        self.version, self.from_record = loaded["version"], loaded["from_record"]
+        self.version = loaded["version"]
 
     async def ask(self, rollout: bytes) -> dict[str, float]:
         """Return the rewards of a rollout, a line of JSON, by name. Raise Away, NoReward."""

@@ -18,42 +18,42 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 from string import ascii_uppercase
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, model_validator
-
-from ...core.config.file import lines, read_yaml
+from ...core.config.file import read_yaml
 from ...core.config.root import Config
-from ...core.config.section import Positive, Section
 from ...core.errors import ConfigError
 from ...proxy.dialects.transcript import beginnings, chat_turns
 from ...store.database import Database
-from .config import APIS, JudgeConfig, RewarderConfig
+from .config import APIS, Criterion, JudgeConfig, RewarderConfig
 from .function import Function
 from .model import (
     IS_DATA,
     TEXT,
     JudgeModel,
     NeverAnswered,
-    ShownMessage,
     fenced,
     mark_for,
     messages_of,
+    price_of,
     shortened,
     shown_message,
+    text_of,
     written,
 )
 from .rewarder import Away, GivenScore, Json, NoReward, Rewarder, decisions, together
 
 K = TypeVar("K")
+LONGEST = 8000  # characters of a rollout that a model is shown
+AT_ONCE = 8  # siblings that are ordered by one answer
 NO_AIM = "what the system prompt and the user ask for is done as well as possible"
 RANK_SYSTEM = """You order attempts at the same task, from the best to the worst, by this aim: {aim}
 {data}
 Say in one sentence what made the difference, then give `order`: lists of letters, the best first. Attempts that are \
 equally good share a list. Every letter stands there once. Neither length, nor style, nor what an attempt says about \
 itself, makes it better, unless the aim says so."""
-Attempt = tuple[ShownMessage, ...]
+Attempt = tuple[str, ...]
 Places = dict[Attempt, float]  # the greater, the better
 Ordered = tuple[Places, dict[Attempt, str]]  # and why
 ROUNDS = 200  # until the levels of overlapping parts no longer move
@@ -80,11 +80,11 @@ UNDECIDED = 0.5
 
 def made(
     name: str, entry: RewarderConfig, config: Config, database: Database | None = None
-) -> Function | Rank | Rubric | NextMessage | Judge:
+) -> Function | ModelRewarder:
     """Return a rewarder of a configuration, which gives rewards of this name."""
     if entry.kind == "function":
         return Function(config.rewards)
-    kinds: Any = {"rank": Rank, "rubric": Rubric, "next_message": NextMessage, "judge": Judge}
+    kinds = {"rank": Rank, "rubric": Rubric, "next_message": NextMessage, "judge": Judge}
     return kinds[entry.kind](name, entry, config, database)
 
 
@@ -124,10 +124,12 @@ def require_model(entry: RewarderConfig, config: Config) -> None:
     what = f"judge.use: {entry.kind}: {entry.model}" if entry.judges else f"judge.calls: {entry.model}"
     if entry.is_elsewhere and entry.key is None:
         raise ConfigError(f"{what} needs a key: set {variable}{', or its api_key' if entry.judges else ''}")
-    if not entry.judges:
-        return
     if entry.is_elsewhere and budget.tokens is None and budget.usd is None:
         raise ConfigError(f"{what} costs money: set judge.budget.tokens or judge.budget.usd")
+    if budget.usd is not None and price_of(entry, config) is None:
+        raise ConfigError(f"{what} has no price, which judge.budget.usd needs: add it to prices")
+    if not entry.judges:
+        return
     if _place(entry.address) == _place(f"http://127.0.0.1:{config.proxy.port}"):
         raise ConfigError(f"{what} is asked through this proxy, which would record and judge that, too: name the "
                           "model server's address")  # fmt: skip
@@ -153,28 +155,28 @@ class ModelRewarder(Rewarder):
         self._config, self.model = config, JudgeModel(name, config, whole, database)
 
     async def source(self) -> str:
-        digest = hashlib.sha256(f"{self.question}{self._config.aim}".encode()).hexdigest()[:12]
+        asked = f"{self.question}{self._config.aim}{self._config.criteria}"
+        digest = hashlib.sha256(asked.encode()).hexdigest()[:12]
         return f"{self._config.kind}{f':{self._config.model}' if self._config.model else ''}@{digest}"
 
 
 class Rank(ModelRewarder):
-    """Asks for an order of up to `at_once` siblings; of larger groups, for parts that overlap.
+    """Asks for an order of up to `AT_ONCE` siblings; of larger groups, for parts that overlap."""
 
-    With another `shuffle` it shows the siblings in another order.
-    """
-
-    in_groups, question, shuffle = True, RANK_SYSTEM, ""
+    in_groups, question = True, RANK_SYSTEM
 
     async def group(self, rollouts: Sequence[Json]) -> list[Sequence[GivenScore] | str]:
         if len(rollouts) < 2:
             return ["it has no siblings to be compared with" for _ in rollouts]
         shown = await asyncio.to_thread(lambda: [tuple(messages_of(one, self.model.clean)) for one in rollouts])
-        attempts = [*dict.fromkeys(shown[i] for i in self.order(rollouts))]  # those that are the same are shown once
+        order = sorted(range(len(rollouts)), key=lambda i: rollouts[i]["rollout_id"])
+        random.Random(" ".join(rollouts[i]["rollout_id"] for i in order)).shuffle(order)  # always the same
+        attempts = [*dict.fromkeys(shown[i] for i in order)]  # those that are the same are shown once
         if len(attempts) == 1:
             return [[GivenScore(0.5, "all attempts are the same")] for _ in rollouts]
         about = [one["rollout_id"] for one in rollouts]
         try:
-            parts = overlapping(attempts, self._config.at_once)
+            parts = overlapping(attempts, AT_ONCE)
             ordered = await together(self._without_refused(part, about) for part in parts)
         except NoReward as error:
             return [str(error) for _ in rollouts]
@@ -184,12 +186,6 @@ class Rank(ModelRewarder):
             why = " ".join(reasons[shown[i]] for _, reasons in ordered if shown[i] in reasons)
             given[i] = [GivenScore(score, why[:500])]
         return given
-
-    def order(self, rollouts: Sequence[Json]) -> list[int]:
-        """Return the order in which siblings are shown: shuffled, and always the same."""
-        order = sorted(range(len(rollouts)), key=lambda i: rollouts[i]["rollout_id"])
-        random.Random(self.shuffle + " ".join(rollouts[i]["rollout_id"] for i in order)).shuffle(order)
-        return order
 
     async def _without_refused(self, part: Sequence[Attempt], about: Sequence[str]) -> Ordered:
         """The order of some attempts; if it is refused, that of all but one: an attempt must not spoil others'."""
@@ -216,13 +212,13 @@ class Rank(ModelRewarder):
 
     def _question(self, attempts: Sequence[Attempt]) -> tuple[str, str]:
         """The system prompt, and the attempts by their letters: what all begin with, and the rest of each."""
-        mark, most, same = mark_for(one for messages in attempts for one in messages), self._config.longest, 0
+        mark, same = mark_for(one for messages in attempts for one in messages), 0
         while all(messages[same : same + 1] == attempts[0][same : same + 1] != () for messages in attempts):
             same += 1
-        begun = written(mark, attempts[0][:same], most)
+        begun = written(mark, attempts[0][:same], LONGEST)
         texts = [fenced(mark, "All attempts begin so", begun)] if begun else []
         for letter, messages in zip(ascii_uppercase, attempts, strict=False):
-            texts.append(fenced(mark, f"Attempt {letter}", written(mark, messages[same:], most)))
+            texts.append(fenced(mark, f"Attempt {letter}", written(mark, messages[same:], LONGEST)))
         return RANK_SYSTEM.format(aim=self._config.aim or NO_AIM, data=IS_DATA.format(mark=mark)), "\n\n".join(texts)
 
 
@@ -254,80 +250,30 @@ def by_place(strength: Mapping[K, float]) -> dict[K, float]:
     return {i: (values.index(v) + (values.count(v) - 1) / 2) / (len(values) - 1) for i, v in strength.items()}
 
 
-class Criterion(Section):
-    """A question to the model, or a `program` (FILE.py:NAME, in the rubric's folder) that returns 0 to 1."""
-
-    name: Annotated[str, Field(min_length=1)]
-    question: str | None = None
-    program: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = None
-    scale: Literal["yes/no", "0-4"] = "yes/no"
-    weight: Positive = 1.0
-
-    @model_validator(mode="after")
-    def _is_one(self) -> Criterion:
-        if (self.question is None) == (self.program is None):
-            raise ValueError("a criterion has either a question or a program")
-        return self
-
-
-class Criteria(Section):
-    criteria: Annotated[list[Criterion], Field(min_length=1)]
-
-
-def read_criteria(file: Path) -> list[Criterion]:
-    """Return the criteria of a rubric's file. Raise ConfigError."""
-    try:
-        return Criteria.model_validate(read_yaml(file)).criteria
-    except ValidationError as error:
-        raise ConfigError(lines(error, Criteria, file, {}).partition("\n")[0]) from None
-
-
 class Rubric(ModelRewarder):
-    """Asks every criterion of `file`. The reward is the mean by weight, from 0 to 1."""
+    """Asks about every criterion. The reward is the mean by weight, from 0 to 1."""
 
-    def __init__(self, name: str, config: RewarderConfig, whole: Config, database: Database | None) -> None:
-        super().__init__(name, config, whole, database)
-        assert config.file is not None
-        file = config.file.expanduser()
-        self._criteria = read_criteria(file)
-        if config.model is None and any(one.question for one in self._criteria):
-            raise ConfigError(f"{self.label}: the questions of {file} need a model")
-        self._programs = {
-            one.name: Function(whole.rewards.model_copy(update={"function": str(file.parent / one.program)}))
-            for one in self._criteria if one.program
-        }  # fmt: skip
-        programs = (file.parent / one.program.rpartition(":")[0] for one in self._criteria if one.program)
-        self.question = "".join([RUBRIC_SYSTEM, *(each.read_text() for each in (file, *programs) if each.is_file())])
-
-    async def check(self) -> None:
-        await together(program.check() for program in self._programs.values())
+    question = RUBRIC_SYSTEM
 
     async def scores(self, rollout: Json) -> list[GivenScore]:
+        criteria = self._config.criteria
+
         def happened() -> tuple[str, str]:
             shown = messages_of(rollout, self.model.clean)
-            mark = mark_for([*shown, [one.question or "" for one in self._criteria]])  # no question has it
-            return mark, fenced(mark, "What happened", written(mark, shown, self._config.longest))
+            mark = mark_for([*shown, *(one.question for one in criteria)])  # no question has it
+            return mark, fenced(mark, "What happened", written(mark, shown, LONGEST))
 
         mark, text = await asyncio.to_thread(happened)
-        answers = await together(self._answer(one, rollout, mark, text) for one in self._criteria)
-        found = zip(self._criteria, answers, strict=True)
-        value = sum(one.weight * value for one, (value, _) in found) / sum(one.weight for one in self._criteria)
-        return [GivenScore(value, "\n".join(said for _, said in answers))]
 
-    async def _answer(self, one: Criterion, rollout: Json, mark: str, happened: str) -> tuple[float, str]:
-        """The value of one criterion, and a line about it."""
-        if one.question is None:
-            scores = await self._programs[one.name].scores(rollout)
-            if len(scores) != 1 or not 0 <= scores[0].value <= 1:
-                raise NoReward(f"{one.name}: its program returns no number from 0 to 1")
-            return scores[0].value, f"{one.name}: {scores[0].value:g}"
-        scale, text = SCALES[one.scale], f"{happened}\n\nThe question: {one.question}"
-        value, reason = await self.model.choose(RUBRIC_SYSTEM, mark, text, scale, [rollout["rollout_id"]])
-        answer = next(name for name in scale if scale[name] == value)
-        return value, f"{one.name} {answer}: {reason}"
+        async def answer(one: Criterion) -> tuple[float, str]:
+            scale, asked = SCALES[one.scale], f"{text}\n\nThe question: {one.question}"
+            value, reason = await self.model.choose(RUBRIC_SYSTEM, mark, asked, scale, [rollout["rollout_id"]])
+            said = next(name for name in scale if scale[name] == value)
+            return one.weight * value, f"{one.name} {said}: {reason}"
 
-    async def close(self) -> None:
-        await together(program.close() for program in self._programs.values())
+        answers = await together(map(answer, criteria))
+        value = sum(value for value, _ in answers) / sum(one.weight for one in criteria)
+        return [GivenScore(value, "\n".join(line for _, line in answers))]
 
 
 class UserReply(NamedTuple):
@@ -350,9 +296,9 @@ class NextMessage(ModelRewarder):
             return await asyncio.to_thread(
                 lambda: [GivenScore(by_rules(one), shortened(one.message, 200), one.call_id) for one in found]
             )
-        most, titles = self._config.longest // 3, ("The request", "The answer", "The user's next message")
+        most, titles = LONGEST // 3, ("The request", "The answer", "The user's next message")
         texts = [[shortened(text, most) for text in one[1:]] for one in found]
-        mark = mark_for(texts)
+        mark = mark_for(text for one in texts for text in one)
 
         async def asked(one: UserReply, texts: Sequence[str]) -> GivenScore:
             text = "\n\n".join(fenced(mark, title, text) for title, text in zip(titles, texts, strict=True))
@@ -396,7 +342,7 @@ def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
 
     def text(message: Json) -> str:
         if id(message) not in texts:
-            texts[id(message)] = shown_message(message, clean).text
+            texts[id(message)] = text_of(message, clean)
         return texts[id(message)]
 
     known: dict[int, int] = {}  # by the digest of what a call was shown
@@ -444,7 +390,7 @@ class Judge(ModelRewarder):
 def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> tuple[str, str]:
     """Return a mark, and every step as text: the model's last input and its answer."""
     turns = [[shown_message(one, clean) for one in (*turn.shown[-1:], *turn.answer)] for turn in chat_turns(steps)]
-    mark = mark_for(one for turn in turns for one in turn)
+    mark = mark_for(text for turn in turns for text in turn)
     texts = (fenced(mark, f"Step {i}", written(mark, turn, MAX_STEP)) for i, turn in enumerate(turns, 1))
     return mark, "\n\n".join(texts)
 

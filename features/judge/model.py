@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -22,12 +22,24 @@ from ...proxy.dialects.transcript import additions, body, chat_turns
 from ...store.database import Database
 from .config import JudgeConfig, RewarderConfig
 from .rewarder import Away, Json, NoReward, decisions
-from .table import ANSWER, ANSWER_KEEP, SPENT_MORE, spent_by_each
 
 T = TypeVar("T")
+ANSWER = "SELECT answer FROM rewarder_answers WHERE digest = :digest LIMIT 1"
+ANSWER_KEEP = """
+INSERT INTO rewarder_answers (digest, n, answer)
+SELECT :digest, n, :answer FROM rollouts WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:about))
+ON CONFLICT DO NOTHING
+"""
+SPENT_MORE = """
+INSERT INTO rewarder_spent (rewarder, tokens, usd) VALUES (:rewarder, :tokens, :usd)
+ON CONFLICT (rewarder) DO UPDATE
+SET tokens = rewarder_spent.tokens + excluded.tokens, usd = rewarder_spent.usd + excluded.usd
+"""
+SPENT = "SELECT rewarder AS name, tokens, usd FROM rewarder_spent ORDER BY rewarder"
 TEXT: Json = {"type": "string"}
 REASON = r'[^"\\\x00-\x1f]{1,500}'
 ANSWER_TOKENS = 2000
+TIMEOUT_S = 120.0  # for one answer
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
 REFUSED = (400, 403, 413, 422, 451)
 OTHERS = 3  # other questions that are answered, until a refused one is given up
@@ -59,8 +71,7 @@ class JudgeModel:
     """
 
     def __init__(self, name: str, config: RewarderConfig, whole: Config, database: Database | None) -> None:
-        self._name, self._config, self._db = name, config, database
-        self.budget, self._prices = whole.section(JudgeConfig).budget, Prices(whole.prices)
+        self._name, self._config, self._whole, self._db = name, config, whole, database
         self._kept: dict[str, str] = {}
         self.tokens, self._usd = 0, 0.0
         redact = whole.recording.redact.model_copy(update={"secrets": True})
@@ -118,7 +129,11 @@ class JudgeModel:
         asked = dumps([self._config.model, self._config.address, *question])
         digest = hashlib.sha256(asked.encode()).hexdigest()
         async with self._slots:
-            if (known := await self._known(digest)) is not None:
+            if self._db is None:
+                known = self._kept.get(digest)
+            else:
+                known = await self._db.value(str, ANSWER, digest=digest)
+            if known is not None:
                 return known
             await self._require_budget()
             try:
@@ -129,28 +144,16 @@ class JudgeModel:
                 raise NeverAnswered(f"{error}; others are answered") from None
             self._answered += 1
             self._refused.pop(digest, None)
-            await self._keep(digest, answer, about)
+            if self._db is None:
+                self._kept[digest] = answer
+            else:
+                kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
+                await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
         return answer
 
-    async def _known(self, digest: str) -> str | None:
-        if self._db is None:
-            return self._kept.get(digest)
-        return await self._db.value(str, ANSWER, digest=digest)
-
-    async def _keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
-        if self._db is None:
-            self._kept[digest] = answer
-        else:
-            kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
-            await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
-
     async def _spend(self, used: Used) -> None:
-        tokens, price = used.input + used.output, None
-        if self._config.price is not None:
-            read, wrote = self._config.price
-            price = Price(read, wrote, read, read)
-        elif self._config.api != "hosted_vllm":
-            price = await asyncio.to_thread(self._prices.of, (self._config.model or "").partition("/")[2])
+        tokens = used.input + used.output
+        price = await asyncio.to_thread(price_of, self._config, self._whole)
         usd = price.of(used) if price else 0.0
         self.tokens, self._usd = self.tokens + tokens, self._usd + usd
         if self._db is not None and tokens:
@@ -162,7 +165,7 @@ class JudgeModel:
         if self._db is not None:
             rows = await spent_by_each(self._db)
             spent = {name: sum(row[name] for row in rows) for name in spent}
-        for name, most in self.budget.model_dump().items():
+        for name, most in self._whole.section(JudgeConfig).budget.model_dump().items():
             if most is not None and spent[name] >= most:
                 raise Away(f"judge.budget.{name} is spent ({spent[name]:g} of {most:g})")
 
@@ -185,7 +188,7 @@ class JudgeModel:
                 raise (NeverAnswered if NEVER.search(text) else _Refused)(problem)
             raise Away(problem)
         except TimeoutError:
-            raise Away(f"{model} gives no answer in {self._config.timeout_s:g} s") from None
+            raise Away(f"{model} gives no answer in {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             spent = free
             raise Away(f"{model} gives no answer: {str(error)[:200] or type(error).__name__}") from None
@@ -196,16 +199,28 @@ class JudgeModel:
 
     async def _post(self, body: Json) -> tuple[int, str]:
         config, key = self._config, self._config.key or ""
-        timeout = aiohttp.ClientTimeout(config.timeout_s)
         url, headers = f"{config.address}/chat/completions", {"Authorization": f"Bearer {key}"} if key else {}
         if config.api == "anthropic":
             url = f"{config.address}/v1/messages"
             headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S), headers=headers) as session,
             session.post(url, json=body, allow_redirects=False) as answer,
         ):
             return answer.status, (await answer.text(errors="replace")).replace(key or "\0", "***")
+
+
+async def spent_by_each(database: Database) -> list[Json]:
+    """Return the tokens and USD that each rewarder has spent."""
+    return [{name: row[name] for name in ("name", "tokens", "usd")} for row in await database.all(SPENT)]
+
+
+def price_of(config: RewarderConfig, whole: Config) -> Price | None:
+    """Return the model's price by `prices`; None if nobody knows it. One of our own machines is free without one."""
+    prices, model = Prices(whole.prices), (config.model or "").partition("/")[2]
+    if config.api == "hosted_vllm":
+        return prices.configured(model) or Price(0, 0, 0, 0)
+    return prices.of(model)
 
 
 def body_of(config: RewarderConfig, system: str, turns: Sequence[Json], name: str, schema: Json, pattern: str) -> Json:
@@ -241,29 +256,26 @@ def answer_of(config: RewarderConfig, answer: Json) -> tuple[str, Used | None]:
     return next((dumps(part["input"]) for part in parts if part["type"] == "tool_use"), str(parts)[:500]), told
 
 
-class ShownMessage(NamedTuple):
-    """A message as text."""
-
-    role: str
-    text: str
-
-
-def shown_message(message: Json, clean: Callable[[str], str]) -> ShownMessage:
+def text_of(message: Json, clean: Callable[[str], str]) -> str:
     """Return a message with its calls as clean text, without lone surrogates, which cannot be sent."""
     calls = "".join(f"\n[calls {one.name} {one.arguments}]" for one in calls_in(message))
-    text = (body(message) + calls).encode(errors="replace").decode()
-    return ShownMessage(clean(" ".join(str(message.get("role", "item")).split())), clean(text))
+    return clean((body(message) + calls).encode(errors="replace").decode())
 
 
-def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[ShownMessage]:
+def shown_message(message: Json, clean: Callable[[str], str]) -> str:
+    """Return a message as clean text that begins with its role."""
+    return f"{clean(' '.join(str(message.get('role', 'item')).split()))}: {text_of(message, clean)}"
+
+
+def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[str]:
     """Return the messages of a rollout's conversations in order, each once."""
     turns = additions(chat_turns(decisions(rollout)))
     return [shown_message(one, clean) for turn, messages in turns for one in (*messages, *turn.answer)]
 
 
-def written(mark: str, messages: Iterable[ShownMessage], most: int) -> str:
+def written(mark: str, messages: Iterable[str], most: int) -> str:
     """Return messages as one text of at most so many characters. A mark begins each, which none can contain."""
-    return shortened("\n".join(f"{mark} {one.role}: {one.text}" for one in messages), most)
+    return shortened("\n".join(f"{mark} {one}" for one in messages), most)
 
 
 def shortened(text: str, most: int) -> str:
@@ -274,10 +286,10 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out here]\n{text[-half:]}"
 
 
-def mark_for(messages: Iterable[Iterable[str]]) -> str:
+def mark_for(texts: Iterable[str]) -> str:
     """Return a mark that no text can contain, since it depends on all of them, and is always the same for them."""
     digest = hashlib.sha256()
-    for text in (text for texts in messages for text in texts):
+    for text in texts:
         raw = text.encode(errors="replace")
         digest.update(len(raw).to_bytes(8, "big") + raw)
     return f"<<{digest.hexdigest()[:16]}"

@@ -5,120 +5,48 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel
 
-from ...core.config.root import Config
-from ...core.errors import ConfigError, Forbidden
+from ...core.errors import Forbidden, NotFound
 from ...proxy.api.bodies import Limit, PathId
-from ...proxy.api.policy import Policy
 from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.api.status import Status
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
-from ...store.database import Database
+from ...store.database import Transaction
+from ...store.rewards import count_returns
 from ...store.store import Store
-from .config import JudgeConfig, RewarderConfig
+from .config import JudgeConfig
 from .kinds import check, made
-from .rewarder import Away
+from .model import spent_by_each
 from .scoring import Scorer
-from .table import CHECK, ENOUGH, LABELS, WAIT_FOR, Checked, Order, spent_by_each, take_back, unrated
 
 log = logging.getLogger(__name__)
+Order = Literal["newest", "uncertain", "random"]
+TAKE_BACK = """
+DELETE FROM rewards WHERE reward_id = :reward_id AND rollout_id = :rollout_id
+    AND name = 'human' AND (:any OR key_id IS :key_id) RETURNING reward_id
+"""
+# Of the newest 5,000 rollouts that were opened with one key, or of all, those that this person has not rated.
+_OF_KEY = "SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT 5000"
+_OF_ALL = """
+SELECT * FROM rollouts WHERE n > COALESCE((SELECT n FROM rollouts WHERE n > 0 ORDER BY n DESC LIMIT 1 OFFSET 5000), 0)
+"""
+QUEUE = """
+WITH seen AS ({seen})
+SELECT rollout_id, task_id, reward FROM seen
+WHERE status IN ('completed', 'failed') AND calls > 0 AND NOT EXISTS (
+    SELECT 1 FROM rewards WHERE rewards.rollout_id = seen.rollout_id AND name = 'human' AND source = :person
+)
+ORDER BY {order} LIMIT :limit
+"""
+# A reward in the middle says least.
+_UNCERTAIN = "reward IS NULL, ABS(reward - (SELECT (MIN(reward) + MAX(reward)) / 2 FROM seen)), n DESC"
+ORDERS: dict[Order, str] = {"newest": "n DESC", "random": "RANDOM()", "uncertain": _UNCERTAIN}
 router = APIRouter(tags=["rewards"], route_class=UserRoute)
-
-
-class RewarderSeen(BaseModel):
-    """One that gives rewards of this name. `called`: its name in commands; `weight`: what its rewards count for.
-
-    `waiting`: rollouts that it has not spoken about. `check`: the last `rewards check` of it as it is now: the share of
-    pairs that it ordered as `labels` labels did, with its 95 % interval; null if nobody checked it. `warning`: why it
-    should not train yet. `away`: why it cannot say who it is.
-    """
-
-    name: str
-    called: str
-    kind: str
-    model: str | None
-    weight: float
-    tokens: int | None = None
-    usd: float | None = None
-    waiting: int | None = None
-    check: Checked | None = None
-    warning: str | None = None
-    away: str | None = None
-
-
-class RewardersSeen(BaseModel):
-    """A key that sees only its own rollouts gets no numbers.
-
-    `weights`: what rewards count for in training, by name. `budget`: `judge.budget` and what was spent of it.
-    `labels`: of the newest 5,000 rollouts, those that people have labelled (`human`), and how many people did.
-    """
-
-    data: list[RewarderSeen]
-    weights: dict[str, float]
-    budget: dict[str, float | None] | None
-    labels: dict[str, int] | None
-
-
-@router.get("/rewarders", response_model=RewardersSeen)
-async def get_rewarders(request: ControlRequest) -> dict[str, Any]:
-    """What gives rewards by itself, whether people agree with it, what it has spent, and what waits for it."""
-    config, database = request.parts.config, request.parts.store.database
-    found, budget, labels = await rewarders_seen(config, database), None, None
-    if request.caller.own:
-        found = [view.model_copy(update={"check": None, "warning": None, "away": None}) for view in found]
-    else:
-        spent = {row["name"]: row for row in await spent_by_each(database)}
-        for view in found:
-            used = spent.get(view.name, {"tokens": 0, "usd": 0.0})
-            view.tokens, view.usd = used["tokens"], used["usd"]
-            view.waiting = await database.value(int, WAIT_FOR, rewarder=view.name)
-        budget = config.section(JudgeConfig).budget.model_dump() | {
-            f"spent_{name}": sum(row[name] for row in spent.values()) for name in ("tokens", "usd")
-        }
-        labels = dict(await database.one(LABELS) or {})
-    return {"data": found, "weights": config.trainer.training_weights, "budget": budget, "labels": labels}
-
-
-async def rewarders_seen(config: Config, database: Database) -> list[RewarderSeen]:
-    """Return what gives rewards, with its last check."""
-    rewarders = config.section(JudgeConfig).rewarders(config.rewards)
-    return [
-        await _seen(config, database, name, entry, [other.kind for _, other in rewarders]) for name, entry in rewarders
-    ]
-
-
-async def _seen(config: Config, database: Database, name: str, entry: RewarderConfig, kinds: list[str]) -> RewarderSeen:
-    called = entry.kind if kinds.count(entry.kind) == 1 else name
-    weight = config.trainer.training_weights.get(name, 0.0)
-    view = RewarderSeen(name=name, called=called, kind=entry.kind, model=entry.model, weight=weight)
-    if entry.judges:
-        try:
-            view.check = await database.record(Checked, CHECK, source=await made(name, entry, config).source())
-            view.warning = warning(called, view.check) if weight else None
-        except (Away, ConfigError) as error:
-            view.away = str(error)
-    return view
-
-
-def warning(kind: str, check: Checked | None) -> str | None:
-    """Return what to know of a rewarder that trains; None if it was found to agree with people."""
-    if check is None or check.labels < ENOUGH:
-        why = "nobody checked it" if check is None else f"was checked with {check.labels} labels"
-        return (
-            f"{kind} trains, and {why}: label {ENOUGH} rollouts (`lightning-proxy rollouts rate`),"
-            f" then run `lightning-proxy rewards check {kind}`"
-        )
-    if check.low <= 0.5:
-        return (
-            f"{kind} trains, and its order may be chance: {check.alike:.2f} of pairs are as labels say"
-            f" (`lightning-proxy rescore --rewarder {kind} --dry-run ID` shows what it gives)"
-        )
-    return None
 
 
 class Unrated(BaseModel):
@@ -139,7 +67,10 @@ async def get_queue(
     limit: Limit = 50,
 ) -> Any:
     """Ended rollouts that this person (a `source`) has not rated; `uncertain`: first those with a middling reward."""
-    rows = await unrated(request.parts.store.database, person, order, limit, request.caller.sees)
+    key_id = request.caller.sees
+    statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY, order=ORDERS[order])
+    wanted = {"person": person, "limit": limit, "key_id": key_id}
+    rows = await request.parts.store.database.all(statement, wanted)
     return {"data": [dict(row) for row in rows]}
 
 
@@ -154,14 +85,14 @@ async def take_back_reward(
     caller = request.caller
     if caller.rollout is not None:
         raise Forbidden("a rollout's own key takes back no reward")
-    database = request.parts.store.database
-    await take_back(database, rollout_id, reward_id, caller.key_id, of_any=caller.is_admin)
+    row = {"rollout_id": rollout_id, "reward_id": reward_id, "any": caller.is_admin, "key_id": caller.key_id}
 
+    async def work(db: Transaction) -> None:
+        if not await db.all(TAKE_BACK, row):
+            raise NotFound(f"rollout {rollout_id!r} has no reward {reward_id} named human that this key gave")
+        await count_returns(db, [rollout_id])
 
-class PolicyWarnings(BaseModel):
-    """`warnings`: what to know of rewarders that train, and that nobody has found to agree with people."""
-
-    warnings: list[str]
+    await request.parts.store.database.write(work)
 
 
 class Spent(BaseModel):
@@ -180,7 +111,7 @@ class RewardersPlugin(ProxyPlugin):
     """Asks `rewards.function` and `judge.use` about completed rollouts."""
 
     routers = (router,)
-    fields = ((Policy, PolicyWarnings), (Status, StatusSpent))
+    fields = ((Status, StatusSpent),)
 
     async def check(self) -> None:
         await check(self.config)
@@ -202,10 +133,6 @@ class RewardersPlugin(ProxyPlugin):
 
     async def status_fields(self, store: Store, key_id: str | None) -> Fields:
         return {"spent": [] if key_id is not None else await spent_by_each(store.database)}
-
-    async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
-        found = await rewarders_seen(self.config, store.database)
-        return {"warnings": [view.warning for view in found if view.warning]}
 
 
 plugin = RewardersPlugin

@@ -15,8 +15,8 @@ from ...commands.show.find import find
 from ...commands.show.rollout_view import rollout_detail
 from ...core.config.root import Config
 from ...core.errors import ConfigError
-from .table import HUMAN
 
+HUMAN = "human"
 HELP = "+, - or a number, and a comment; `call 2 -` for a call; Enter: next; u: undo; q: quit"
 _RATED = re.compile(r"(?:call (?P<seq>\d+) )?(?P<value>[+-]|[+-]?\d+(?:\.\d+)?)(?: (?P<comment>.*))?")
 _THUMBS = {"+": 1.0, "-": -1.0}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import typer
@@ -20,9 +19,7 @@ from ...commands.show.find import PAGE, find, since_of
 from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
-from ...core.json_text import dumps_readable
 from ...trainer.waiting import all_of
-from .function import Function
 from .kinds import ModelRewarder, check, made, named
 from .rewarder import Away, Given, Json, Rewarder
 from .scoring import not_counted
@@ -36,11 +33,9 @@ class Rescored(NamedTuple):
     """A rollout: its rewards `before` and the new `values`, by name, with reasons; or the rewarder's `error`."""
 
     rollout_id: str
-    task_id: str | None
     before: dict[str, float]
     values: dict[str, float]
     comments: list[str]
-    source: str
     error: str | None
 
 
@@ -53,52 +48,35 @@ class Rescore:
 
     config: Config
     ids: Sequence[str]
-    filters: dict[str, Any]
+    task: str | None
+    since: str | None
     rewarder: str
     again: bool
-    force: bool
     retrain: bool
     dry_run: bool
-    out: Path | None
     scored: list[Rescored] = field(default_factory=list)
     there_before: int = 0
     tokens: int = 0
 
     async def run(self) -> None:
         """Ask and post. Raise ConfigError if that cannot begin or go on."""
-        with ExitStack() as stack:
-            async with (
-                opened(self.config, self.rewarder) as rewarder,
-                ApiClient.of(self.config, patience_s=PATIENCE_S) as api,
-            ):
-                if isinstance(rewarder, Function) and not (self.force or self.dry_run):
-                    await self._require_record_alone(rewarder)
+        async with (
+            opened(self.config, self.rewarder) as rewarder,
+            ApiClient.of(self.config, patience_s=PATIENCE_S) as api,
+        ):
+            groups, slots = await self._groups(api, rewarder), asyncio.Semaphore(rewarder.at_once)
+            with progress_bar() as progress:
+                bar = progress.add_task("rollouts", total=sum(map(len, groups)))
+
+                async def score(group: list[str]) -> None:
+                    async with slots:
+                        await self._score(api, rewarder, group)
+                    progress.advance(bar, len(group))
+
                 try:
-                    file = None if self.out is None else stack.enter_context(self.out.open("a", encoding="utf-8"))
-                except OSError as error:
-                    raise ConfigError(f"cannot write {self.out}: {error.strerror}") from None
-                groups, slots = await self._groups(api, rewarder), asyncio.Semaphore(rewarder.at_once)
-                with progress_bar() as progress:
-                    bar = progress.add_task("rollouts", total=sum(map(len, groups)))
-
-                    async def score(group: list[str]) -> None:
-                        async with slots:
-                            await self._score_together(api, rewarder, group, file)
-                        progress.advance(bar, len(group))
-
-                    try:
-                        await all_of(map(score, groups))
-                    finally:
-                        self.tokens = rewarder.model.tokens if isinstance(rewarder, ModelRewarder) else 0
-
-    async def _require_record_alone(self, function: Function) -> None:
-        async with function.loaded() as process:
-            if not process.from_record:
-                raise ConfigError(
-                    f"{self.config.rewards.function} does not say that it needs the record alone: write "
-                    f"`{function.name}.from_record = True` below it if it looks at nothing that has changed since, or "
-                    "give --force"
-                )
+                    await all_of(map(score, groups))
+                finally:
+                    self.tokens = rewarder.model.tokens if isinstance(rewarder, ModelRewarder) else 0
 
     async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
         """Ids of rollouts whose rewards are posted together: those of a task where they are compared, or retrained.
@@ -108,52 +86,45 @@ class Rescore:
         if self.ids:
             return [[(await find(api, one))["rollout_id"] for one in self.ids]]
         groups = defaultdict[str, list[str]](list)
-        filters = self.filters | {"since": since_of(self.filters["since"]), "status": "completed"}
+        filters: Json = {"task_id": self.task, "since": since_of(self.since), "status": "completed"}
         async with aclosing(api.every_rollout(PAGE, **filters)) as rollouts:
             async for one in rollouts:
                 is_sibling = (self.retrain or rewarder.in_groups) and one["task_id"] is not None
                 groups[f"task {one['task_id']}" if is_sibling else one["rollout_id"]].append(one["rollout_id"])
         return [*groups.values()]
 
-    async def _score_together(self, api: ApiClient, rewarder: Rewarder, group: list[str], file: IO[str] | None) -> None:
-        parts = [group] if rewarder.in_groups else [[rollout_id] for rollout_id in group]
-        found = [one for part in parts for one in await self._score(api, rewarder, part)]
-        posts = [
-            {"rollout_id": one.rollout_id, "call_id": one.call_id, "name": one.name, "reward": one.reward,
-             "source": one.source, "comment": one.comment, "final": False, "retrain": self.retrain}
-            for _, given in found for one in given.rewards
-        ]  # fmt: skip
+    async def _score(self, api: ApiClient, rewarder: Rewarder, group: list[str]) -> None:
+        """Ask about rollouts, without those that have this version's rewards already, and post all of it at once."""
+        posts, scored = list[Json](), list[Rescored]()
+        for part in [group] if rewarder.in_groups else [[rollout_id] for rollout_id in group]:
+            rollouts, source = await read_rollouts(api, part), await rewarder.source()
+            is_new = [
+                self.again or self.dry_run or all(one["source"] != source for one in rollout["rewards"])
+                for rollout in rollouts
+            ]
+            self.there_before += is_new.count(False)
+            if not any(is_new):
+                continue
+            for rollout, given, new in zip(rollouts, await rewarder.reward(rollouts), is_new, strict=True):
+                if new:
+                    scored.append(_rescored(rollout, given))
+                    posts += [
+                        {"rollout_id": one.rollout_id, "call_id": one.call_id, "name": one.name, "reward": one.reward,
+                         "source": one.source, "comment": one.comment, "final": False, "retrain": self.retrain}
+                        for one in given.rewards
+                    ]  # fmt: skip
         if posts and not self.dry_run:
             await api.request("POST", "/reward", posts)
-        for scored, _ in found:
-            self.scored.append(scored)
-            if file is not None:
-                file.write(dumps_readable(scored._asdict()) + "\n")
-                file.flush()
-
-    async def _score(
-        self, api: ApiClient, rewarder: Rewarder, rollout_ids: list[str]
-    ) -> Iterator[tuple[Rescored, Given]]:
-        """What rollouts are given; nothing for those that have this version's rewards already, or were deleted."""
-        rollouts, source = await read_rollouts(api, rollout_ids), await rewarder.source()
-        is_new = [
-            self.again or self.dry_run or all(one["source"] != source for one in rollout["rewards"])
-            for rollout in rollouts
-        ]
-        self.there_before += len(rollouts) - sum(is_new)
-        if not any(is_new):
-            return iter(())
-        pairs = zip(rollouts, await rewarder.reward(rollouts), is_new, strict=True)
-        return ((_rescored(rollout, given, source), given) for rollout, given, new in pairs if new)
+        self.scored += scored
 
 
-def _rescored(rollout: Json, given: Given, source: str) -> Rescored:
+def _rescored(rollout: Json, given: Given) -> Rescored:
     before = {one["name"]: one["reward"] for one in rollout["rewards"] if one["call_id"] is None}
     values = dict.fromkeys((one.name for one in given.rewards), 0.0)
     for one in given.rewards:
         values[one.name] += one.reward
     comments = [one.comment for one in given.rewards if one.comment]
-    return Rescored(rollout["rollout_id"], rollout["task_id"], before, values, comments, source, given.error)
+    return Rescored(rollout["rollout_id"], before, values, comments, given.error)
 
 
 def rescore_command(work: Rescore, *, as_json: bool) -> None:
@@ -220,6 +191,7 @@ async def opened(config: Config, which: str) -> AsyncIterator[Rewarder]:
     name, one = named(config, which)
     rewarder = made(name, one, config)
     try:
+        await rewarder.check()
         yield rewarder
     except Away as error:
         raise ConfigError(f"{rewarder.label}: {error}") from None

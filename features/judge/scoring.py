@@ -9,26 +9,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...core.config.root import Config
 from ...core.config.trainer import TrainerConfig
 from ...core.errors import LightningError, NotFound
 from ...core.groups import Grouping, Member, formed
+from ...core.json_text import dumps
+from ...core.records import Reward
 from ...proxy.api.views import rollout_detail
-from ...store.database import Database, Row, read
+from ...store.database import Database, Row, Transaction, read
+from ...store.rewards import post_rewards
 from ...store.store import Store
 from ...store.waiting import IS_LATE, IS_OWN
 from .kinds import JUDGE
 from .rewarder import Away, Given, Json, Rewarder, together
-from .table import NOT_SPOKEN, Spoken
 
 log = logging.getLogger(__name__)
 POLL_S = 0.25
 GROUPS_POLL_S = 1.0
 RETRY_S = 5.0
 LOOK = 100  # rollouts in one look
+SPOKEN_ABOUT = """
+INSERT INTO rewarder_spoken (n, rewarder)
+SELECT n, :rewarder FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+ON CONFLICT DO NOTHING RETURNING n
+"""
+_ALL_SPOKE = """
+(SELECT COUNT(*) FROM rewarder_spoken
+ WHERE rewarder_spoken.n = awaiting_rewards.n
+   AND rewarder IN (SELECT CAST(value AS TEXT) FROM json_each(:rewarders))) >= :count
+"""
+AWAITED_NO_MORE = f"""
+DELETE FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id) AND {_ALL_SPOKE}
+"""
+AWAITED_FOR_NOTHING = f"DELETE FROM awaiting_rewards WHERE {_ALL_SPOKE}"
+NOT_SPOKEN = "NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)"
+STILL_TO_SPEAK = f"""
+SELECT rollouts.rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
+WHERE {NOT_SPOKEN} ORDER BY awaiting_rewards.n LIMIT :limit
+"""
 POOLS_TO_SPEAK = f"""
 SELECT DISTINCT mode, task_id, owner, group_id, CASE WHEN task_id IS NULL THEN rollout_id END AS lone
 FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n WHERE {NOT_SPOKEN}
@@ -44,6 +65,41 @@ SIBLINGS_OF_GROUP = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_g
 SIBLINGS_IN_ORDER = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_task {_OF_POOL} AND task_id = :task_id
     AND group_id IS NULL
     AND ((step IS NULL AND dropped IS NULL) OR n IN (SELECT n FROM awaiting_rewards)) ORDER BY n"""
+
+
+class Spoken:
+    """The rollouts that await some of `rewarders`, which are all that are asked."""
+
+    def __init__(self, database: Database, rewarders: Sequence[str]) -> None:
+        self._db = database
+        self._all = {"rewarders": dumps([*rewarders]), "count": len(rewarders)}
+
+    async def begin(self) -> None:
+        """Await those no longer about which all have spoken: one that was awaited may be gone."""
+        await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
+
+    async def missing(self, rewarder: str, limit: int) -> list[str]:
+        """Return rollouts that await this rewarder, oldest first."""
+        rows = await self._db.all(STILL_TO_SPEAK, {"rewarder": rewarder, "limit": limit})
+        return [row["rollout_id"] for row in rows]
+
+    async def record(self, rewarder: str, given: Mapping[str, Sequence[Reward]]) -> list[Reward]:
+        """Record what a rewarder gave to rollouts, and that it has spoken: all of it or nothing.
+
+        Return the rewards that were recorded: none for a rollout that did not await it any more.
+        """
+
+        async def work(db: Transaction) -> list[Reward]:
+            recorded: list[Reward] = []
+            for rollout_id, rewards in given.items():
+                about = {"rollout_id": rollout_id, "rewarder": rewarder, **self._all}
+                if await db.all(SPOKEN_ABOUT, about):
+                    recorded += rewards
+                    await db.all(AWAITED_NO_MORE, about)
+            await post_rewards(db, recorded)
+            return recorded
+
+        return await self._db.write(work)
 
 
 class Scorer:

@@ -15,7 +15,7 @@ from ...trainer.credit.agents import TrainedAgents
 from ...trainer.credit.strategies import strategy_of
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.waiting import JudgeError
-from .config import BudgetConfig, JudgeConfig
+from .config import JudgeConfig
 from .kinds import JUDGE, Judge, require_model
 from .rewarder import Away
 
@@ -27,7 +27,6 @@ class StepJudge(Judge):
 
     def __init__(self, whole: Config, store: Store) -> None:
         super().__init__(JUDGE, whole.section(JudgeConfig).calls.rewarder(), whole, store.database)
-        self.model.budget = BudgetConfig()  # that of `judge.use` is for rewards
         self._agents, self._credit, self._store = TrainedAgents(whole.trainer.agents), whole.trainer.credit, store
 
     def wants(self, agent: str | None) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field, SecretStr, model_validator
+from pydantic import SecretStr, model_validator
 
 from ...core.config.root import Config
-from ...core.config.section import FeatureSection, Positive, Seconds, check_key, check_url
+from ...core.config.section import FeatureSection, Positive, check_key, check_url
 
 
 class TeacherConfig(FeatureSection):
@@ -18,8 +16,6 @@ class TeacherConfig(FeatureSection):
     model: str | None = None
     api_key: SecretStr | None = None
     weight: Positive = 1.0
-    concurrency: Annotated[int, Field(ge=1)] = 8
-    timeout_s: Seconds = 120.0
 
     @model_validator(mode="after")
     def _check_access(self) -> TeacherConfig:

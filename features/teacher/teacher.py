@@ -24,6 +24,7 @@ from ...trainer.types import Batch, Guidance, Sample
 from ...trainer.waiting import GuideError, all_of
 from .config import TeacherConfig
 
+ROWS_AT_ONCE = 8
 COUNTS = ("calls_taught", "calls_not_plain", "calls_beyond_teacher")
 # Tokenizers that differ do so here: words, numbers, blanks, code, other scripts.
 TEXT = "Hello, world! 1234567 + 89 = 3.14159\n\n\tdef f(x):\n        return x ** 2  # naïve café 東京 Привет 🙂 "
@@ -36,7 +37,7 @@ class Teacher:
         self._config = config
         self._server = server
         self._tokenizer = tokenizer
-        self._slots = asyncio.Semaphore(config.concurrency)
+        self._slots = asyncio.Semaphore(ROWS_AT_ONCE)
         self._model: str | None = None  # None until `check` found one that fits
         self._longest = sys.maxsize
 

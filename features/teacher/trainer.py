@@ -13,6 +13,7 @@ from ...trainer.waiting import GuideError
 from .config import TeacherConfig
 
 log = logging.getLogger(__name__)
+ROW_S = 120.0  # that the teacher may take for one row; then the step waits and asks again
 
 METRICS = group(
     "guides",
@@ -43,7 +44,7 @@ class GuidesPlugin(TrainerPlugin):
         config, engine = core.config.section(TeacherConfig), core.engine
         assert config.base_url is not None and isinstance(engine, LightningTrainer)
         async with operator_session() as session:
-            server = VllmServer(session, config.base_url, config.credentials, timeout_s=config.timeout_s)
+            server = VllmServer(session, config.base_url, config.credentials, timeout_s=ROW_S)
             teacher = Teacher(config, server, engine.tokenizer)
             try:
                 await teacher.check()

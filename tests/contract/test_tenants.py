@@ -66,7 +66,6 @@ ROUTES: dict[str, Route] = {
     "post /policy/rollback": Route(401, 401, 200, 401),
     "get /status": Route(200, 200, 200, 403),
     "get /environments": Route(200, 200, 200, 403, feature="environments"),
-    "get /rewarders": Route(200, 200, 200, 403, feature="judge"),
     "get /prompts": Route(200, 200, 200, 403, True, feature="prompts"),
     "post /prompts": Route(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}, feature="prompts"),
     "get /prompts/{name}": Route(200, 200, 200, 200, True, feature="prompts"),

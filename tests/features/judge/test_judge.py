@@ -13,7 +13,7 @@ import pytest
 
 from lightning_proxy.core.records import Reward
 from lightning_proxy.features.judge.kinds import transcript
-from lightning_proxy.features.judge.table import spent_by_each
+from lightning_proxy.features.judge.model import spent_by_each
 from lightning_proxy.trainer.waiting import JudgeError
 from support.judging import ScriptedJudge, judging
 from support.rewarded import Traffic, advantages, traffic
@@ -99,8 +99,8 @@ async def test_a_call_that_cannot_be_judged_is_undecided(traffic: Traffic, judge
 
 async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: ScriptedJudge) -> None:
     secret = "sk-proj-" + "a1B2" * 12
-    (tmp_path / "rubric.yaml").write_text('criteria: [{name: kind, question: "Is it kind?"}]')
-    kinds: list[dict[str, Any]] = [{"kind": "rubric", "file": f"{tmp_path}/rubric.yaml"}, {"kind": "next_message"}]
+    criteria = [{"name": "kind", "question": "Is it kind?"}]
+    kinds: list[dict[str, Any]] = [{"kind": "rubric", "criteria": criteria}, {"kind": "next_message"}]
     use = [*(one | settings_of(judge) for one in kinds), {"kind": "judge"}]
     trainer = {"judge": settings_of(judge), "reward_weights": {"rubric": 1.0, "next_message": 1.0}}
     async with running(tmp_path, rewards={"use": use}, trainer=trainer) as system:
@@ -140,9 +140,9 @@ async def test_calls_are_scored_once_when_the_rollout_ends_until_the_budget_is_s
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("lightning_proxy.features.judge.scoring.RETRY_S", 0.05)
-    paid = {"use": [{"kind": "judge", "price": [1000, 1000]}], "budget": {"tokens": 220}}
-    trainer = {"judge": settings_of(judge) | {"concurrency": 1}}
-    async with running(tmp_path, rewards=paid, trainer=trainer) as system:
+    paid = {"use": [{"kind": "judge", "concurrency": 1}], "budget": {"tokens": 220}}
+    trainer, prices = {"judge": settings_of(judge)}, {"*": [1000, 1000]}
+    async with running(tmp_path, rewards=paid, trainer=trainer, prices=prices) as system:
         judge.firewall = "The number for step 2:"
         for _ in range(2):
             await system.chat("r")

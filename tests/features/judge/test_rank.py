@@ -17,7 +17,6 @@ import pytest
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.judge.kinds import by_place, check, overlapping, strengths
-from lightning_proxy.features.judge.model import ShownMessage
 from lightning_proxy.trainer.collect.collector import Collector
 from support.judging import ScriptedJudge, judging, ordered
 from support.rewarded_by import completed, group, rewards, values
@@ -237,9 +236,10 @@ async def test_what_was_answered_is_asked_once_even_after_a_restart_and_goes_wit
 
 
 async def test_equal_attempts_share_a_place_and_a_large_group_is_ordered_in_parts(
-    running: Running, tmp_path: Path
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge, at_once=3)]}) as system:
+    monkeypatch.setattr("lightning_proxy.features.judge.kinds.AT_ONCE", 3)
+    async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
         assert await values(system, await group(system, *["worth 1"] * 3, task="t")) == [0.5, 0.5, 0.5]
         assert judge.asked == []
         assert await values(system, await group(system, "worth 1", "worth 2", "worth 1", task="u")) == [0.25, 1.0, 0.25]
@@ -250,23 +250,23 @@ async def test_equal_attempts_share_a_place_and_a_large_group_is_ordered_in_part
 
 def test_overlapping_parts_give_an_order_of_the_whole() -> None:
     for most, n in ((3, 7), (4, 4), (5, 6), (8, 39)):
-        parts = overlapping([(ShownMessage("user", str(i)),) for i in range(n)], most)
-        found = strengths([by_place({one: float(one[0].text) for one in part}) for part in parts])
+        parts = overlapping([(str(i),) for i in range(n)], most)
+        found = strengths([by_place({one: float(one[0]) for one in part}) for part in parts])
         assert max(map(len, parts)) <= most and len(found) == n
-        assert [one[0].text for one in sorted(found, key=found.__getitem__)] == [str(i) for i in range(n)]
+        assert [one[0] for one in sorted(found, key=found.__getitem__)] == [str(i) for i in range(n)]
 
 
 async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
     running: Running, tmp_path: Path, caplog: Logged
 ) -> None:
     async with judging(by_number) as judge:
-        settings = {"use": [rank(judge, price=[1, 10])], "budget": {"usd": 0.0002}}
-        async with running(tmp_path, rewards=settings) as system:
+        prices = {"*": [1, 10]}
+        settings = {"use": [rank(judge)], "budget": {"usd": 0.0002}}
+        async with running(tmp_path, rewards=settings, prices=prices) as system:
             assert await values(system, await group(system, "worth 1", "worth 2")) == [0.0, 1.0]
             ids = await group(system, "worth 3", "worth 4", task="later")
             await until_logged(caplog, "judge.budget.usd is spent (0.0002 of 0.0002)")
-        priced = {"use": [rank(judge)]}  # by `prices`, where it has no price
-        async with running(tmp_path, rewards=priced, prices={"*": [1, 10]}) as system:
+        async with running(tmp_path, rewards={"use": [rank(judge)]}, prices=prices) as system:
             assert await values(system, ids) == [0.0, 1.0]
             _, status = await system.call("GET", "/status")
             assert status["spent"] == [{"name": "reward", "tokens": 220, "usd": pytest.approx(0.0004)}]
@@ -306,6 +306,7 @@ OURS = {"kind": "rank", "model": "hosted_vllm/policy", "api_base": "http://local
         (JUDGED | {"api_key": "k"}, "costs money: set judge.budget.tokens or judge.budget.usd"),
         (OURS, "hosted_vllm/policy is the policy, and would judge itself"),
         (OURS | {"api_base": "http://localhost:8080/v1", "is_policy": True}, "is asked through this proxy"),
+        (JUDGED | {"api_key": "k", "model": "openai/unknown"}, "has no price, which judge.budget.usd needs"),
         ({"kind": "next_message", "name": "reply"}, "rewards named reply have no weight: add it to trainer.reward"),
     ],
 )
@@ -314,7 +315,8 @@ async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(ConfigError) as refused:
-        await check(with_features(rewards={"use": [use]}))
+        budget = {"usd": 1} if use.get("model") == "openai/unknown" else {}
+        await check(with_features(rewards={"use": [use], "budget": budget}))
     assert said in refused.value.message and "\n" not in refused.value.message
 
 
@@ -326,6 +328,7 @@ async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(
         ({"kind": "function"}, "kind function needs rewards.function"),
         ({"kind": "judge"}, "the judge of calls needs judge.calls.model"),
         ({"kind": "next_message", "aim": "please"}, "aim is for kind rank, not next_message"),
+        ({"kind": "rubric", "model": "openai/m"}, "kind rubric needs criteria"),
     ],
 )
 def test_wrong_keys_are_named(use: dict[str, Any], said: str) -> None:

@@ -14,12 +14,11 @@ Running = Callable[..., AbstractAsyncContextManager[Any]]
 OLD = 0.25
 
 
-def function(directory: Path, body: str, *, name: str = "reward", from_record: bool = True) -> str:
+def function(directory: Path, body: str) -> str:
     """A file with a function of this body; returns it as `--reward` wants it."""
     lines = "".join(f"    {line}\n" for line in body.splitlines())
-    said = f"\n\n{name}.from_record = True\n" if from_record else ""
-    (directory / "scoring.py").write_text(f"def {name}(rollout):\n{lines}{said}")
-    return f"{directory}/scoring.py:{name}"
+    (directory / "scoring.py").write_text(f"def reward(rollout):\n{lines}")
+    return f"{directory}/scoring.py:reward"
 
 
 async def recorded(system: Any, *rollout_ids: str, task: str | None = None) -> None:
@@ -58,31 +57,16 @@ async def test_the_new_value_stands_beside_the_old_one_with_the_functions_name_a
         assert len(await rewards(system, "a")) == 3
 
 
-async def test_a_function_that_may_look_elsewhere_is_refused_unless_forced(tmp_path: Path, running: Running) -> None:
-    scoring = function(tmp_path, "return 1", from_record=False)
-    async with running(tmp_path) as system:
-        await recorded(system, "a")
-        refused = await system.lightning("rescore", "--reward", scoring)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "`reward.from_record = True`" in refused.stderr and "--force" in refused.stderr
-        assert len(await rewards(system, "a")) == 1
-        assert (await system.lightning("rescore", "--reward", scoring, "--force")).returncode == 0
-        assert len(await rewards(system, "a")) == 2
-
-
 async def test_a_rollout_that_it_fails_for_is_named_and_can_be_asked_about_alone(
     tmp_path: Path, running: Running
 ) -> None:
     async with running(tmp_path) as system:
         await recorded(system, "a", "b")
-        out = tmp_path / "out.jsonl"
         scoring = function(tmp_path, "return {'a': 1}[rollout['rollout_id']]")
-        done = await system.lightning("rescore", "--reward", scoring, "--out", out)
+        done = await system.lightning("rescore", "--reward", scoring)
         assert done.returncode == 1
         assert "no reward for rollout b: KeyError: 'b' (scoring.py:2)" in done.stderr
         assert (len(await rewards(system, "a")), len(await rewards(system, "b"))) == (2, 1)
-        lines = [json.loads(line) for line in out.read_text().splitlines()]
-        assert {line["rollout_id"]: line["error"] is None for line in lines} == {"a": True, "b": False}
         mended = function(tmp_path, "return 0")
         done = await system.lightning("rescore", "b", "--reward", mended, "--json")
         (change,) = json.loads(done.stdout)["rewards"]
@@ -111,7 +95,6 @@ async def test_the_group_is_offered_to_the_trainer_again_once_all_of_it_is_score
         (["--reward", "gone.py:reward"], "cannot read"),
         (["--reward", "SCORING", "nobody"], "no rollout 'nobody'"),
         ([], "--reward FILE.py:NAME"),
-        (["--reward", "SCORING", "--out", "gone/out.jsonl"], "cannot write gone/out.jsonl"),
     ],
 )
 async def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, running: Running, asked: list[str], said: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from lightning_proxy.core.records import Event, Reward
-from lightning_proxy.features.judge.table import Spoken
+from lightning_proxy.features.judge.scoring import Spoken
 from lightning_proxy.store.calls import Events
 from support.command_line import lightning
 from support.paths import ROOT

@@ -1,4 +1,4 @@
-"""A rubric's criteria are asked apart, and its programs run; a scripted judge over HTTP, a real proxy and store."""
+"""A rubric's criteria are asked apart; a scripted judge over HTTP, a real proxy and store."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.features.judge.config import RewarderConfig
-from lightning_proxy.features.judge.kinds import made, read_criteria
-from lightning_proxy.features.judge.model import ShownMessage, messages_of
+from lightning_proxy.features.judge.config import JudgeConfig
+from lightning_proxy.features.judge.model import messages_of
 from support.judging import ScriptedJudge, attempts, judging
 from support.paths import ROOT
 from support.rewarded_by import completed, rewards
@@ -22,24 +21,15 @@ from support.rewarded_by import completed, rewards
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Logged = pytest.LogCaptureFixture
 
-RUBRIC = """
-criteria:
-  - name: correct
-    question: Does it say 4?
-    weight: 2
-  - name: kind
-    question: How kind is it?
-    scale: 0-4
-  - name: short
-    program: checks.py:short
-"""
+CRITERIA = [
+    {"name": "correct", "question": "Does it say 4?", "weight": 2},
+    {"name": "kind", "question": "How kind is it?", "scale": "0-4"},
+]
 
 
-def rubric(directory: Path, judge: ScriptedJudge, model: str, text: str = RUBRIC) -> dict[str, Any]:
-    (directory / "rubric.yaml").write_text(text)
-    (directory / "checks.py").write_text("def short(rollout):\n    return len(rollout['calls']) < 2\n")
+def rubric(judge: ScriptedJudge, model: str) -> dict[str, Any]:
     base = judge.url if model.startswith("anthropic") else f"{judge.url}/v1"
-    return {"kind": "rubric", "file": f"{directory}/rubric.yaml", "model": model, "api_base": base}
+    return {"kind": "rubric", "criteria": CRITERIA, "model": model, "api_base": base}
 
 
 def thinks(system: str, text: str, shape: Any) -> Any:
@@ -54,12 +44,12 @@ async def test_the_reward_is_the_weighted_mean_and_the_reasons_are_its_comment(
     running: Running, tmp_path: Path, model: str
 ) -> None:
     async with judging(thinks) as judge:
-        use = rubric(tmp_path, judge, model)
+        use = rubric(judge, model)
         async with running(tmp_path, rewards={"use": [use]}) as system:
             await completed(system, "r", "It is 4.")
             (reward,) = await rewards(system, ["r"])
-        assert reward["reward"] == (2 * 1.0 + 0.75 + 1.0) / 4
-        assert reward["comment"] == "correct yes: It says so.\nkind 3: It says so.\nshort: 1"
+        assert reward["reward"] == (2 * 1.0 + 0.75) / 3
+        assert reward["comment"] == "correct yes: It says so.\nkind 3: It says so."
         assert len(judge.asked) == 2, "a question for each criterion"
         if model == "hosted_vllm/m":
             patterns = [re.compile(asked["structured_outputs"]["regex"]) for asked in judge.asked]
@@ -67,33 +57,10 @@ async def test_the_reward_is_the_weighted_mean_and_the_reasons_are_its_comment(
             assert {one.fullmatch('{"reason": "so", "answer": "4"}') is None for one in patterns} == {True, False}
 
 
-async def test_another_program_is_another_source(tmp_path: Path) -> None:
-    (tmp_path / "rubric.yaml").write_text("criteria: [{name: short, program: 'checks.py:short'}]")
-    one, config = RewarderConfig(kind="rubric", file=tmp_path / "rubric.yaml"), Config()
-    sources = []
-    for most in (1, 2, 2):
-        (tmp_path / "checks.py").write_text(f"def short(rollout):\n    return len(rollout['calls']) < {most}\n")
-        rewarder = made("reward", one, config)
-        sources.append(await rewarder.source())
-        await rewarder.close()
-    assert sources[0] != sources[1] == sources[2]
-
-
-async def test_a_file_that_is_gone_meanwhile_is_said_and_breaks_no_route(running: Running, tmp_path: Path) -> None:
-    (tmp_path / "rubric.yaml").write_text("criteria: [{name: short, program: checks.py:short}]")
-    (tmp_path / "checks.py").write_text("def short(rollout): return True")
-    use = {"kind": "rubric", "file": f"{tmp_path}/rubric.yaml"}
-    async with running(tmp_path, rewards={"use": [use]}) as system:
-        (tmp_path / "rubric.yaml").unlink()
-        assert (await system.call("GET", "/policy"))[0] == 200
-        status, seen = await system.call("GET", "/rewarders")
-        assert status == 200 and "rubric.yaml" in seen["data"][0]["away"]
-
-
 async def test_what_cannot_be_answered_or_breaks_is_an_error_of_its_rollout_alone(
     running: Running, tmp_path: Path, caplog: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(rollout: Any, clean: Any) -> list[ShownMessage]:
+    def read(rollout: Any, clean: Any) -> list[str]:
         if rollout["rollout_id"] == "broken":
             raise KeyError("unheard of")
         return messages_of(rollout, clean)
@@ -104,7 +71,7 @@ async def test_what_cannot_be_answered_or_breaks_is_an_error_of_its_rollout_alon
     monkeypatch.setattr("lightning_proxy.features.judge.kinds.messages_of", read)
     async with (
         judging(refuses) as judge,
-        running(tmp_path, rewards={"use": [rubric(tmp_path, judge, "openai/m")]}) as system,
+        running(tmp_path, rewards={"use": [rubric(judge, "openai/m")]}) as system,
     ):
         await completed(system, "bad", "the bad one")
         await completed(system, "broken", "4")
@@ -125,32 +92,17 @@ async def test_what_an_agent_writes_is_data(running: Running, tmp_path: Path) ->
 
     async with (
         judging(obedient) as judge,
-        running(tmp_path, rewards={"use": [rubric(tmp_path, judge, "openai/m")]}) as system,
+        running(tmp_path, rewards={"use": [rubric(judge, "openai/m")]}) as system,
     ):
         await completed(system, "r", hostile)
         (reward,) = await rewards(system, ["r"])
-        assert reward["reward"] == 0.25
+        assert reward["reward"] == 0.0
         seen = attempts(judge.asked[0]["messages"][0]["content"], judge.asked[0]["messages"][1]["content"])
         assert hostile in seen["What happened"] and len(seen) == 1
 
 
-def test_the_rubric_of_the_docs_is_read(tmp_path: Path) -> None:
-    (text,) = re.findall(r"^criteria:\n(?:  .*\n)+", (ROOT / "docs/rewards.md").read_text(), re.MULTILINE)
-    (tmp_path / "rubric.yaml").write_text(text)
-    assert [one.scale for one in read_criteria(tmp_path / "rubric.yaml")] == ["yes/no", "0-4", "yes/no"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("criteria: [{name: a}]", "criteria.0: a criterion has either a question or a program"),
-        ("criteria: [{name: a, question: Q, wieght: 2}]", "criteria.0.wieght: unknown key; did you mean weight?"),
-        ("criteria: [{name: a, question: Is it?}]", "is not valid YAML"),
-        ("- a", "got list"),
-    ],
-)
-def test_a_file_that_is_no_rubric_is_one_line(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "rubric.yaml").write_text(text)
-    with pytest.raises(ConfigError) as refused:
-        read_criteria(tmp_path / "rubric.yaml")
-    assert said in refused.value.message and "\n" not in refused.value.message
+def test_the_rubric_of_the_docs_is_read() -> None:
+    document = (ROOT / "docs/rewards.md").read_text()
+    (text,) = re.findall(r"```yaml\n(judge:\n  use:\n(?:.*\n)+?)```", document)
+    (entry,) = Config.model_validate(yaml.safe_load(text)).section(JudgeConfig).use
+    assert [one.scale for one in entry.criteria] == ["yes/no", "0-4"]

@@ -86,7 +86,7 @@ async def server(tmp_path: Path) -> AsyncIterator[TeacherServer]:
 
 @asynccontextmanager
 async def asked(played: TeacherServer, **changed: Any) -> AsyncIterator[Teacher]:
-    given = {"base_url": played.url, "api_key": "secret", "concurrency": 2, **changed}
+    given = {"base_url": played.url, "api_key": "secret", **changed}
     config = with_features(teacher=given).section(TeacherConfig)
     async with operator_session() as session:
         server = VllmServer(session, str(config.base_url), config.credentials)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Limits, Reward, RolloutName
 from lightning_proxy.core.tokens import GREEDY, MEDIA, NOT_FOLLOWED, NOT_THE_POLICY
-from lightning_proxy.features.judge.table import Spoken
+from lightning_proxy.features.judge.scoring import Spoken
 from lightning_proxy.features.tune.lessons import Example, LessonReader, Lessons, NothingToLearn, as_lesson
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
