@@ -270,6 +270,8 @@ async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
             assert await values(system, ids) == [0.0, 1.0]
             _, status = await system.call("GET", "/status")
             assert status["spent"] == [{"name": "reward", "tokens": 220, "usd": pytest.approx(0.0004)}]
+            _, theirs = await system.call("GET", "/status", **await system.key("team", scope="own"))
+            assert theirs["spent"] == [], "what everybody's judges spent is not for a team"
 
 
 async def test_what_was_perhaps_paid_counts_for_the_budget(running: Running, tmp_path: Path, caplog: Logged) -> None:
