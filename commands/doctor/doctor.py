@@ -134,6 +134,9 @@ async def check_running(config: Config, session: aiohttp.ClientSession, api: Api
         rows += [("next step", probe_step(config), "see the store's check above")]
     for row in rows:
         yield await check(*row)
+    if answers:
+        for line in (await api.policy()).get("warnings", ()):
+            yield Check("policy", "warning", line)
 
 
 async def probe_memory(config: Config) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential
 
@@ -19,11 +21,17 @@ from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.statistics import bootstrap_mean
 from ...proxy.dialects.transcript import body, chat_turns
+from ...store.opening import opened as opened_store
 from ...trainer.waiting import all_of
 from .rescore import opened, read_rollouts
 from .rewarder import Away, Json, Rewarder, decisions
 
 ENOUGH = 20  # labels, to begin with
+CHECK_KEEP = """
+INSERT INTO rewarder_checks (source, at, labels, alike, low, high) VALUES (:source, :at, :labels, :alike, :low, :high)
+ON CONFLICT (source) DO UPDATE
+SET at = excluded.at, labels = excluded.labels, alike = excluded.alike, low = excluded.low, high = excluded.high
+"""
 FURTHEST = 5
 NEWEST = 500  # rollouts that are looked at for labels
 TASKS = 5  # so many are what is drawn for the interval; of fewer, rollouts are
@@ -107,7 +115,7 @@ def _ranks(values: Numbers) -> Numbers:
 
 
 def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> None:
-    """Print how a rewarder agrees with people's labels."""
+    """Print how a rewarder agrees with people's labels, and keep that it was checked."""
     source, found, silent = run_until_signal(_checked(config, which, label))
     if as_json:
         more = {"verdict": found.verdict, "without_score": len(silent)}
@@ -152,7 +160,18 @@ async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreeme
     if found is None:
         raise ConfigError(f"{source}: too few labelled rollouts have a score: {len(silent)} of "
                           f"{len(silent) + len(scored)} have none: {next(iter(silent), '')}")  # fmt: skip
+    if label == "human":
+        await _keep(config, source, found)
     return source, found, silent
+
+
+async def _keep(config: Config, source: str, found: Agreement) -> None:
+    if not config.store.may_be_there:
+        typer.echo("lightning-proxy: the store is not here, so `status` will not know of this check", err=True)
+        return
+    async with opened_store(config.store) as database:
+        numbers = {"labels": found.labels, "alike": found.alike, "low": found.low, "high": found.high}
+        await database.execute(CHECK_KEEP, source=source, at=time.time(), **numbers)
 
 
 async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[Json, float]]]:

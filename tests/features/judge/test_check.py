@@ -15,6 +15,7 @@ import pytest
 from lightning_proxy.features.judge.agreement import Agreement, Labelled, agreement
 from lightning_proxy.features.judge.config import JudgeConfig
 from support.judging import ScriptedJudge, judging, ordered
+from support.page_in_node import drawn, needs_node
 from support.rewarded_by import completed
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -82,13 +83,22 @@ async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(system: A
     assert (told["asked"], told["scored_before"]) == (0, 6)
 
 
-async def test_check_compares_with_labels(running: Running, tmp_path: Path, judge: ScriptedJudge) -> None:
+@needs_node
+async def test_check_compares_with_labels_and_status_warns_until_then(
+    running: Running, tmp_path: Path, judge: ScriptedJudge
+) -> None:
     async with running(tmp_path, rewards=rank(judge)) as system:
         for task in range(6):
             await labelled(system, 0, 1, 2, 3, task=f"t{task}-")
+        (warned,) = (await system.call("GET", "/policy"))[1]["warnings"]
+        assert "rank trains, and nobody checked it: label 20 rollouts" in warned
+        assert "nobody checked it" in " ".join((await system.lightning("status")).stdout.split())
+        (overview,) = await drawn(system, tmp_path, "overview")
+        assert "nobody checked it" in overview["text"]
         done = await system.lightning("rewards", "check", "rank", "--json")
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
+        assert (await system.call("GET", "/policy"))[1]["warnings"] == []
         assert (found["labels"], found["pairs"], found["alike"], found["low"]) == (24, 36, 1.0, 1.0)
         assert found["verdict"] == "it agrees more than chance does"
         shown = (await system.lightning("rewards", "check", "rank")).stdout
