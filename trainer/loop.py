@@ -23,7 +23,6 @@ from .collect.sampled import AsChat, Sampled
 from .collect.schedule import Schedule
 from .plugins import NO_HOOKS, TrainerCore, TrainerHooks
 from .publish import Publisher
-from .rate import warn_of_rate
 from .report.metric_schema import scalars
 from .types import Batch, Sample
 from .waiting import GuideError, JudgeError, Stopped, all_of, in_thread, pause, until_done
@@ -246,8 +245,6 @@ class TrainingLoop:
         self._fresh = False
         self._trainer.trackers.begin()
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
-        if self._config.learning_rate != "auto":
-            warn_of_rate(self._config, self._trainer.rate.value)
         if last is not None and self._publisher is not None:
             await self._finish_publishing(self._publisher, last)
 

@@ -159,7 +159,6 @@ def _on_cpu(config: Config, shape: DecoderShape, served: bool) -> dict[str, Any]
 
 
 def _filled(config: Config, vllm: Mapping[str, Any], trainer: Mapping[str, Any]) -> Config:
-    """The configuration with these values where it has none."""
     sections = {}
     for name, values in (("vllm", vllm), ("trainer", trainer)):
         section = getattr(config, name)
@@ -222,9 +221,9 @@ def trainer_needs(
             "weights": (FLOAT32 + of_reference) * shape.parameters,
             "gradients, optimizer": 3 * FLOAT32 * shape.parameters,
         }
-    else:  # gradients twice: a pass adds its own when it is done
+    else:
         adapters = (1 + len(config.policy.adapters)) * trainer.lora_rank * shape.lora
-        needs = {"weights": width * shape.parameters, "adapters": 5 * FLOAT32 * adapters}
+        needs = {"weights": width * shape.parameters, "adapters": 4 * FLOAT32 * adapters}
     a_pass = pass_memory(shape, tokens, checkpointing=checkpointing, width=width, full=trainer.weights == "full")
     needs |= {"a pass": a_pass, "CUDA": CONTEXT}
     needs["lost in pieces"] = LOST_ON_CPU * a_pass if on_cpu else LOST * sum(needs.values())

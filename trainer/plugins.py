@@ -111,12 +111,10 @@ class TrainerPlugin:
 
 
 def methods() -> list[str]:
-    """Return what `train --method` may be."""
     return ["rl", *(method for module in modules("trainer") for method in module.plugin.methods)]
 
 
 def plugins_of(config: Config) -> list[TrainerPlugin]:
-    """Return the plugins of the features."""
     return [module.plugin(config) for module in modules("trainer")]
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ..core.config.trainer import TrainerConfig
 
-log = logging.getLogger(__name__)
-
 RATE, WIDTH, ALPHA = {"lora": 7.5e-5, "full": 5e-6}, 2000, 32  # at this width; of an adapter, at this alpha
 EXPONENT = 0.781
-HIGH_RATE = 2e-5  # for a full model
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +59,3 @@ def rate_after(config: TrainerConfig, rate: float, updates: int) -> float:
         return rate
     done = min((updates - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
     return rate * (1 - done if config.lr_scheduler == "linear" else (1 + math.cos(math.pi * done)) / 2)
-
-
-def warn_of_rate(config: TrainerConfig, rate: float) -> None:
-    """Warn of a learning rate that is meant for adapters if all weights are trained."""
-    if config.weights == "full" and rate > HIGH_RATE:
-        log.warning("the learning rate %g is high for trainer.weights: full: 2e-6 to 2e-5 is usual", rate)

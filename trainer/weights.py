@@ -93,13 +93,6 @@ class TrainedWeights:
             return [parameter for _, parameter in named]
         return [p for name, p in named if (of := ADAPTER_OF.search(name)) and of[1] in (names or self.names)]
 
-    def undoable(self, name: str) -> list[nn.Parameter]:
-        """Return the parameters with gradients that a pass sets aside, to undo it if memory runs out.
-
-        None of a full model: its gradients are not kept twice.
-        """
-        return self.parameters(name) if self._is_lora else []
-
     def activate(self, name: str) -> None:
         """Make the model use this set."""
         if self._is_lora and self._model.active_adapter != name:

@@ -25,7 +25,6 @@ from ...store.training import Step
 from ...trainer.loop import TrainingLoop
 from ...trainer.plugins import TrainerCore
 from ...trainer.publish import Publisher
-from ...trainer.rate import warn_of_rate
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Batch, Sift
 from ...trainer.waiting import Stopped, in_thread, pause
@@ -181,7 +180,6 @@ def tune(
         return {f"held_out_{name}": v for name, v in measured(method, trainer, lessons.held_out).items()}
 
     how, section = METHODS[method], getattr(trainer.settings.section(TuneConfig), method)
-    warn_of_rate(trainer.settings, section.learning_rate)
     before = {f"{name}_before": value for name, value in held_out().items()}
     rows = how.rows(trainer, lessons.train)
     tuner = how.trainer(

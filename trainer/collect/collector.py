@@ -182,7 +182,7 @@ class Collector:
         nothing = None
         if not all(abs(value) <= ABSURD for of_calls in credit for one in of_calls for value in one or ()):
             nothing = POISONED
-            self._warn(POISONED, *(member.rollout for member in members))
+            log.warning("left out: %s: %s", ", ".join(member.rollout.rollout_id for member in members), POISONED)
         elif not any(one and one.advantage for of_calls in credit[: len(members)] for one in of_calls):
             take.counts["groups_equal"] += len(group) > 1
             nothing = None if self._guide else _why_nothing(group, self._agents)
@@ -202,7 +202,7 @@ class Collector:
             made = self._rows([call for call, _ in taught], [one.advantage for _, one in taught], rollout)
         except (ValueError, OverflowError) as error:
             reason = f"its rows cannot be built: {error}"
-            self._warn(reason, rollout)
+            log.warning("left out: %s: %s", rollout.rollout_id, reason)
             take.drop(reason, [rollout])
             return
         if nothing and not any(sample.results for sample in made.samples):
@@ -342,10 +342,6 @@ class Collector:
         """The calls of trained agents. Other agents' answers are context in the prompts of these calls."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
-    def _warn(self, reason: str, *rollouts: Rollout) -> None:
-        """Name rollouts with absurd numbers, which would spoil the entire step."""
-        log.warning("left out: %s: %s", ", ".join(rollout.rollout_id for rollout in rollouts), reason)
-
 
 def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
     """Why a rollout with advantages has nothing to train on."""
@@ -374,8 +370,6 @@ def _oldest_version(calls: Sequence[ModelCall], base: int) -> int:
 
 
 class TrainableRollout(NamedTuple):
-    """A rollout that a step may train on."""
-
     rollout: Rollout
     sibling: Sibling
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from ...core.errors import UpstreamTimeout, UpstreamUnreachable
 from ...core.json_text import dumps
 from ...core.records import ModelCall
 from ...core.tokens import constraint, is_not_followed
-from ...serving.vllm import VllmError
+from ...serving.vllm import VllmError, VllmServer
 from ..rows.sampling import cannot_be_replayed, sampling_of
 from ..types import Sampling
 
@@ -39,14 +39,6 @@ _NO_ROUTE = (
 AsChat = Callable[[str, Json], Json | None]
 
 
-class Vllm(Protocol):
-    """The policy's vLLM."""
-
-    async def base_model(self) -> str: ...
-
-    async def rendered(self, endpoint: str, body: Json) -> Json: ...
-
-
 # How an answer was sampled, or why that cannot be computed again.
 Known = Sampling | str
 
@@ -54,7 +46,7 @@ Known = Sampling | str
 class Sampled:
     """Knows how calls were sampled. Without `vllm`, only from their requests, which show no grammar."""
 
-    def __init__(self, vllm: Vllm | None = None, as_chat: AsChat | None = None) -> None:
+    def __init__(self, vllm: VllmServer | None = None, as_chat: AsChat | None = None) -> None:
         self._vllm, self._as_chat = vllm, as_chat
         self._known: dict[str, Known] = {}
         self._warned = False

@@ -48,7 +48,6 @@ class Seen:
 
     @property
     def rollouts(self) -> int:
-        """Return the number of rollouts with a reward."""
         return sum(map(len, self.rewards.values()))
 
     @property
@@ -57,7 +56,6 @@ class Seen:
         return sum(task_id is not None for task_id in self.rewards)
 
     def reward(self, task_id: str | None, reward: float | None) -> None:
-        """Note a rollout that was looked at."""
         if reward is not None:
             self.rewards.setdefault(task_id, []).append(reward)
 

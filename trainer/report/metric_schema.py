@@ -120,7 +120,6 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("outside_tokens", "tokens", "sampled tokens left out: top_p and the like would now cut them off"),
         ("masked_tokens", "tokens", "tokens that the mask of `trainer.loss` drops"),
         ("computed_tokens", "tokens", "tokens in forward passes; a shared prefix counts once"),
-        ("padded_tokens", "tokens", "tokens that the same rows would take as padded batches"),
         ("trained_tokens_per_s", "tokens/s", "`trained_tokens` / `step_s`"),
         ("computed_tokens_per_s", "tokens/s", "`computed_tokens` / `step_s`"),
         ("micro_batches", "count", "forward passes"),

@@ -92,11 +92,6 @@ class MicroBatch:
     def adapter(self) -> str:
         return self.samples[0].adapter
 
-    @property
-    def padded_tokens(self) -> int:
-        """Return the size of the same samples as a right-padded batch."""
-        return len(self.samples) * max(len(sample.token_ids) for sample in self.samples)
-
 
 @dataclass(frozen=True, slots=True)
 class TreeCost:

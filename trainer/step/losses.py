@@ -279,17 +279,14 @@ class EntropyBonus:
 
     @property
     def weight(self) -> float:
-        """Return the weight in the next step."""
         return self._coef if self._is_low else 0.0
 
     def update(self, entropy: float) -> None:
-        """Note the mean entropy of a step."""
         if self._target is not None:
             self._is_low = entropy <= self._target
             self._coef = min(max(self._coef + (self.DELTA if self._is_low else -self.DELTA), 0.0), self.MOST)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"coef": self._coef, "is_low": self._is_low}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from .losses import LOSSES, MAX_LOG_RATIO, Guided, LossInputs, clipped
 
 # The sums that are reported as they are.
 COUNTS = (
-    "loss", "trained_tokens", "outside_tokens", "masked_tokens", "computed_tokens", "padded_tokens", "micro_batches",
+    "loss", "trained_tokens", "outside_tokens", "masked_tokens", "computed_tokens", "micro_batches",
     "passes_halved", "rows_out_of_memory",
 )  # fmt: skip
 
@@ -95,7 +95,6 @@ def numbers_of(
         "trained_tokens": len(ratios),
         "outside_tokens": sum(sample.trained_tokens for sample in micro_batch.samples) - len(ratios),
         "computed_tokens": len(micro_batch.tree),
-        "padded_tokens": micro_batch.padded_tokens,
         "micro_batches": 1,
     }
     if reference is not None:  # of a token under the policy, not under the one that sampled it
@@ -111,8 +110,6 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class StepMetrics:
-    """The numbers of one step, and what becomes of it."""
-
     config: TrainerConfig
     entropy_coef: float
     started: float = field(default_factory=time.perf_counter)

@@ -76,7 +76,6 @@ class LightningTrainer:
     """
 
     def __init__(self, config: TrainerConfig, policy: PolicyConfig, processes: Processes | None = None) -> None:
-        """`processes`: a single one by default."""
         if policy.model is None:
             raise ConfigError("policy.model: the trainer needs a Hugging Face model id or directory")
         if config.threads:
@@ -118,7 +117,6 @@ class LightningTrainer:
 
     @property
     def policy_model(self) -> PreTrainedModel:
-        """Return the bare causal LM; it may have LoRA layers in it."""
         return self.weight_sets.model
 
     @property
@@ -203,7 +201,7 @@ class LightningTrainer:
             for one in passes:
                 own.add(make(one))
         else:
-            own = make_what_fits(passes, make, self.weight_sets)
+            own = make_what_fits(passes, make, self.weight_sets.parameters())
         for part in self.processes.gathered(own):
             numbers.add(part)
         if numbers.fitting < self._cost.max_nodes:

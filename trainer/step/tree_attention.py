@@ -67,7 +67,6 @@ class TreeMask:
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """Return the mask for FlexAttention."""
         return block_mask(self._ends)
 
     @cached_property
