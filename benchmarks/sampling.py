@@ -67,7 +67,6 @@ WAYS: dict[str, Json] = {
     "repetition_penalty 1.2": {"repetition_penalty": 1.2},
     "frequency_penalty 0.5, presence_penalty 0.5": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
     "logit_bias": {"logit_bias": {"260": 3.0, "28": -5.0}},
-    "bad_words": {"bad_words": ["the", "city"]},
     "allowed_token_ids": {"allowed_token_ids": list(range(2, 2000))},
     "min_tokens 30": {"min_tokens": 30},
     "response_format json_object": {"response_format": {"type": "json_object"}},

@@ -21,7 +21,7 @@ from ..core.records import CollapseSign, PolicyVersion
 from ..core.returns import Rules
 from ..store.rewards import Scored
 from ..store.store import Store
-from ..store.training import Collapse, Step
+from ..store.training import Collapse
 
 log = logging.getLogger(__name__)
 
@@ -211,8 +211,7 @@ class Monitor:
         """Return the versions that a rollback may go to from the live one. Their files must stay."""
         if self._config.action == "off":
             return set()
-        live = (await self._store.versions.live()).version
-        return kept(_versions(live, await self._line(live)))
+        return kept(await self._versions((await self._store.versions.live()).version))
 
     async def of_step(self, base: int, metrics: Metrics) -> dict[str, Any]:
         """Return the metrics to add to a step that began with version `base`, before it is committed.
@@ -222,9 +221,8 @@ class Monitor:
         live = await self._store.versions.live()
         if self._config.action == "off" or metrics["skipped"] or live.version != base:
             return {}
-        line = await self._line(base)
-        steps = [Measured(base, metrics), *(Measured(step.base, step.metrics) for step in line)]
-        return await self._report(step_signs(steps, self._config), live, _versions(base, line))
+        steps = [Measured(base, metrics), *await self._line(base)]
+        return await self._report(step_signs(steps, self._config), live, [step.version for step in steps])
 
     async def look(self) -> Collapse | None:
         """Return the collapse for which publication is stopped, or None. Check the rewards since the last look.
@@ -238,7 +236,7 @@ class Monitor:
         looked_at = await self._store.rewards.newest(), live.version, live.live_at, self._clock() // RELOOK_S
         if found is None and looked_at != self._looked_at:
             self._looked_at = looked_at
-            line = _versions(live.version, await self._line(live.version))
+            line = await self._versions(live.version)
             sign, seen = reward_sign(await self._scored(line[-1]), line, self._config), last.metrics.get("warnings", {})
             if sign is not None and (sign.collapsed or sign.name not in seen):
                 metrics = last.metrics | await self._report([sign], live, line)
@@ -273,16 +271,20 @@ class Monitor:
                 return earlier
         return 0
 
-    async def _line(self, version: int) -> list[Step]:
+    async def _versions(self, version: int) -> list[int]:
+        """A version and those that led to it, newest first."""
+        return [version, *(step.version for step in await self._line(version))]
+
+    async def _line(self, version: int) -> list[Measured]:
         """The steps that led to a version, newest first, back to a collapse or to a version made live by hand."""
-        line: list[Step] = []
+        line: list[Measured] = []
         for step in await self._store.steps.newest(LINE):
             # It changed nothing, or its trainer was killed before it was published.
             without_effect = step.metrics.get("skipped") or (step.version is None and step.base == version)
             if "collapse" in step.metrics or not (without_effect or step.version == version):
                 break
             if not without_effect:
-                line.append(step)
+                line.append(Measured(step.base, step.metrics))
                 version = step.base
         return line
 
@@ -297,8 +299,3 @@ class Monitor:
         took = sorted(one.done - one.began for one in found) or [0.0]
         settled = self._clock() - took[int(SETTLED * len(took))]
         return [one for one in found if one.began <= settled]
-
-
-def _versions(version: int, line: Sequence[Step]) -> list[int]:
-    """A version and those that led to it, newest first."""
-    return [version, *(step.base for step in line)]

@@ -108,7 +108,6 @@ class Sampling:
 
     temperature: float = 1.0
     allowed: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
     stop_tokens: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()

@@ -116,15 +116,14 @@ class Collector:
         ids = [rollout.rollout_id for rollout in (*siblings, *awaited)]
         take.groups += [ids] if siblings else []
         members = await self._trainable(take, siblings)
-        known = [s for rollout in before if self._has_reward(rollout) and (s := await self._sibling(rollout))]
-        known = [s for s in known if self._unfit(s.calls, base) in (None, STALE)]
+        known = [s for _, s in await self._rewarded(before) if self._unfit(s.calls, base) in (None, STALE)]
         take.comparisons = [ComparedRollouts(members, known, group.pool and group.pool.owner)]
         return take
 
     async def _trainable(self, take: Take, rollouts: Sequence[Rollout]) -> list[TrainableRollout]:
         """Those of ended rollouts that can be trained on. The others are dropped, with the reason."""
         take.drop("failed or discarded", [rollout for rollout in rollouts if not self._counts(rollout)])
-        members = [TrainableRollout(r, s) for r in rollouts if self._has_reward(r) and (s := await self._sibling(r))]
+        members = await self._rewarded(rollouts)
         self._roll_call.look(member.sibling.calls for member in members)
         await self._sampled.look(call for member in members for call in self._trained(member.sibling.calls))
         found = []
@@ -140,6 +139,10 @@ class Collector:
                 take.compared += 1
                 take.compared_by_adapter.update(took_part or {DEFAULT_ADAPTER})
         return found
+
+    async def _rewarded(self, rollouts: Sequence[Rollout]) -> list[TrainableRollout]:
+        counted = [rollout for rollout in rollouts if self._counts(rollout) and rollout.reward is not None]
+        return [TrainableRollout(rollout, s) for rollout in counted if (s := await self._sibling(rollout))]
 
     async def _sibling(self, rollout: Rollout, judge: AskJudge | None = None) -> Sibling | None:
         """The rollout with its stored and automatic rewards, and what the judge says of its calls that it has not seen.
@@ -323,9 +326,6 @@ class Collector:
     def _counts(self, rollout: Rollout) -> bool:
         """Whether a rollout ended in a way that may have a reward."""
         return rollout.status == "completed" or (self._failed_has_reward and rollout.status == "failed")
-
-    def _has_reward(self, rollout: Rollout) -> bool:
-        return self._counts(rollout) and rollout.reward is not None
 
     def _unfit(self, calls: Sequence[ModelCall], base: int) -> str | None:
         """Why a rollout with these calls is not trained on; None if it is."""

@@ -10,7 +10,7 @@ from ...core.errors import UpstreamTimeout, UpstreamUnreachable
 from ...core.json_text import dumps
 from ...core.records import ModelCall
 from ...core.tokens import constraint, is_not_followed
-from ...serving.vllm import VllmError, VllmServer
+from ...serving.vllm import VllmError, VllmFleet, VllmServer
 from ..rows.sampling import cannot_be_replayed, sampling_of
 from ..types import Sampling
 
@@ -46,7 +46,7 @@ Known = Sampling | str
 class Sampled:
     """Knows how calls were sampled. Without `vllm`, only from their requests, which show no grammar."""
 
-    def __init__(self, vllm: VllmServer | None = None, as_chat: AsChat | None = None) -> None:
+    def __init__(self, vllm: VllmServer | VllmFleet | None = None, as_chat: AsChat | None = None) -> None:
         self._vllm, self._as_chat = vllm, as_chat
         self._known: dict[str, Known] = {}
         self._warned = False

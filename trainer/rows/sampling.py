@@ -39,6 +39,8 @@ def sampling_of(parameters: Json) -> Sampling | None:
     """
     grammar, allowed = parameters.get("structured_outputs"), parameters.get("allowed_token_ids")
     biases = parameters.get("logit_bias") or {}
+    if parameters.get("bad_words"):  # words have tokens by what comes before them
+        return None
     try:
         numbers = {
             name: float(default if parameters.get(name) is None else parameters[name]) for name, default in _NUMBERS
@@ -48,7 +50,6 @@ def sampling_of(parameters: Json) -> Sampling | None:
         return Sampling(
             **numbers,
             allowed=None if allowed is None else tuple(sorted(map(int, allowed))),
-            bad_words=tuple(map(str, parameters.get("bad_words") or ())),
             min_tokens=int(parameters.get("min_tokens") or 0),
             stop_tokens=tuple(sorted(map(int, parameters.get("stop_token_ids") or ()))),
             # vLLM bounds a bias to what OpenAI's API allows.

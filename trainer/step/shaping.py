@@ -45,15 +45,15 @@ class SampledPlace(NamedTuple):
 
 
 class Shaper:
-    """Shapes the logits of one model, whose tokenizer knows the tokens of words, and those that end an answer."""
+    """Shapes the logits of one model, whose tokenizer knows the tokens that end an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-        self._tokenizer = tokenizer
         configured = getattr(model.generation_config, "eos_token_id", None)
         of_model = configured if isinstance(configured, list) else [configured]
         self._ends = sorted({end for end in (tokenizer.eos_token_id, *of_model) if end is not None})
-        self.grammars = Grammars(tokenizer, model.config.get_text_config().vocab_size, self._ends)
-        self._bad_words = lru_cache(_KEPT_GRAMMARS)(self._tokens_of_words)
+        self._tokenizer, self._vocabulary = tokenizer, int(model.config.get_text_config().vocab_size)
+        self._compiler: Any = None
+        self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
 
     def places(self, samples: Sequence[Sample], places: Sequence[tuple[int, int]]) -> list[SampledPlace | None]:
         """Return where the tokens at (row, column) were sampled; None for those that only have a temperature."""
@@ -67,7 +67,7 @@ class Shaper:
             start, end, sampling = span
             if (row, start) not in answers:
                 ids = samples[row].token_ids[:end]
-                answers[row, start] = np.asarray(ids), self.grammars.masks(sampling, ids[start:])
+                answers[row, start] = np.asarray(ids), self.masks(sampling, ids[start:])
             tokens, masks = answers[row, start]
             allowed = None if masks is None else masks[column - start : column - start + 1]
             found.append(SampledPlace(sampling, tokens[:start], tokens[start:column], allowed))
@@ -95,27 +95,48 @@ class Shaper:
             forbidden |= ~((bits >> torch.arange(32, device=bits.device)) & 1).bool().flatten()[:size]
         if sampling.allowed is not None:
             forbidden |= ~forbidden.new_zeros(size).index_fill(0, _ids(sampling.allowed, logits), True)
-        answer = place.answer.tolist()
-        for word in self._bad_words(sampling.bad_words):
-            if answer[len(answer) - len(word) + 1 :] == word[:-1]:
-                forbidden[word[-1]] = True
-        if len(answer) < sampling.min_tokens:
+        if len(place.answer) < sampling.min_tokens:
             without_ends = forbidden.index_fill(0, _ids([*self._ends, *sampling.stop_tokens], logits), True)
             # Where a grammar allows nothing but the end, vLLM lets the answer end.
             forbidden = forbidden if bool(without_ends.all()) else without_ends
         return forbidden
 
-    def _tokens_of_words(self, words: tuple[str, ...]) -> list[list[int]]:
-        """The words' tokens, at the beginning of a text and, where that is as many tokens, after a space."""
-        found: list[list[int]] = []
-        for word in words:
-            at_start, after_space = (
-                self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
-            )
-            found += [at_start] if at_start else []
-            if at_start and after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
-                found.append(after_space)
-        return found
+    def masks(self, sampling: Sampling, answer: Sequence[int]) -> Tensor | None:
+        """Return what its grammar allowed at each token of an answer, as bits (N, V/32), up to the first one refused.
+
+        None without a grammar; no rows if it cannot be compiled.
+        """
+        if sampling.grammar is None:
+            return None
+        compiled = self._compiled(sampling.grammar)
+        if compiled is None:
+            return torch.empty(0, 0, dtype=torch.int32)
+        import xgrammar
+
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[*self._ends, *sampling.stop_tokens])
+        masks: Tensor = xgrammar.allocate_token_bitmask(len(answer), self._vocabulary)
+        for place, token in enumerate(answer):
+            if matcher.is_terminated():
+                masks[place] = -1  # as vLLM: nothing is forbidden after the end
+            else:
+                matcher.fill_next_token_bitmask(masks, place)
+                if not matcher.accept_token(token):
+                    return masks[: place + 1]
+        return masks
+
+    def _compile(self, grammar: str) -> Any:
+        """`grammar`: vLLM's structured outputs as JSON. None if it cannot be compiled."""
+        if not is_installed():
+            return None
+        import xgrammar
+
+        if self._compiler is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocabulary)
+            self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
+        try:
+            return _compiled_grammar(self._compiler, json.loads(grammar))
+        except (RuntimeError, ValueError, TypeError):  # xgrammar's words for a grammar that it does not take
+            return None
 
 
 def truncate(logprobs: Tensor, places: Sequence[SampledPlace | None]) -> Tensor:
@@ -169,58 +190,12 @@ def _penalised(logits: Tensor, place: SampledPlace) -> Tensor:
 def _changes_logits(place: SampledPlace) -> bool:
     s = place.sampling
     penalised = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
-    masked = place.allowed is not None or s.allowed is not None or s.bad_words or s.min_tokens
+    masked = place.allowed is not None or s.allowed is not None or s.min_tokens
     return bool(penalised or masked or s.bias)
 
 
 def _ids(values: Sequence[int] | Ints, like: Tensor) -> Tensor:
     return torch.as_tensor(values, dtype=torch.long, device=like.device)
-
-
-class Grammars:
-    """Compiles grammars once. `ends` are the tokens that end an answer; a request may name more."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: Sequence[int]) -> None:
-        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
-        self._compiler: Any = None
-        self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
-
-    def masks(self, sampling: Sampling, answer: Sequence[int]) -> Tensor | None:
-        """Return what its grammar allowed at each token of an answer, as bits (N, V/32), up to the first one refused.
-
-        None without a grammar; no rows if it cannot be compiled.
-        """
-        if sampling.grammar is None:
-            return None
-        compiled = self._compiled(sampling.grammar)
-        if compiled is None:
-            return torch.empty(0, 0, dtype=torch.int32)
-        import xgrammar
-
-        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[*self._ends, *sampling.stop_tokens])
-        masks: Tensor = xgrammar.allocate_token_bitmask(len(answer), self._vocabulary)
-        for place, token in enumerate(answer):
-            if matcher.is_terminated():
-                masks[place] = -1  # as vLLM: nothing is forbidden after the end
-            else:
-                matcher.fill_next_token_bitmask(masks, place)
-                if not matcher.accept_token(token):
-                    return masks[: place + 1]
-        return masks
-
-    def _compile(self, grammar: str) -> Any:
-        """`grammar`: vLLM's structured outputs as JSON. None if it cannot be compiled."""
-        if not is_installed():
-            return None
-        import xgrammar
-
-        if self._compiler is None:
-            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocabulary)
-            self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
-        try:
-            return _compiled_grammar(self._compiler, json.loads(grammar))
-        except (RuntimeError, ValueError, TypeError):  # xgrammar's words for a grammar that it does not take
-            return None
 
 
 def _compiled_grammar(compiler: Any, outputs: dict[str, Any]) -> Any:

@@ -128,10 +128,6 @@ class StepMetrics:
         return self.numbers.fault is not None or not self.numbers.sums["micro_batches"]
 
     @property
-    def entropy(self) -> float:
-        return self.numbers.mean("entropy")
-
-    @property
     def fresh_kl(self) -> float:
         return self.numbers.mean("fresh_kl", "fresh_tokens")
 
@@ -164,7 +160,7 @@ class StepMetrics:
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
             "skipped": float(self.skipped),
-            "entropy": self.entropy,
+            "entropy": self.numbers.mean("entropy"),
             "kl": numbers.mean("kl"),
             "sampler_difference": nats_apart(self.fresh_kl),
             "ratio_mean": numbers.mean("ratio"),

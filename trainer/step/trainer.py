@@ -179,7 +179,7 @@ class LightningTrainer:
                 group["lr"] = metrics.learning_rate
             self.optimizer.step()
             self._updates += 1
-            self.entropy.update(metrics.entropy)
+            self.entropy.update(metrics.numbers.mean("entropy"))
         self.optimizer.zero_grad()
         metrics.optimizer_s = metrics.elapsed - metrics.forward_backward_s
         self.trackers.step = batch.step

@@ -60,6 +60,7 @@ def test_temperatures_near_0_are_those_that_vllm_samples_at() -> None:
         {"repetition_penalty": -1.0},
         {"logit_bias": {"-7": 1.0}},
         {"allowed_token_ids": []},
+        {"bad_words": ["no"]},
     ],
 )
 def test_what_a_request_alone_does_not_tell_is_left_out(request_: dict[str, Any]) -> None:

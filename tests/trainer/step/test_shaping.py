@@ -18,7 +18,6 @@ from tokenizers import pre_tokenizers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from lightning_proxy.trainer.step.shaping import (  # noqa: E402
-    Grammars,
     SampledPlace,
     Shaper,
     truncate,
@@ -40,7 +39,6 @@ WAYS: list[dict[str, Any]] = [
     {"allowed": (2, 6, 9, 11)},
     {"min_tokens": 9},
     {"min_tokens": 3},
-    {"bad_words": ("w9", "w8 w2", "w8 w3")},
     {"bias": ((9, 3.0),), "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_p": 0.7, "temperature": 0.6},
 ]
 
@@ -63,7 +61,7 @@ def ours(shaper: Shaper, logits: Any, sampling: Sampling) -> Any:
     return truncate(shaped.log_softmax(-1), places)
 
 
-def of_vllm(logits: Any, sampling: Sampling, bad_words: list[list[int]]) -> Any:
+def of_vllm(logits: Any, sampling: Sampling) -> Any:
     """The processed log-probabilities of vLLM's sampler."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
@@ -82,7 +80,7 @@ def of_vllm(logits: Any, sampling: Sampling, bad_words: list[list[int]]) -> Any:
         frequency_penalties=column * s.frequency_penalty, presence_penalties=column * s.presence_penalty,
         repetition_penalties=column * s.repetition_penalty, output_token_ids=[list(ANSWER)] * rows,
         allowed_token_ids_mask=forbidden if s.allowed else None,
-        bad_words_token_ids=dict.fromkeys(range(rows), bad_words) if bad_words else {},
+        bad_words_token_ids={},
         logitsprocs=LogitsProcessors(_processors(rows, s)),
     )  # fmt: skip
     _, logprobs = Sampler("processed_logprobs").sample(
@@ -122,20 +120,18 @@ def test_every_way_to_sample_is_that_of_vllms_sampler(shaper: Shaper, way: dict[
     torch.manual_seed(1)
     logits = torch.randn(40, VOCABULARY) * 3
     sampling = Sampling(**way)
-    words = [[9], [8, 2], [8, 3]] if sampling.bad_words else []
-    assert torch.allclose(ours(shaper, logits, sampling), of_vllm(logits, sampling, words), atol=2e-5)
+    assert torch.allclose(ours(shaper, logits, sampling), of_vllm(logits, sampling), atol=2e-5)
 
 
 def test_a_grammar_allows_at_each_token_what_fits_and_ends_where_the_answer_leaves_it(model: Path) -> None:
     pytest.importorskip("xgrammar")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    grammars = Grammars(tokenizer, VOCABULARY, [END])
+    shaper = Shaper(AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model))
     choice = json.dumps({"choice": ["w3w4", "w3w5"]})
 
     def allowed(answer: list[int]) -> list[list[int]]:
-        bits = grammars.masks(Sampling(grammar=choice), answer)
+        bits = shaper.masks(Sampling(grammar=choice), answer)
         return [[t for t in range(VOCABULARY) if int(row[t // 32]) >> (t % 32) & 1] for row in bits]
 
     assert allowed([3, 5, END]) == [[3], [4, 5], [END]]
     assert allowed([3, 9, 4]) == [[3], [4, 5]]
-    assert len(grammars.masks(Sampling(grammar=json.dumps({"regex": "("})), [3])) == 0
+    assert len(shaper.masks(Sampling(grammar=json.dumps({"regex": "("})), [3])) == 0
