@@ -12,7 +12,7 @@ import pytest
 from lightning_proxy.core.config.trainer import CollapseConfig
 from lightning_proxy.store.rewards import Scored
 from lightning_proxy.trainer import collapse
-from lightning_proxy.trainer.collapse import Measured, drop, of_several, reward_sign, step_signs
+from lightning_proxy.trainer.collapse import Measured, drop, reward_sign, step_signs
 
 CONFIG = CollapseConfig()
 TASKS = ("a", "b", "c", "d", "e", "f", "g", "h")
@@ -41,26 +41,12 @@ def test_rewards_all_equal_on_each_side_are_as_far_apart_as_their_number_says() 
     assert drop(scored(0, "a", 1, 1), scored(1, "a", 1, 1)).sigmas == 0.0
 
 
-def test_tasks_that_come_once_are_compared_by_their_means() -> None:
-    before = [*scored(0, "a", 3.0, 3.0), *scored(0, "b", 0.0, 2.0)]
-    after = [*scored(1, "c", 1.0), *scored(1, "d", 2.0, 0.0)]
-    found = drop(before, after)
-    assert (found.sigmas, found.before, found.after, found.compared) == (pytest.approx(1.0), 2.0, 1.0, 2)
-
-
 def test_a_task_of_another_difficulty_is_no_drop_of_the_one_that_both_have() -> None:
     before = [*scored(0, "easy", *[1.0] * 8), *scored(0, "both", 0.0, 1.0)]
     after = [*scored(1, "hard", *[0.0] * 8), *scored(1, "both", 1.0, 0.0)]
     found = drop(before, after)
     assert found.compared == 3, "two of the task that both have, and one mean"
     assert found.sigmas == pytest.approx(0.5 / math.sqrt(1 / 3 + 1 / 4))
-
-
-def test_the_best_of_several_results_is_worth_less() -> None:
-    assert of_several(5.0, 1) == pytest.approx(5.0)
-    assert of_several(3.0, 4) == pytest.approx(2.55, abs=0.005)  # of tables: 4 x 0.00135 is the tail beyond 2.55
-    assert of_several(0.0, 4) == 0.0
-    assert of_several(1e9, 4) > 20
 
 
 def test_a_version_whose_reward_falls_is_named_with_numbers() -> None:

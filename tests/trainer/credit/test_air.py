@@ -110,7 +110,3 @@ def test_the_same_call_again_counts_however_its_arguments_are_written() -> None:
         made(tool(first, "g"), request=free, call_id="3"),
     ]
     assert reward(*calls) == {"2": -100.0, "3": -100.0}
-
-
-def test_what_has_no_weight_is_no_event() -> None:
-    assert air_rewards([made(tool("{"))], {"tool_error": -1.0}) == {}

@@ -1,7 +1,6 @@
 """The trainer on a tiny random Llama: the loss it minimises, what it refuses, what it writes, where it goes on from."""
 
 import math
-import random
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,43 +8,25 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.types import Batch, Sample
+from lightning_proxy.trainer.types import Batch
 from support.sections import PolicyConfig, TrainerConfig
 
 torch = pytest.importorskip("torch")
 
 from accelerate.tracking import GeneralTracker  # noqa: E402
 from peft import PeftModel  # noqa: E402
-from tokenizers import Tokenizer, models  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from lightning_proxy.trainer.checkpoint import atomic_directory  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 from lightning_proxy.trainer.weights import MARKER  # noqa: E402
-
-VOCABULARY = 64
+from support.ranks import VOCABULARY, batch, make_model, poisoned  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", unk_token="w2", pad_token="w1"
-    ).save_pretrained(directory)
+    make_model(directory)
     return directory
 
 
@@ -56,37 +37,13 @@ def trainer(model: Path, where: Path, **settings: object) -> LightningTrainer:
     return LightningTrainer(config, PolicyConfig(model=str(model), directory=where))
 
 
-def batch(step: int = 1, *, tasks: int = 3, siblings: int = 4, drift: float = 0.0) -> Batch:
-    """Rollouts of one or two rows that share a task's prompt; `drift` moves the behaviour log-probabilities about."""
-    rng = random.Random(step)
-    samples = []
-    for task in range(tasks):
-        prompt = [rng.randrange(VOCABULARY) for _ in range(6)]
-        for sibling in range(siblings):
-            for _ in range(1 + sibling % 2):
-                answer = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 6))]
-                n = len(answer)
-                samples.append(
-                    Sample(
-                        rollout_id=f"{task}-{sibling}",
-                        task_id=str(task),
-                        token_ids=(*prompt, *answer),
-                        mask=(0,) * 6 + (1,) * n,
-                        logprobs=(0.0,) * 6 + tuple(-math.log(VOCABULARY) + rng.gauss(0, drift) for _ in answer),
-                        advantages=(0.0,) * 6 + (rng.choice([-1.0, 1.0]),) * n,
-                        temperatures=(1.0,) * (6 + n),
-                    )
-                )
-    return Batch(step, tuple(samples), tuple(sorted({s.rollout_id for s in samples})), {"reward": 0.5})
-
-
 def lora_weights(model: PeftModel) -> "torch.Tensor":
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
 
 def test_logprobs_are_those_of_the_model_and_aligned_with_the_tokens(model_directory: Path, tmp_path: Path) -> None:
     learner = trainer(model_directory, tmp_path)
-    learner.step(batch())
+    learner.step(batch(1))
     rows = [(5, 6, 7, 8), (5, 6, 9), (3,), (5, 6, 7, 8)]
     for row, found in zip(rows, learner.logprobs(rows), strict=True):
         with torch.no_grad():
@@ -94,19 +51,11 @@ def test_logprobs_are_those_of_the_model_and_aligned_with_the_tokens(model_direc
         assert found == pytest.approx([0.0] + [logits[i, t].item() for i, t in enumerate(row[1:])], abs=1e-5)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_leaves_everything_untouched(
-    model_directory: Path, tmp_path: Path, poison: float
-) -> None:
+def test_a_loss_that_is_not_finite_leaves_everything_untouched(model_directory: Path, tmp_path: Path) -> None:
     learner, twin = (trainer(model_directory, tmp_path, max_tokens_per_batch=20) for _ in range(2))
     for each in (learner, twin):
         each.step(batch(1))
-    last = batch(2).samples[-1]
-    bad = Sample(
-        last.rollout_id, last.task_id, last.token_ids, last.mask, last.logprobs,
-        tuple(a * poison if m else 0.0 for a, m in zip(last.advantages, last.mask, strict=True)), last.temperatures,
-    )  # fmt: skip
-    metrics = learner.step(Batch(2, (*batch(2).samples[:-1], bad), ()))
+    metrics = learner.step(poisoned(batch(2)))
     assert metrics["skipped"] == 1.0
     assert all(math.isfinite(value) for value in metrics.values())
     assert torch.equal(lora_weights(learner.model), lora_weights(twin.model))
@@ -167,7 +116,7 @@ def test_the_merged_checkpoint_and_the_adapter_compute_what_the_trainer_does(
     model_directory: Path, tmp_path: Path
 ) -> None:
     learner = trainer(model_directory, tmp_path)
-    learner.step(batch())
+    learner.step(batch(1))
     before = lora_weights(learner.model).clone()
     for form in ("merged", "adapter"):
         learner.save_weights(tmp_path / form, merged=form == "merged")
@@ -233,7 +182,7 @@ def test_a_tracker_that_breaks_does_not_end_training(
 
     learner = trainer(model_directory, tmp_path)
     learner.trackers.trackers.append(Breaks())
-    learner.trackers.report(learner.step(batch()))
+    learner.trackers.report(learner.step(batch(1)))
     assert "step 1 did not reach breaking: the server is away" in caplog.text
     learner = trainer(model_directory, tmp_path)
     learner.trackers.trackers.append(NeverBegins())
