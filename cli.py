@@ -28,7 +28,6 @@ from .commands.command_line import (
     configuration,
     task_ids,
     telemetry_off,
-    versions,
 )
 from .commands.show import policy, rollouts
 
@@ -248,15 +247,12 @@ def evaluate(
     ] = "live",
     samples: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task and model")] = 1,
     concurrency: Concurrency = 8,
-    pass_at: Annotated[float, typer.Option(help="a rollout passes with at least this reward")] = 1.0,
     promote: Annotated[
         bool,
         typer.Option("--promote", help="make versions live one after the other if they are not served side by side"),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
     preload: Preload = "",
-    logs: Outputs = None,
-    as_json: Json = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks."""
     from .commands.eval.eval import eval_command
@@ -270,46 +266,8 @@ def evaluate(
         samples=samples,
         concurrency=concurrency,
         promote=promote,
-        pass_at=pass_at,
         out=out,
-        logs=logs,
-        as_json=as_json,
     )
-
-
-@policy.app.command("export")
-def export_version(
-    context: typer.Context,
-    version: Annotated[int, typer.Argument(metavar="N", autocompletion=versions)],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
-    form: Annotated[
-        Literal["adapter", "merged"] | None,
-        typer.Option("--as", help="adapter (PEFT), or merged: a full model", show_default="as it was published"),
-    ] = None,
-) -> None:
-    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
-    from .commands.export.policy import export_policy
-    from .commands.signals import run_until_signal
-
-    written = run_until_signal(export_policy(configuration(context), version, directory, form))
-    what = "a LoRA adapter" if written == "adapter" else "a full model"
-    typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")
-
-
-@policy.app.command("compare")
-def compare_versions(
-    context: typer.Context,
-    a: Annotated[int, typer.Argument(metavar="A", help="a version", autocompletion=versions)],
-    b: Annotated[int, typer.Argument(metavar="B", help="another", autocompletion=versions)],
-    mode: Annotated[
-        Literal["train", "eval"] | None, typer.Option(help="by default eval if both versions have it")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Compare version B with A by the rollouts that were recorded: rewards, tokens and latency, paired by task."""
-    from .commands.eval.versions import show_comparison
-
-    show_comparison(configuration(context), a, b, mode, as_json=as_json)
 
 
 @app.command(rich_help_panel=START)
@@ -345,14 +303,11 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 @app.command(rich_help_panel=RECORD)
 def export(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="the file to write; `-` is standard output")],
+    file: Annotated[Path, typer.Argument(help="ends in .jsonl or .parquet; `-` and pipes take JSON Lines")],
     kind: Annotated[
         Literal["transitions", "sft", "atif"],
         typer.Option(help="`sft`: conversations to fine-tune on, `atif`: Harbor's trajectories"),
     ] = "transitions",
-    format: Annotated[
-        Literal["jsonl", "parquet"] | None, typer.Option(help="of a pipe", show_default="by the file's suffix")
-    ] = None,
     mode: Annotated[
         Literal["train", "eval", "all"] | None,
         typer.Option(help="only rollouts of this mode", show_default="all; sft: train"),
@@ -371,7 +326,7 @@ def export(
     from .commands.export.export import export_command
 
     filters: dict[str, Any] = {"mode": mode, "status": status, "task": task, "min_reward": min_reward, "since": since}
-    export_command(configuration(context), file, format=format, kind=kind, **filters)
+    export_command(configuration(context), file, kind=kind, **filters)
 
 
 @app.command(name="import", rich_help_panel=RECORD)

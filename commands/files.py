@@ -85,3 +85,9 @@ def written(target: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
             with suppress(OSError):
                 part.unlink()
+
+
+def save_json(data: Any, path: Path) -> None:
+    """Write the file atomically. Raises LightningError."""
+    with written(path) as file:
+        file.write_text(json.dumps(data, indent=1) + "\n")

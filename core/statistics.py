@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ MEMORY = 1_000_000  # numbers held at once
 Verdict = Literal["worse", "safe", "undecided"]
 Floats = NDArray[np.float64]
 
+SEED = 0  # of bootstrap and permutations, so that the same rollouts always give the same numbers
+EXACT_UP_TO = 13  # tasks: no more sign patterns than resamples
 SHARES: Floats = np.geomspace(0.05, 0.9, 8)  # that the bettors bet
 MOST_LOG = 700.0  # above it a float has no power of e
 HALVINGS = 40  # of the width 2: finer than anybody reads
@@ -35,32 +38,67 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
         return float(np.mean(values)), float(np.std(values))
 
 
-def bootstrap_mean(values: Sequence[float], seed: int, weights: Sequence[float] | None = None) -> Interval:
+def bootstrap_mean(
+    values: Sequence[float] | Floats, seed: int = SEED, weights: Sequence[float] | None = None
+) -> Interval:
     """Return the 95 % interval of the mean of `values`, one per task, by the percentile bootstrap over tasks.
 
-    With only one task it has no width. `weights`: what each task counts for in the mean; the same by default.
+    Of seeds x tasks both are resampled, each by itself (Owen 2007). With one task, or one seed, the interval says
+    nothing of others. `weights`: what each task counts for in the mean; the same by default. The order of tasks does
+    not matter.
     """
-    tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
-    counts = np.ones(len(tasks)) if weights is None else np.asarray(weights, dtype=float)
-    rows, means = max(1, MEMORY // len(tasks)), []
+    by_seed, rng = np.atleast_2d(np.asarray(values, dtype=float)), np.random.default_rng(seed)
+    seeds, tasks = by_seed.shape
+    counts = np.ones(tasks) if weights is None else np.asarray(weights, dtype=float)
+    order = np.lexsort((counts, *by_seed))
+    by_seed, counts = by_seed[:, order], counts[order]
+    rows, means = max(1, MEMORY // by_seed.size), []
     with np.errstate(all="ignore"):
         for done in range(0, RESAMPLES, rows):
-            drawn = rng.integers(0, len(tasks), (min(rows, RESAMPLES - done), len(tasks)))
-            means.append((tasks * counts)[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
+            n = min(rows, RESAMPLES - done)
+            of_seeds = by_seed if seeds == 1 else by_seed[rng.integers(0, seeds, (n, seeds))].mean(axis=1)
+            drawn = rng.integers(0, tasks, (n, tasks))
+            sums = np.take_along_axis(np.broadcast_to(of_seeds * counts, (n, tasks)), drawn, axis=1).sum(axis=1)
+            means.append(sums / counts[drawn].sum(axis=1))
         low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return Interval(float(low), float(high))
 
 
-def bootstrap_seeds(values: Floats, seed: int = 0) -> Interval:
-    """Return the 95 % interval of the mean of seeds x tasks; both are resampled, each by itself (Owen 2007).
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far one side is above another, as a mean over tasks. `p` is that of a two-sided sign-flip test."""
 
-    With one seed it says how sure the tasks are, and nothing of other seeds.
+    difference: float
+    interval: Interval
+    p: float
+    tasks: int
+
+
+def compare(values: Sequence[float], others: Sequence[float], seed: int = SEED) -> Comparison:
+    """Compare `values` with `others`, paired: both have the same tasks in the same order.
+
+    The tasks are the sample and siblings of one task are alike, so tasks are resampled, never rollouts.
     """
-    rng, (seeds, tasks) = np.random.default_rng(seed), values.shape
-    by_task = rng.multinomial(seeds, [1 / seeds] * seeds, RESAMPLES) @ values / seeds
-    means = (by_task * rng.multinomial(tasks, [1 / tasks] * tasks, RESAMPLES)).sum(axis=1) / tasks
-    low, high = np.quantile(means, (0.025, 0.975))
-    return Interval(float(low), float(high))
+    differences = np.asarray(values, dtype=float) - np.asarray(others, dtype=float)
+    of_tasks = differences.tolist()
+    return Comparison(
+        mean_and_spread(of_tasks)[0], bootstrap_mean(of_tasks, seed), sign_flip_p(of_tasks, seed), len(of_tasks)
+    )
+
+
+def sign_flip_p(differences: Sequence[float], seed: int = SEED) -> float:
+    """Return how often random signs give a mean at least as far from 0 (Fisher's permutation test).
+
+    For few tasks it tries all patterns of signs; otherwise random ones, and the one that was seen.
+    """
+    given = np.sort(np.asarray(differences, dtype=float))
+    seen = abs(given.sum()) - 1e-9  # the same numbers in another order may sum to a little less
+    if len(given) <= EXACT_UP_TO:
+        patterns = itertools.product((-1.0, 1.0), repeat=len(given))
+        return float(np.mean([abs(np.dot(signs, given)) >= seen for signs in patterns]))
+    rng = np.random.default_rng(seed)
+    drawn = [abs(np.dot(rng.choice((-1.0, 1.0), len(given)), given)) >= seen for _ in range(RESAMPLES)]
+    return float(np.mean([True, *drawn]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

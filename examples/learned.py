@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from lightning_proxy.commands.eval.stats import compare
+from lightning_proxy.core.statistics import compare
 
 Json = dict[str, Any]
 STAGES = {"base": "base model", "sft": "imitation", "rl": "RL"}

@@ -18,8 +18,8 @@ from ...core.config.file import load_config
 from ...core.config.section import Section
 from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
-from ..eval.report import save
 from ..export.policy import where
+from ..files import save_json
 from ..formats import share, table
 from ..run.report import ProgressView
 from ..signals import run_until_signal
@@ -79,7 +79,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
         with suppress(LightningError):  # the first error is the one to show
             _say_where(config, console)
         raise
-    save(result, directory / "result.json")
+    save_json(result, directory / "result.json")
     draw([result], directory / "reward.png")
     show(result, console)
     _say_where(config, console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from rich.console import Console
 from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
-from ..formats import print_json
+from ..files import save_json
 from ..run.command import programs, run_options
 from ..run.limits import Observer
 from ..run.report import Bar, ProgressView
@@ -21,7 +22,7 @@ from ..run.run import RolloutResult, RunOptions, require_success, run_tasks
 from ..run.runner import Runner, runner_for
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
-from .report import LIVE, EvalRow, check_writable, print_tables, report, save
+from .report import LIVE, PASSED, EvalRow, print_tables, report
 
 
 def parse_models(text: str) -> list[EvalRow]:
@@ -42,23 +43,20 @@ def eval_command(
     samples: int,
     concurrency: int,
     promote: bool,
-    pass_at: float,
     out: Path | None,
-    logs: Path | None,
-    as_json: bool,
 ) -> None:
     """Run the command. What is known is shown and saved, however it ends.
 
     Raise LightningError if it fails, or if every program failed.
     """
     rows, read = parse_models(models), read_tasks(tasks)
-    if out is not None:
-        check_writable(out)
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):  # before hours of work are lost
+        raise ConfigError(f"--out: cannot write {out}")
     if why_not := config.not_absolute([name for name, weight in config.trainer.training_weights.items() if weight]):
         raise ConfigError(why_not)
     view = ProgressView(Console(stderr=True))
     runner = runner_for(config, command, preload, view.say)
-    options = run_options(config, samples, concurrency, "eval", logs)
+    options = run_options(config, samples, concurrency, "eval", None)
 
     async def work() -> None:
         api = ApiClient.of(config, patience_s=60)
@@ -70,15 +68,12 @@ def eval_command(
     finally:
         if any(row.results for row in rows):
             about = {"created_at": time.time(), "tasks": str(tasks), "samples": samples, "command": command}
-            numbers = report(rows, pass_at, about)
+            numbers = report(rows, about)
             if out is not None:
-                save(numbers, out)
-            if as_json:
-                print_json(numbers)
-            else:
-                print_tables(numbers)
-                more = f"; all numbers: {out}" if out is not None else ""
-                print(f"passed: reward >= {pass_at:g}; a rollout without a reward counts as 0{more}")
+                save_json(numbers, out)
+            print_tables(numbers)
+            more = f"; all numbers: {out}" if out is not None else ""
+            print(f"passed: reward >= {PASSED:g}; a rollout without a reward counts as 0{more}")
     require_success([result for row in rows for result in row.results])
 
 

@@ -6,26 +6,24 @@ task. The tables also show how many these are.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from ...core.errors import ConfigError
-from ...core.statistics import bootstrap_mean
-from ..files import written
+from ...core.statistics import SEED, bootstrap_mean, compare, difference, evidence_of
 from ..formats import table
 from ..run.report import by_name, by_task, names_table
 from ..run.run import RolloutResult
-from .stats import SEED, compare, comparison_line, ks, pass_at_k, same_version, weigh
 
 Json = dict[str, Any]
+Rewards = Mapping[str, Sequence[float]]  # by task
 LIVE = "live"
+PASSED = 1.0  # the reward of a rollout that has passed
+MARGIN, LEVEL = 0.1, 0.05
 
 
 @dataclass(slots=True)
@@ -48,19 +46,25 @@ class EvalRow:
         return {"model": self.model} if self.version is None else {"policy_version": self.version}
 
 
-def report(rows: Sequence[EvalRow], pass_at: float, about: Json) -> Json:
-    """Return plain data of all rows that have begun, each compared with the first. `about` describes the run.
-
-    A rollout has passed with a reward of at least `pass_at`.
-    """
-    found = [_summary(row, pass_at) for row in rows if row.results]
+def report(rows: Sequence[EvalRow], about: Json) -> Json:
+    """Return plain data of all rows that have begun, each compared with the first. `about` describes the run."""
+    found = [_summary(row) for row in rows if row.results]
     for summary in found[1:]:
         summary["versus"] = _versus(summary, found[0])
-    return about | {"pass_at": pass_at, "seed": SEED, "complete": all(row.complete for row in rows), "rows": found}
+    return about | {"pass_at": PASSED, "seed": SEED, "complete": all(row.complete for row in rows), "rows": found}
 
 
-def _summary(row: EvalRow, pass_at: float) -> Json:
-    tasks = {name: _task(results, pass_at) for name, results in by_task(row.results).items()}
+def _summary(row: EvalRow) -> Json:
+    tasks = {
+        name: {
+            "mean_reward": fmean(result.reward or 0.0 for result in results),
+            "passed": sum(result.reward is not None and result.reward >= PASSED for result in results),
+            "rewards": [result.reward for result in results],
+            "rollouts": [result.rollout_id for result in results],
+            "failures": [result.reason for result in results if result.reason],
+        }
+        for name, results in by_task(row.results).items()
+    }
     means = [task["mean_reward"] for task in tasks.values()]
     versions = {version for result in row.results for version in result.policy_versions}
     chances = {  # of each k that every task has enough rollouts for
@@ -77,24 +81,26 @@ def _summary(row: EvalRow, pass_at: float) -> Json:
         "without_reward": sum(result.reward is None for result in row.results),
         "tokens": sum(result.tokens for result in row.results),
         "mean_reward": fmean(means),
-        "interval": asdict(bootstrap_mean(means, SEED)),
+        "interval": asdict(bootstrap_mean(means)),
         "pass_at_k": {
-            str(k): {"value": fmean(of_k), "interval": asdict(bootstrap_mean(of_k, SEED))}
-            for k, of_k in chances.items()
+            str(k): {"value": fmean(of_k), "interval": asdict(bootstrap_mean(of_k))} for k, of_k in chances.items()
         },
         "by_name": by_name(row.results),
         "by_task": tasks,
     }
 
 
-def _task(results: Sequence[RolloutResult], pass_at: float) -> Json:
-    return {
-        "mean_reward": fmean(result.reward or 0.0 for result in results),
-        "passed": sum(result.reward is not None and result.reward >= pass_at for result in results),
-        "rewards": [result.reward for result in results],
-        "rollouts": [result.rollout_id for result in results],
-        "failures": [result.reason for result in results if result.reason],
-    }
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the unbiased chance that at least one of k <= n rollouts passes, if c of n did.
+
+    Chen et al. 2021, arXiv 2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def ks(samples: int) -> list[int]:
+    """Return the k of pass@k to show: 1, 2, 4, … and the number of samples itself."""
+    return sorted({1 << i for i in range(samples.bit_length())} | {samples})
 
 
 def _versus(row: Json, first: Json) -> Json | None:
@@ -102,16 +108,34 @@ def _versus(row: Json, first: Json) -> Json | None:
     both = [task for task in row["by_task"] if task in first["by_task"]]
     if not both:
         return None
-    ours, theirs = ({task: side["by_task"][task] for task in both} for side in (row, first))
-    means, means_of_first = ([task["mean_reward"] for task in side.values()] for side in (ours, theirs))
-    rewards, rewards_of_first = (
-        {name: [reward or 0.0 for reward in task["rewards"]] for name, task in side.items()} for side in (ours, theirs)
-    )
+    means = ([side["by_task"][task]["mean_reward"] for task in both] for side in (row, first))
+    rewards = ({task: [r or 0.0 for r in side["by_task"][task]["rewards"]] for task in both} for side in (row, first))
+    versions = [version for version in row["policy_versions"] if version is not None]
+    is_same = len(versions) == 1 and row["policy_versions"] == first["policy_versions"]
     return {
         "model": first["model"],
-        **asdict(compare(means, means_of_first)),
-        "evidence": weigh(rewards, rewards_of_first),
-        "same_version": same_version(row, first),
+        **asdict(compare(*means)),
+        "evidence": weigh(*rewards),
+        "same_version": versions[0] if is_same else None,
+    }
+
+
+def weigh(rewards: Rewards, first: Rewards) -> Json:
+    """Weigh a row against the first one, as promotion weighs a new version; both have the same tasks.
+
+    `margin`: a tenth of the rewards' range, which is 0 to 1, or wider if rewards are. `shown`: there is a drop, with an
+    e-value of at least `needed`. `excluded`: there is none of more than `margin`.
+    """
+    seen = [reward for rows in (rewards, first) for task in rows.values() for reward in task]
+    low, high = min(0.0, *seen), max(1.0, *seen)
+    evidence = evidence_of((difference(rewards[task], first[task], low, high) for task in rewards), MARGIN, LEVEL)
+    return {
+        "margin": MARGIN * high - MARGIN * low,
+        "e_drop": evidence.e_drop,
+        "e_safe": evidence.e_safe,
+        "needed": 1 / LEVEL,
+        "shown": evidence.e_drop >= 1 / LEVEL,
+        "excluded": evidence.e_safe >= 1 / LEVEL,
     }
 
 
@@ -144,19 +168,21 @@ def print_tables(found: Json) -> None:
     if others:
         console.print("", versus, sep="\n")
     for row in compared:
-        print(comparison_line(row, first["model"]))
+        print(f"{row['model']} beside {first['model']}: {verdict(row['versus'])}")
 
 
-def save(data: Json, path: Path) -> None:
-    """Write the file atomically. Raises LightningError."""
-    with written(path) as file:
-        file.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def check_writable(path: Path) -> None:
-    """Raise ConfigError if `save` could not write here, before hours of work are lost."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--out: cannot write {path}")
+def verdict(versus: Json) -> str:
+    """Say in words whether there is a drop."""
+    if (version := versus["same_version"]) is not None:
+        return f"both are policy version {version}, so any difference is chance"
+    found = versus["evidence"]
+    margin, excluded = f"{found['margin']:g}", found["excluded"]
+    if found["shown"]:
+        return "a drop is shown" + (f", and one of more than {margin} is excluded" if excluded else "")
+    if excluded:
+        return f"a drop of more than {margin} is excluded"
+    needed = f"(evidence {found['e_safe']:.2g}, {found['needed']:g} are needed)"
+    return f"a drop of more than {margin} is not excluded yet {needed}"
 
 
 def _label(row: Json) -> str:

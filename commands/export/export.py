@@ -63,7 +63,6 @@ def export_command(
     config: Config,
     target: Path,
     *,
-    format: str | None,
     kind: str,
     mode: str | None,
     status: str | None,
@@ -72,7 +71,9 @@ def export_command(
     since: str | None,
 ) -> None:
     """Run `export`: a file is written atomically. Raises ConfigError for a wrong option, LightningError if it fails."""
-    format = file_format(target, format)
+    format = "jsonl" if is_stream(target) else target.suffix.removeprefix(".")
+    if format not in FORMATS:
+        raise ConfigError(f"the file must end in .jsonl or .parquet, got {target.name!r}")
     if kind == "atif" and format != "jsonl":
         raise ConfigError("--kind atif is written as JSON Lines only")
     if not config.store.may_be_there:
@@ -101,21 +102,6 @@ def export_command(
     typer.echo(f"{run_until_signal(run())} {kind} rows to {target}", err=True)
     for reason, n in left_out.most_common():
         typer.echo(f"conversations left out: {n}, {reason}", err=True)
-
-
-def file_format(path: Path, wanted: str | None) -> str:
-    """Return `wanted`, or what the suffix says; ConfigError where they differ, or it says nothing.
-
-    A file must end in what it holds. Standard output, pipes and devices have no suffix.
-    """
-    if is_stream(path):
-        if wanted == "parquet" and str(path) == "-":
-            raise ConfigError("standard output takes --format jsonl only")
-        return wanted or "jsonl"
-    suffix = path.suffix.removeprefix(".")
-    if suffix not in FORMATS or wanted not in (None, suffix):
-        raise ConfigError(f"the file must end in {f'.{wanted}' if wanted else '.jsonl or .parquet'}, got {path.name!r}")
-    return suffix
 
 
 async def _rollouts(store: Store, filters: Json) -> AsyncIterator[Rollout]:

@@ -1,26 +1,30 @@
-"""`policy list|promote|rollback`: shows policy versions and chooses the one that is served."""
+"""`policy …`: shows and compares policy versions, chooses the one that is served, and takes one out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ...core.errors import ConfigError, LightningError
 from ..command_line import Commands, Json, brought, configuration, versions
-from ..formats import print_json, print_view, table
+from ..formats import count, number, print_json, print_view, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..api_client import ApiClient
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show policy versions and choose the live one.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compare, promote and export policy versions.")
 
 # What the step that made a version has about its verification, as `GET /status` has it of the live one.
 VERIFICATION = {"deviations": "verify_deviations", "difference": "verify_difference", "by": "verified_by"}
+METRICS = {"mean": "reward", "tokens": "tokens", "latency_ms": "latency, ms"}
 
 
 @app.command("list")
@@ -58,24 +62,97 @@ def promote(
     as_json: Json = False,
 ) -> None:
     """Make a version live. The trainer continues from it."""
-    from ..api_client import ask
 
-    if version == "best":
-        best = ask(configuration(context), lambda api: api.policy()).get("best")
-        if best is None:
-            raise LightningError("no version is the best yet: none that can be served has a reward")
-        version = best["version"]
-    try:
-        number = int(version)
-    except ValueError:
-        raise ConfigError(f"a version's number, or `best`, got {version!r}") from None
-    _change(context, "/policy/promote", {"version": number}, as_json)
+    async def change(api: ApiClient) -> dict[str, Any]:
+        number = version
+        if number == "best":
+            if (best := (await api.policy()).get("best")) is None:
+                raise LightningError("no version is the best yet: none that can be served has a reward")
+            number = best["version"]
+        return await api.request("POST", "/policy/promote", {"version": int(number)})
+
+    if version != "best" and not version.isdecimal():
+        raise ConfigError(f"a version's number, or `best`, got {version!r}")
+    _change(context, change, as_json)
 
 
 @app.command()
 def rollback(context: typer.Context, as_json: Json = False) -> None:
     """Go back to the newest usable version that is older than the live one."""
-    _change(context, "/policy/rollback", None, as_json)
+    _change(context, lambda api: api.request("POST", "/policy/rollback"), as_json)
+
+
+def _change(context: typer.Context, work: Callable[[ApiClient], Awaitable[dict[str, Any]]], as_json: bool) -> None:
+    from ..api_client import ask
+
+    version = ask(configuration(context), work)
+    print_json(version) if as_json else typer.echo(f"policy version {version['version']} is live")
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    version: Annotated[int, typer.Argument(metavar="N", autocompletion=versions)],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
+    form: Annotated[
+        Literal["adapter", "merged"] | None,
+        typer.Option("--as", help="adapter (PEFT), or merged: a full model", show_default="as it was published"),
+    ] = None,
+) -> None:
+    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
+    from ..export.policy import export_policy
+    from ..signals import run_until_signal
+
+    written = run_until_signal(export_policy(configuration(context), version, directory, form))
+    what = "a LoRA adapter" if written == "adapter" else "a full model"
+    typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")
+
+
+@app.command()
+def compare(
+    context: typer.Context,
+    a: Annotated[int, typer.Argument(metavar="A", help="a version", autocompletion=versions)],
+    b: Annotated[int, typer.Argument(metavar="B", help="another", autocompletion=versions)],
+    as_json: Json = False,
+) -> None:
+    """Compare version B with A by the rollouts that were recorded: rewards, tokens and latency, paired by task.
+
+    Held-out rollouts are compared if both versions have some of a common task, else those of training.
+    """
+    from ..api_client import ask
+
+    path = f"/policy/compare?a={a}&b={b}&costs=true"
+    found = ask(configuration(context), lambda api: api.request("GET", path))
+    mode, tasks = found["mode"], found["data"]
+    mend = f"`lightning-proxy eval --tasks FILE --models {a},{b} -- COMMAND` gives both the same tasks"
+    for side, version in (("a", a), ("b", b)):
+        if not found[f"rollouts_{side}"]:
+            raise LightningError(f"policy version {version} has no rewarded {mode} rollouts of a task; {mend}")
+    if not tasks:
+        raise LightningError(f"policy versions {a},{b} have no task in common in mode {mode}; {mend}")
+    found["metrics"] = {name: metric for name in METRICS if (metric := _compared(tasks, name)) is not None}
+    if as_json:
+        return print_json(found)
+    shown = table("", right=(f"version {a}", f"version {b}", f"above {a}", "95 %", "p", "tasks"))
+    for name, metric in found["metrics"].items():
+        low, high = (_shown(metric["interval"][end]) for end in ("low", "high"))
+        numbers = [_shown(metric[side]) for side in ("a", "b", "difference")]
+        shown.add_row(METRICS[name], *numbers, f"{low} to {high}", f"{metric['p']:.4f}", str(metric["tasks"]))
+    rollouts = [f"{count(sum(task[side]['rollouts'] for task in tasks))} of version {found[side]}" for side in "ab"]
+    return print_view(f"{mode} rollouts of {found['tasks']} common tasks: {' and '.join(rollouts)}", shown)
+
+
+def _compared(tasks: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """Compare one number of both versions over the tasks where both have it; None without any."""
+    from ...core.statistics import compare
+
+    pairs = [(task["a"][name], task["b"][name]) for task in tasks]
+    ours, theirs = ([pair[i] for pair in pairs if None not in pair] for i in (1, 0))
+    return {"a": fmean(theirs), "b": fmean(ours), **asdict(compare(ours, theirs))} if ours else None
+
+
+def _shown(value: float) -> str:
+    return number(value) if abs(value) < 1000 else count(value)
 
 
 def versions_table(versions: list[dict[str, Any]], of_steps: Mapping[int | None, dict[str, Any]]) -> Table:
@@ -111,13 +188,3 @@ def _held_out(version: Mapping[str, Any]) -> str:
 
 def _mean(reward: Mapping[str, Any] | None) -> str:
     return "" if reward is None else f"{reward['mean']:.3f}"
-
-
-def _change(context: typer.Context, path: str, body: dict[str, int] | None, as_json: bool) -> None:
-    from ..api_client import ask
-
-    version = ask(configuration(context), lambda api: api.request("POST", path, body))
-    if as_json:
-        print_json(version)
-    else:
-        typer.echo(f"policy version {version['version']} is live")

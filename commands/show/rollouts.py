@@ -41,12 +41,9 @@ def list_rollouts(
     ] = None,
     version: Annotated[int | None, typer.Option(help="only those that began with this policy version")] = None,
     step: Annotated[int | None, typer.Option(help="only those that this training step took")] = None,
-    model: Annotated[str | None, typer.Option(help="only those with a call for this model")] = None,
     grep: Annotated[str | None, typer.Option(help="only those with this text in a request or an answer")] = None,
     sort: Annotated[Literal["newest", "reward", "tokens", "calls"], typer.Option(help="greatest first")] = "newest",
-    reverse: Annotated[bool, typer.Option("--reverse", help="least first")] = False,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most so many")] = 20,
-    cursor: Annotated[str | None, typer.Option(help="continue where an earlier list ended")] = None,
     as_json: Json = False,
 ) -> None:
     """List rollouts, newest first. Other orders are of the newest 1,000 that fit. A pipe gets full ids."""
@@ -57,18 +54,14 @@ def list_rollouts(
     from .rollout_view import rollouts_table
 
     filters = {
-        "status": status, "task_id": task, "agent": agent, "mode": mode, "cursor": cursor, "version": version,
-        "step": step, "model": model, "min_reward": min_reward, "max_reward": max_reward,
-        "since": since_of(since), "text": grep,
+        "status": status, "task_id": task, "agent": agent, "mode": mode, "version": version, "step": step,
+        "min_reward": min_reward, "max_reward": max_reward, "since": since_of(since), "text": grep,
     }  # fmt: skip
-    found, more = look(configuration(context), lambda api: collect(api, filters, limit, sort, reverse=reverse))
+    found = look(configuration(context), lambda api: collect(api, filters, limit, sort))
     if as_json:
-        return print_json({"data": found, "next_cursor": more})
+        return print_json({"data": found})
     width = console.width if (console := Console()).is_terminal else None
-    Console(width=width or WIDE).print(rollouts_table(found, time.time(), width))
-    if more is not None and sort == "newest" and not reverse:
-        typer.echo(f"more: --cursor {more}", err=True)
-    return None
+    return Console(width=width or WIDE).print(rollouts_table(found, time.time(), width))
 
 
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="ids, or their beginnings", autocompletion=rollout_ids)]

@@ -168,7 +168,7 @@ class Evaluator(BackgroundWork):
         async with programs(api := ApiClient.of(config, patience_s=60), runner, view):
             await evaluate(api, tasks, runner, options, [row], view, pace, promote=False)
         require_success(row.results)
-        numbers: dict[str, Any] = report([row], 1.0, {})["rows"][0]
+        numbers: dict[str, Any] = report([row], {})["rows"][0]
         return numbers
 
 

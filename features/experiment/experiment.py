@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from ...commands.api_client import ApiClient
-from ...commands.eval.report import save
+from ...commands.files import save_json
 from ...commands.formats import table
 from ...commands.run.tasks import read_tasks
 from ...commands.signals import Interrupted, run_until_signal
@@ -31,7 +31,7 @@ from ...commands.vllm import visible_gpus
 from ...core.config.file import load_config
 from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
-from ...core.statistics import bootstrap_seeds
+from ...core.statistics import bootstrap_mean
 from ...store.opening import opened
 from ...store.sqlite.file import lock_file
 from ...store.store import Store
@@ -112,7 +112,7 @@ async def run_lessons(
             say(f"started ({finished}); logs in {lesson.directory}/logs/", lesson.name)
             try:
                 result = await work(lesson, env, partial(say, lesson=lesson.name))
-                save(result, lesson.result)
+                save_json(result, lesson.result)
                 results[lesson.name] = result
             except LightningError as error:
                 if isinstance(error, AgentFails) and not results:
@@ -234,7 +234,7 @@ def rewards(results: Mapping[int, Json], seeds: Sequence[int], when: str) -> Mat
 
 def _mean(values: Matrix, sign: str = "") -> tuple[str, str]:
     """The mean, and its interval."""
-    interval = bootstrap_seeds(values)
+    interval = bootstrap_mean(values)
     return f"{values.mean():{sign}.3f}", f"{interval.low:.3f} to {interval.high:.3f}"
 
 
@@ -255,7 +255,7 @@ def write(results: Sequence[Json], directory: Path) -> None:
             amounts = (one["rollouts"], len(one["steps"]), one["tokens"], round(minutes_of(one), 2))
             sheet.writerow((one["variant"], one["seed"], *ends, len(one["held_out"]["after"]["by_task"]), *amounts))
     packages = {one.name: one.version for one in distributions()}
-    save({"packages": dict(sorted(packages.items())), "runs": results}, directory / "results.json")
+    save_json({"packages": dict(sorted(packages.items())), "runs": results}, directory / "results.json")
 
 
 def commit() -> str | None:

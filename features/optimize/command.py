@@ -15,7 +15,6 @@ from urllib.parse import quote
 from rich.console import Console
 
 from ...commands.api_client import ApiClient
-from ...commands.eval.stats import compare
 from ...commands.formats import print_json
 from ...commands.run.command import run_options
 from ...commands.run.report import ProgressView
@@ -26,6 +25,7 @@ from ...commands.system.processes import make_directory
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.prices import Prices, require_litellm
+from ...core.statistics import compare
 from .search import Candidate, Reflection, Search, Sizes, Split, apo_search, gepa_search
 
 HELD_OUT = 5  # one task in so many, where no file has them

@@ -29,7 +29,6 @@ admins = APIRouter(prefix="/policy", tags=["policy"], route_class=AdminRoute)
 Number = Annotated[int, Query(ge=0, lt=2**63)]
 
 LIVE = {"live": True, "promotable": True, "obstacle": None}
-SEED = 0  # of the bootstrap, so that the same rewards always give the same interval
 
 
 class Policy(BaseModel):
@@ -232,6 +231,6 @@ def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> Co
         mean_a=mean([left.mean for left, _ in pairs]),
         mean_b=mean([right.mean for _, right in pairs]),
         difference=mean(differences),
-        interval=astuple(bootstrap_mean(differences, SEED)) if pairs else None,
+        interval=astuple(bootstrap_mean(differences)) if pairs else None,
         data=[ComparedTask(str(left.task_id), side(left), side(right)) for left, right in pairs],
     )

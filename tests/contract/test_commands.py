@@ -102,12 +102,10 @@ WRONG = {
     "reward r nan": "nan",
     "reward r good": "'VALUE'",
     "policy promote x": "'x'",
-    "policy compare 0 1 --mode both": "--mode",
     "policy export 1 out --as gguf": "--as",
     "keys create a --scope x": "--scope is all or own",
     "keys create a --concurrent 18446744073709551616": "--concurrent",
     "export out.csv": "out.csv",
-    "export out.jsonl --format parquet": "parquet",
     "export - --kind x": "--kind",
     "export out.parquet --kind atif": "JSON Lines only",
     "import none.jsonl": "none.jsonl",
@@ -205,7 +203,7 @@ def test_people_get_lines_of_whole_ids_and_a_conversation(proxy: Proxy) -> None:
     assert [word for word in ("ready", "version 0", "next step") if word not in status] == []
 
 
-def test_lists_are_filtered_sorted_and_go_on(proxy: Proxy) -> None:
+def test_lists_are_filtered_and_sorted(proxy: Proxy) -> None:
     for name, reward in (("l1", 0.1), ("l2", 0.9), ("l3", 0.5), ("l4", None)):
         ask(proxy, name, f"question {name}", task="lists", reward=reward)
 
@@ -219,9 +217,6 @@ def test_lists_are_filtered_sorted_and_go_on(proxy: Proxy) -> None:
     assert listed("--grep", "nobody said this") == []
     assert listed("--status", "running") == ["l4"]
     assert listed("--sort", "reward", "--limit", "3") == ["l2", "l3", "l1"]
-    assert listed("--sort", "reward", "--reverse") == ["l4", "l1", "l3", "l2"]
-    more = ok(proxy.run("rollouts", "list", "--task", "lists", "--limit", "3"))
-    assert listed("--cursor", more.stderr.split()[-1]) == ["l1"]
 
 
 def test_rollouts_are_found_by_the_beginnings_of_their_ids(proxy: Proxy) -> None:

@@ -107,8 +107,9 @@ def told(done: Done) -> str:
 
 def test_versions_are_compared_on_held_out_tasks(lora: Proxy, tmp_path: Path) -> None:
     held_out = Evaluation(lora, tmp_path, *TASKS)
-    found = ok(held_out.run("0,live", "--samples", "2", "--json")).json
-    assert found == json.loads(held_out.out.read_text()) and (found["complete"], found["samples"]) == (True, 2)
+    ok(held_out.run("0,live", "--samples", "2"))
+    found = json.loads(held_out.out.read_text())
+    assert (found["complete"], found["samples"]) == (True, 2)
     base, live = held_out.rows().values()
     assert (base["mean_reward"], live["mean_reward"]) == (0.5, 1.0)
     assert (base["policy_versions"], live["policy_versions"]) == ([0], [1])
@@ -159,12 +160,8 @@ def test_versions_are_compared_by_what_was_recorded_of_them(lora: Proxy, tmp_pat
     shown = [line.split() for line in ok(lora.run("policy", "compare", "0", "1")).stdout.splitlines()]
     assert ["reward", "0.5", "1", "0.5"] in [line[:4] for line in shown]
     assert {"tokens", "latency,"} <= {line[0] for line in shown if line}
-    for arguments, why in (
-        (("0", "9"), "no policy version 9"),
-        (("0", "1", "--mode", "train"), "policy version 1 has no rewarded train rollouts of a task"),
-    ):
-        done = lora.run("policy", "compare", *arguments)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1 and why in done.stderr, done
+    done = lora.run("policy", "compare", "0", "9")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "no policy version 9" in done.stderr, done
 
 
 @torch.no_grad()

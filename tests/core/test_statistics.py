@@ -14,10 +14,12 @@ from lightning_proxy.core.statistics import (
     SHARES,
     Evidence,
     bootstrap_mean,
+    compare,
     difference,
     evidence_of,
     interval,
     sign_difference,
+    sign_flip_p,
 )
 
 MARGIN, LEVEL = 0.1, 0.05
@@ -206,3 +208,25 @@ def test_the_interval_holds_the_true_difference_and_gets_narrow() -> None:
         missed += not all(each is not None and each.low <= -0.02 <= each.high for each in found)
         assert found[-1] is not None and found[-1].high - found[-1].low < 0.2
     assert missed <= 10
+
+
+def test_the_p_value_counts_the_patterns_of_signs_that_are_as_far_from_0() -> None:
+    assert sign_flip_p([1.0, 1.0, 1.0], 0) == 2 / 8  # all positive, or all negative
+    assert sign_flip_p([1.0, 2.0, -3.0], 0) == 1.0  # the sum is 0: none is nearer
+    assert sign_flip_p([0.0, 0.0], 0) == 1.0
+    assert sign_flip_p([0.1] * 10, 0) == pytest.approx(2 / 1024)  # not undone by rounding
+
+
+def test_the_p_value_of_many_tasks_is_drawn_at_random_and_never_0() -> None:
+    assert sign_flip_p([1.0] * 40, 0) == pytest.approx(1 / 10_001)
+    # 16 of 30 positive: |sum| >= 2 has the chance 1 - C(30, 15) / 2^30.
+    assert sign_flip_p([1.0] * 16 + [-1.0] * 14, 0) == pytest.approx(1 - math.comb(30, 15) / 2**30, abs=0.02)
+
+
+def test_a_comparison_is_of_the_same_tasks() -> None:
+    """Tasks that differ much, and the second model 0.1 better on each: the difference is certain, the means are not."""
+    first = [0.0, 0.2, 0.4, 0.6, 0.8] * 2
+    found = compare([value + 0.1 for value in first], first, seed=0)
+    assert (found.difference, found.tasks) == (pytest.approx(0.1), 10)
+    assert (found.interval.low, found.interval.high) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert found.p == pytest.approx(2 / 1024)

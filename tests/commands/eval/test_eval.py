@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.commands.eval.eval import parse_models
-from lightning_proxy.commands.eval.report import EvalRow, report
+from lightning_proxy.commands.eval.report import EvalRow, ks, pass_at_k, report, verdict, weigh
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.upstreams import UpstreamConfig
@@ -106,11 +106,10 @@ async def other_provider() -> AsyncIterator[UpstreamConfig]:
 
 async def test_versions_and_other_models_are_compared_with_the_first(running: Running, tmp_path: Path) -> None:
     async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
-        code, out, err = await e.run("live,1,base,vendor/gpt-mini", "--samples", "2", "--json")
+        code, _, err = await e.run("live,1,base,vendor/gpt-mini", "--samples", "2")
         rollouts = await e.rollouts()
     assert code == 0, err
-    found, rows = json.loads(out), e.rows()
-    assert found == json.loads(e.out.read_text())
+    found, rows = json.loads(e.out.read_text()), e.rows()
     assert {name: row["mean_reward"] for name, row in rows.items()} == {
         "live": 0.5, "1": 1.0, "0": 0.5, "vendor/gpt-mini": 0.0,
     }  # fmt: skip
@@ -195,12 +194,12 @@ def test_rows_are_compared_on_the_tasks_that_both_have() -> None:
         return EvalRow(name, results)
 
     first, second = row("0", {"a": [0.0, 1.0], "b": [1.0]}), row("1", {"b": [0.4], "c": [1.0]})
-    found = report([first, second, row("2", {})], 0.4, {})
+    found = report([first, second, row("2", {})], {})
     assert [r["model"] for r in found["rows"]] == ["0", "1"]
     assert (found["rows"][0]["mean_reward"], found["rows"][0]["pass_at_k"]["1"]["value"]) == (0.75, 0.75)
     assert list(found["rows"][0]["pass_at_k"]) == ["1"]  # task b has one rollout only
     assert (found["rows"][1]["versus"]["difference"], found["rows"][1]["versus"]["tasks"]) == (pytest.approx(-0.6), 1)
-    assert found["rows"][1]["pass_at_k"]["1"]["value"] == 1.0
+    assert found["rows"][1]["pass_at_k"]["1"]["value"] == 0.5
 
 
 async def test_a_reward_that_only_compares_siblings_is_refused_at_once(running: Running, tmp_path: Path) -> None:
@@ -213,3 +212,65 @@ async def test_a_reward_that_only_compares_siblings_is_refused_at_once(running: 
         )
     posted = Config.model_validate({"judge": {"use": [rank | {"name": "order"}]}})
     assert posted.not_absolute(["order"]) and not posted.not_absolute(["order", "reward"])
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (4, 1, 1, 1 / 4),
+        (4, 1, 2, 1 / 2),  # 3 of the 6 pairs hold the one that passed
+        (5, 2, 3, 9 / 10),  # of the 10 triples only that of the three others has none
+        (4, 0, 4, 0.0),
+        (4, 1, 4, 1.0),
+        (4, 4, 1, 1.0),
+    ],
+)
+def test_pass_at_k_is_the_chance_that_one_of_k_drawn_has_passed(n: int, c: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_is_shown_for_powers_of_two_and_all_samples() -> None:
+    assert (ks(1), ks(4), ks(6)) == ([1], [1, 2, 4], [1, 2, 4, 6])
+
+
+def tasks(differences: list[float], live: float = 0.5) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Two rollouts a task, which are so much above two of the first row on average."""
+    ours = {f"t{i}": [live + value, live + value] for i, value in enumerate(differences)}
+    return ours, {task: [0.0, 2 * live] for task in ours}
+
+
+@pytest.mark.parametrize(
+    ("differences", "live", "expected"),
+    [
+        ([-0.5] * 20, 0.5, "a drop is shown"),
+        ([0.0] * 80, 0.5, "a drop of more than 0.1 is excluded"),
+        ([-0.06] * 200, 0.5, "a drop is shown, and one of more than 0.1 is excluded"),
+        ([0.1], 0.5, "a drop of more than 0.1 is not excluded yet (evidence 1.1, 20 are needed)"),
+        ([0.0] * 80, 2.0, "a drop of more than 0.4 is excluded"),  # rewards beyond 1 widen the range and the margin
+    ],
+)
+def test_one_line_says_whether_there_is_a_drop(differences: list[float], live: float, expected: str) -> None:
+    assert verdict({"evidence": weigh(*tasks(differences, live)), "same_version": None}) == expected
+
+
+def test_a_task_counts_once_and_in_any_order() -> None:
+    ours, first = tasks([-0.5, 0.25, 0.0, 0.5])
+    again = {task: rewards * 4 for task, rewards in reversed(ours.items())}
+    assert weigh(again, first) == pytest.approx(weigh(ours, first))
+    assert weigh({"t": [-1.0]}, {"t": [1.0]})["margin"] == pytest.approx(0.2)
+    assert weigh({"t": [-1.5e308]}, {"t": [1.5e308]})["margin"] == pytest.approx(3e307)
+
+
+def test_rows_of_one_version_differ_by_chance() -> None:
+    def answered(*versions: int | None) -> EvalRow:
+        model: dict[str | None, tuple[int | None, ...]] = {"policy": versions}
+        return EvalRow("live", [RolloutResult("r", "t", 0, None, 1.0, answers=model)])
+
+    def same(row: EvalRow, first: EvalRow) -> Any:
+        return report([first, row], {})["rows"][1]["versus"]["same_version"]
+
+    assert (same(answered(3), answered(3)), same(answered(None, 3), answered(None, 3))) == (3, 3)
+    for versions in ((4,), (3, 4), (None,), ()):
+        assert same(answered(*versions), answered(3)) is None
+    assert same(answered(None, 3), answered(3)) is same(answered(None), answered(None)) is None
+    assert verdict({"same_version": 3}) == "both are policy version 3, so any difference is chance"
