@@ -28,6 +28,7 @@ from .commands.command_line import (
     configuration,
     task_ids,
     telemetry_off,
+    versions,
 )
 from .commands.show import policy, rollouts
 
@@ -268,6 +269,25 @@ def evaluate(
         promote=promote,
         out=out,
     )
+
+
+@policy.app.command("export")
+def export_version(
+    context: typer.Context,
+    version: Annotated[int, typer.Argument(metavar="N", autocompletion=versions)],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
+    form: Annotated[
+        Literal["adapter", "merged"] | None,
+        typer.Option("--as", help="adapter (PEFT), or merged: a full model", show_default="as it was published"),
+    ] = None,
+) -> None:
+    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
+    from .commands.export.policy import export_policy
+    from .commands.signals import run_until_signal
+
+    written = run_until_signal(export_policy(configuration(context), version, directory, form))
+    what = "a LoRA adapter" if written == "adapter" else "a full model"
+    typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")
 
 
 @app.command(rich_help_panel=START)

@@ -105,7 +105,7 @@ class ApiClient:
         params = {name: str(value) for name, value in filters.items() if value is not None}
         return await self.request("GET", "/rollouts", params=params)
 
-    async def every_rollout(self, page: int = 1000, **filters: str | int | None) -> AsyncGenerator[dict[str, Any]]:
+    async def every_rollout(self, page: int = 1000, **filters: str | None) -> AsyncGenerator[dict[str, Any]]:
         """Yield the rollouts, the newest first, asking for so many at a time."""
         cursor: str | None = None
         while True:

@@ -55,7 +55,7 @@ def report(rows: Sequence[EvalRow], about: Json) -> Json:
 
 
 def _summary(row: EvalRow) -> Json:
-    tasks = {
+    tasks: dict[str, Json] = {
         name: {
             "mean_reward": fmean(result.reward or 0.0 for result in results),
             "passed": sum(result.reward is not None and result.reward >= PASSED for result in results),
@@ -108,13 +108,13 @@ def _versus(row: Json, first: Json) -> Json | None:
     both = [task for task in row["by_task"] if task in first["by_task"]]
     if not both:
         return None
-    means = ([side["by_task"][task]["mean_reward"] for task in both] for side in (row, first))
+    ours, theirs = ([side["by_task"][task]["mean_reward"] for task in both] for side in (row, first))
     rewards = ({task: [r or 0.0 for r in side["by_task"][task]["rewards"]] for task in both} for side in (row, first))
     versions = [version for version in row["policy_versions"] if version is not None]
     is_same = len(versions) == 1 and row["policy_versions"] == first["policy_versions"]
     return {
         "model": first["model"],
-        **asdict(compare(*means)),
+        **asdict(compare(ours, theirs)),
         "evidence": weigh(*rewards),
         "same_version": versions[0] if is_same else None,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing
 from datetime import datetime
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -23,6 +22,7 @@ _MADE_BY_US = re.compile(r"[0-9a-f]{32}")
 _NO_PATH = ("", ".", "..")  # with one of these a path would name another route
 
 PAGE = 1000  # also of the newest that are sorted
+MOST_PAGES = 20  # that are asked for; each looks at a bounded number of rollouts
 
 
 async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]], *, changes: bool = False) -> T:
@@ -68,18 +68,24 @@ def only_one(given: str, ids: Iterable[str], kind: str) -> str:
     raise NotFound(f"no {kind} {given!r}; several ids begin with it: {few}")
 
 
-async def collect(api: ApiClient, filters: dict[str, Any], limit: int, sort: str = "newest") -> list[dict[str, Any]]:
-    """Return at most `limit` rollouts. Any order but the newest first is that of the newest 1,000 that fit."""
-    wanted = limit if sort == "newest" else PAGE
+async def collect(
+    api: ApiClient, filters: dict[str, Any], limit: int, sort: str = "newest"
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the rollouts, and the API's cursor of those that follow (None: there are no more).
+
+    Any order but the newest first is that of the newest 1,000 that fit.
+    """
+    wanted, cursor = limit if sort == "newest" else PAGE, None
     rollouts: list[dict[str, Any]] = []
-    async with aclosing(api.every_rollout(min(PAGE, wanted), **filters)) as found:
-        async for rollout in found:
-            rollouts.append(rollout)
-            if len(rollouts) >= wanted:
-                break
+    for _ in range(MOST_PAGES):
+        page = await api.rollouts(**filters, limit=min(PAGE, wanted - len(rollouts)), cursor=cursor)
+        rollouts += page["data"]
+        cursor = page["next_cursor"]
+        if cursor is None or len(rollouts) >= wanted:
+            break
     if sort != "newest":
         rollouts.sort(key=lambda rollout: (rollout[sort] is not None, rollout[sort] or 0.0), reverse=True)
-    return rollouts[:limit]
+    return rollouts[:limit], cursor
 
 
 def since_of(text: str | None) -> float | None:

@@ -90,25 +90,6 @@ def _change(context: typer.Context, work: Callable[[ApiClient], Awaitable[dict[s
 
 
 @app.command()
-def export(
-    context: typer.Context,
-    version: Annotated[int, typer.Argument(metavar="N", autocompletion=versions)],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
-    form: Annotated[
-        Literal["adapter", "merged"] | None,
-        typer.Option("--as", help="adapter (PEFT), or merged: a full model", show_default="as it was published"),
-    ] = None,
-) -> None:
-    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
-    from ..export.policy import export_policy
-    from ..signals import run_until_signal
-
-    written = run_until_signal(export_policy(configuration(context), version, directory, form))
-    what = "a LoRA adapter" if written == "adapter" else "a full model"
-    typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")
-
-
-@app.command()
 def compare(
     context: typer.Context,
     a: Annotated[int, typer.Argument(metavar="A", help="a version", autocompletion=versions)],

@@ -57,9 +57,9 @@ def list_rollouts(
         "status": status, "task_id": task, "agent": agent, "mode": mode, "version": version, "step": step,
         "min_reward": min_reward, "max_reward": max_reward, "since": since_of(since), "text": grep,
     }  # fmt: skip
-    found = look(configuration(context), lambda api: collect(api, filters, limit, sort))
+    found, more = look(configuration(context), lambda api: collect(api, filters, limit, sort))
     if as_json:
-        return print_json({"data": found})
+        return print_json({"data": found, "next_cursor": more})
     width = console.width if (console := Console()).is_terminal else None
     return Console(width=width or WIDE).print(rollouts_table(found, time.time(), width))
 

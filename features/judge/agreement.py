@@ -181,7 +181,7 @@ async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[
     rewarder of this source gave, or an earlier version of it, is no label.
     """
     own, groups = source.partition("@")[0], defaultdict[str, list[tuple[Json, float]]](list)
-    listed = await collect(api, {"status": "completed"}, NEWEST)
+    listed = (await collect(api, {"status": "completed"}, NEWEST))[0]
     for rollout in await read_rollouts(api, [one["rollout_id"] for one in listed]):
         newest = {
             (one["source"], one["call_id"]): one["reward"]
