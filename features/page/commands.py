@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from ...commands.command_line import RECORD, configuration
-from ...core.config.server import StoreConfig
 
 
 def dashboard(
@@ -23,6 +22,7 @@ def dashboard(
     A running proxy has the same page at its own address. Here nothing is written, served or trained. The address that
     is printed holds a key: give it to nobody who is not to read the store.
     """
+    from ...core.config.server import StoreConfig
     from .dashboard import dashboard as run
 
     url = store if store is None or "://" in store else f"sqlite:///{store}"
