@@ -254,6 +254,7 @@ def evaluate(
     ] = False,
     out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
     preload: Preload = "",
+    as_json: Json = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks."""
     from .commands.eval.eval import eval_command
@@ -268,6 +269,7 @@ def evaluate(
         concurrency=concurrency,
         promote=promote,
         out=out,
+        as_json=as_json,
     )
 
 

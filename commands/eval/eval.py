@@ -15,6 +15,7 @@ from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
 from ..files import save_json
+from ..formats import print_json
 from ..run.command import programs, run_options
 from ..run.limits import Observer
 from ..run.report import Bar, ProgressView
@@ -44,6 +45,7 @@ def eval_command(
     concurrency: int,
     promote: bool,
     out: Path | None,
+    as_json: bool,
 ) -> None:
     """Run the command. What is known is shown and saved, however it ends.
 
@@ -71,9 +73,12 @@ def eval_command(
             numbers = report(rows, about)
             if out is not None:
                 save_json(numbers, out)
-            print_tables(numbers)
-            more = f"; all numbers: {out}" if out is not None else ""
-            print(f"passed: reward >= {PASSED:g}; a rollout without a reward counts as 0{more}")
+            if as_json:
+                print_json(numbers)
+            else:
+                print_tables(numbers)
+                more = f"; all numbers: {out}" if out is not None else ""
+                print(f"passed: reward >= {PASSED:g}; a rollout without a reward counts as 0{more}")
     require_success([result for row in rows for result in row.results])
 
 
