@@ -12,9 +12,8 @@ import typer
 
 from ...commands.command_line import WORK, configuration
 
-Given = dict[str, Any]
-KEYWORD = inspect.Parameter.KEYWORD_ONLY
-OPTIONS = {
+COMMANDS = ("run", "eval", "optimize", "experiment")  # which get both options
+OPTIONS: dict[str, Any] = {
     "environment": Annotated[
         str | None,
         typer.Option("--environment", metavar="KIND:NAME", help="others' tasks, in place of files and a program"),
@@ -43,7 +42,7 @@ def environments(
         for one in map(KindsEnvironment, KINDS):
             typer.echo(f"{one.kind:16} {'installed' if one.is_there else 'not installed'}: {', '.join(one.requires)}")
     elif install:
-        KindsEnvironment(kind).make(further or ())
+        KindsEnvironment(kind).install(further or ())
     else:
         typer.echo("\n".join(KindsEnvironment(kind).ask("names")))
 
@@ -52,41 +51,35 @@ def add_to(commands: typer.Typer) -> None:
     """Add `environments`, and the two options to commands that were added before."""
     for command in commands.registered_commands:
         assert command.callback is not None
-        parameters = inspect.signature(command.callback).parameters
-        needs_both = all(
-            one in parameters and parameters[one].default is inspect.Parameter.empty for one in ("tasks", "command")
-        )
         name = command.name or command.callback.__name__
-        if needs_both or name == "experiment":
+        if name in COMMANDS:
             command.callback = _with_options(name, command.callback)
     commands.command(rich_help_panel=WORK)(environments)
 
 
 def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., None]:
-    """Return the command `name` with both options."""
+    """Return the command `name` with both options, in place of which it needs tasks and a program."""
 
     @wraps(callback)
     def command(environment: str | None, environment_args: str | None, **given: Any) -> None:
         callback(**given | _stand_in(name, environment or "", environment_args, given))
 
-    hints = get_type_hints(callback, include_extras=True)
-    parameters = {
-        name: inspect.Parameter(name, KEYWORD, annotation=hints[name], default=one.default)
-        for name, one in inspect.signature(callback).parameters.items()
-    } | {name: inspect.Parameter(name, KEYWORD, annotation=hint, default=None) for name, hint in OPTIONS.items()}
-    if "tasks" in parameters:
-        parameters["tasks"] = parameters["tasks"].replace(annotation=_optional(hints["tasks"]), default=None)
-        parameters["command"] = parameters["command"].replace(default=[])
-    command.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
-    command.__annotations__ = {name: one.annotation for name, one in parameters.items()}
+    hints = get_type_hints(callback, include_extras=True) | OPTIONS
+    defaults = {one.name: one.default for one in inspect.signature(callback).parameters.values()}
+    defaults |= dict.fromkeys(OPTIONS)
+    if "tasks" in defaults:
+        tasks = hints["tasks"]
+        hints["tasks"] = Annotated[tasks.__origin__ | None, *tasks.__metadata__]
+        defaults |= {"tasks": None, "command": []}
+    command.__annotations__ = hints
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, annotation=hints[one], default=default)
+        for one, default in defaults.items()
+    )
     return command
 
 
-def _optional(hint: Any) -> Any:
-    return Annotated[hint.__origin__ | None, *hint.__metadata__]
-
-
-def _stand_in(name: str, environment: str, arguments: str | None, given: Given) -> Given:
+def _stand_in(name: str, environment: str, arguments: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the command `name` that stand for an environment. Refuse half of both."""
     from ...core.errors import ConfigError
     from .source import experiment_of, source_of

@@ -5,6 +5,7 @@ Each kind has a Python environment of its own, `.venv-environments/KIND`.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -13,35 +14,32 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 import yaml
 
 from ...commands.files import written
-from ...core import guard
 from ...core.config.file import read_yaml
 from ...core.errors import ConfigError, LightningError
+from ...core.guard import start_guarded
 from .inside.alone import ROLLOUT
 from .inside.play import Wrong, require_known
 
 KINDS = ("reasoning_gym", "textarena", "verifiers")
 ROOT = Path(__file__).parents[2]
-GRACE_S = "1"
+GRACE_S = 1.0
 CLIENT = "tenacity>=9,<10"
-OF_PACKAGES = ("bin", "include", "lib")  # all else in the folder stays
 PYTHON = f"""#!/bin/sh
 exec "${{0%/*}}/bin/python" -I -S {shlex.quote(str(ROOT / "features/environments/inside/alone.py"))} "$@"
 """
 PROGRAM = "from lightning_proxy.features.environments.inside.play import main\n\nmain()\n"
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentTasks:
-    """Tasks, and the program that plays one."""
+class EnvironmentTasks(NamedTuple):
+    """Tasks, the program that plays one, and what it imports."""
 
     tasks: Path
     command: list[str]
@@ -53,16 +51,16 @@ def source_of(environment: str, arguments: str | None, defaults: dict[str, Any])
     kind, colon, name = environment.partition(":")
     if not (colon and name):
         raise ConfigError(f"--environment is KIND:NAME, as in reasoning_gym:gcd; got {environment!r}")
-    of = KindsEnvironment(kind)
-    asked = json.dumps(defaults | _given(arguments), sort_keys=True)
+    installed = KindsEnvironment(kind)
+    given = json.dumps(defaults | _given(arguments), sort_keys=True)
     if sys.stderr.isatty():
         typer.echo(f"making the tasks of {environment}", err=True)
-    lines = of.ask("tasks", name, given=asked)
+    lines = installed.ask("tasks", name, given=given)
     if not lines:
-        raise ConfigError(f"{environment} has no tasks with {asked}")
-    file = of.directory / "tasks" / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.jsonl"
+        raise ConfigError(f"{environment} has no tasks with {given}")
+    file = installed.directory / "tasks" / f"{name}-{hashlib.sha256(given.encode()).hexdigest()[:8]}.jsonl"
     _write(file, "".join(f"{line}\n" for line in lines))
-    return EnvironmentTasks(file, of.program, [*of.packages])
+    return EnvironmentTasks(file, installed.program, [*installed.packages])
 
 
 def experiment_of(file: Path, environment: str, arguments: str | None, alias: str) -> Path:
@@ -92,16 +90,15 @@ def _given(arguments: str | None) -> dict[str, Any]:
     return given
 
 
-def _write(file: Path, text: str, mode: int = 0o600) -> None:
-    """Write it at once: another command may read it now, or write the same."""
+def _write(file: Path, text: str) -> None:
+    """Write it whole or not at all: another command may read it now, or write the same."""
     file.parent.mkdir(exist_ok=True)
     with written(file) as part:
         part.write_text(text)
-        part.chmod(mode)
 
 
 class KindsEnvironment:
-    """The environment of one kind. ConfigError if there is no such kind."""
+    """The Python environment of one kind. ConfigError if there is no such kind."""
 
     def __init__(self, kind: str) -> None:
         try:
@@ -114,71 +111,61 @@ class KindsEnvironment:
         self.directory = Path(".venv-environments") / kind
         here = self.directory.absolute()  # a program may begin in a folder of its own
         self.program = [str(here / "python"), str(here / "play.py"), kind]
+        self._stamp, self._needs = self.directory / "installed.txt", "\n".join([*self.requires, PYTHON, PROGRAM])
 
     @property
     def is_there(self) -> bool:
         """Whether it was made by this installation of ours, and for what it needs now."""
-        stamp = self.directory / "installed.txt"
-        return stamp.is_file() and {*self.requires, str(ROOT)} <= set(stamp.read_text().split("\n"))
+        return self._stamp.is_file() and self._stamp.read_text() == self._needs
 
-    def require(self) -> None:
-        """Raise ConfigError if it is not there. Write our files anew: another version of ours may have written them."""
-        if not self.is_there:
-            do = f"lightning-proxy environments {self.kind} --install"
-            raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
-        self._write()
-
-    def make(self, further: Sequence[str]) -> None:
-        """Make it anew, with `further` packages or those of before. LightningError has pip's last words.
-
-        Tasks, and data that a user fetched, are kept.
-        """
-        stamp = self.directory / "installed.txt"
-        if stamp.is_file():
-            _, _, before = stamp.read_text().partition("\n\n")
-            further = further or before.splitlines()
+    def install(self, further: Sequence[str]) -> None:
+        """Make it, or bring it up to date. LightningError has pip's last words. Other files in the folder stay."""
         wanted = [*self.requires, *further]
         typer.echo(f"installing into {self.directory}, with their dependencies: {', '.join(wanted)}")
-        for name in OF_PACKAGES:
-            shutil.rmtree(self.directory / name, ignore_errors=True)
-        stamp.unlink(missing_ok=True)
+        self._stamp.unlink(missing_ok=True)
+        shutil.rmtree(self.directory / "bin", ignore_errors=True)  # of a Python that may be gone
         _run([sys.executable, "-m", "venv", str(self.directory)])
         python = str(self.directory / "bin" / "python")
         _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
-        self.finish(further)
+        self.finish()
 
-    def finish(self, further: Sequence[str] = ()) -> None:
+    def finish(self) -> None:
         """Write what is ours, once the packages are there."""
-        (packages,) = self.directory.glob("lib/python*/site-packages")
-        (packages / "lightning_proxy").symlink_to(ROOT)
-        self._write()
-        (self.directory / "installed.txt").write_text("\n".join([str(ROOT), *self.requires, "", *further]))
-
-    def _write(self) -> None:
-        for path, text in zip(self.program, (PYTHON, PROGRAM), strict=False):
-            _write(Path(path), text, 0o755)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        ours = self.directory / "lib" / version / "site-packages/lightning_proxy"
+        ours.unlink(missing_ok=True)
+        ours.symlink_to(ROOT)
+        for path, text in zip(map(Path, self.program), (PYTHON, PROGRAM), strict=False):
+            path.write_text(text)
+            path.chmod(0o755)
+        self._stamp.write_text(self._needs)
 
     def ask(self, *what: str, given: str = "") -> list[str]:
         """Return the lines that the kind's program prints, with `given` as its input. ConfigError: what is wrong."""
-        self.require()
-        watched, lifeline = os.pipe()  # under a guard, which ends it with us
-        command = [sys.executable, "-I", "-S", guard.__file__, str(watched), GRACE_S, *self.program, *what]
-        env = {name: value for name, value in os.environ.items() if name != ROLLOUT}
-        done = subprocess.run(
-            command, check=False, capture_output=True, input=given.encode(), env=env, pass_fds=(watched,)
-        )
-        os.close(watched)
-        os.close(lifeline)
-        said = done.stderr.decode(errors="replace").strip()
-        if done.returncode:
-            raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {done.returncode}'}")
+        if not self.is_there:
+            do = f"lightning-proxy environments {self.kind} --install"
+            raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
+        code, printed, said = asyncio.run(self._asked(what, given.encode()))
+        if code:
+            raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {code}'}")
         if said:
             typer.echo(said, err=True)
-        return done.stdout.decode().splitlines()
+        return printed.splitlines()
+
+    async def _asked(self, what: Sequence[str], given: bytes) -> tuple[int, str, str]:
+        """The program's exit code, output and errors. It ends with us."""
+        env = {name: value for name, value in os.environ.items() if name != ROLLOUT}
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process, lifeline = await start_guarded(*self.program, *what, grace_s=GRACE_S, env=env, **pipes)
+        try:
+            printed, said = await process.communicate(given)
+        finally:
+            os.close(lifeline)
+        return process.returncode, printed.decode(), said.decode(errors="replace").strip()
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, check=False, stderr=subprocess.PIPE)
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise LightningError(f"{' '.join(command[:4])}: {said[-1]}")

@@ -65,7 +65,6 @@ ROUTES: dict[str, Route] = {
     "post /policy/promote": Route(401, 401, 404, 401, body=VERSION),
     "post /policy/rollback": Route(401, 401, 200, 401),
     "get /status": Route(200, 200, 200, 403),
-    "get /environments": Route(200, 200, 200, 403, feature="environments"),
     "get /prompts": Route(200, 200, 200, 403, True, feature="prompts"),
     "post /prompts": Route(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}, feature="prompts"),
     "get /prompts/{name}": Route(200, 200, 200, 200, True, feature="prompts"),

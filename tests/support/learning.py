@@ -77,11 +77,6 @@ class Learning:
         reward = 1.0 if self._random.random() < solved else round(0.4 * self._random.random() * solved, 1)
         comment = "the answer is right" if reward == 1.0 else "no number in the answer"
         posted = {"rollout_id": name, "reward": reward, "source": "env", "comment": comment}
-        if mode == "eval":
-            note = {"kind": "note", "name": "environment", "value": "reasoning_gym:sums"}
-            await self._system.call("POST", f"/rollouts/{name}/events", note, **self._headers)
-            measured = posted | {"name": "format", "reward": 1.0, "final": False}
-            assert (await self._system.call("POST", "/reward", measured, **self._headers))[0] == 200
         assert (await self._system.call("POST", "/reward", posted, **self._headers))[0] == 200
         return reward
 

@@ -16,7 +16,7 @@ from .learning import Learning
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 STEPS = 6
-_LEFT_OUT = {"costs", "environments", "judge", "prompts"} - {*FEATURES}
+_LEFT_OUT = {"costs", "judge", "prompts"} - {*FEATURES}
 HREFS = "all => all.map(one => one.getAttribute('href'))"
 _FEATURE = {"rate": "judge"}  # whose views have other names
 _VIEWS = {
@@ -27,7 +27,6 @@ _VIEWS = {
     "versions": "Version 6 is live",
     "versions?a=0&b=5": "paired tasks",
     "costs": "input tokens",
-    "environments": "reasoning_gym:sums",
     "rate": "Say who you are",
     "prompts": "No prompts yet",
 }

@@ -13,17 +13,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....client import Rollout, current, task
+from ....client import current, task
 from .alone import alone, own_folder
 
 Json = dict[str, Any]
 SPLITS = ("train", "held_out")
-HELD_OUT = 5  # one question in so many
+HELD_OUT = 5  # one question in five
 ONLY_RECORDED = {"X-Recording": "only"}  # of a call that nothing may learn from
 HERE = Path.cwd()  # before an episode goes to its own folder
 MOST_WORDS = 1000  # characters of an error
@@ -40,7 +40,10 @@ def main() -> None:
                 episode(kind)
                 return
             with redirect_stdout(io.StringIO()):  # games print
-                lines = list(names(kind) if rest[0] == "names" else tasks(kind, rest[1]))
+                if rest[0] == "names":
+                    lines = [f"{name:28} {about}".rstrip() for name, about in kind.names()]
+                else:
+                    lines = tasks(kind, rest[1])
         sys.stdout.writelines(f"{line}\n" for line in lines)
     except Wrong as error:
         sys.exit(str(error))
@@ -50,21 +53,14 @@ def main() -> None:
         sys.exit(" ".join(f"{type(error).__name__}: {error}".split())[:MOST_WORDS])
 
 
-def names(kind: Any) -> Iterator[str]:
-    """Yield a line for each environment of the kind."""
-    for name, about in kind.names():
-        yield f"{name:28} {about}".rstrip()
-
-
-def tasks(kind: Any, name: str) -> Iterator[str]:
-    """Yield the tasks' lines, for the arguments on standard input. Say so if there are fewer than asked for."""
+def tasks(kind: Any, name: str) -> list[str]:
+    """Return the tasks' lines, for the arguments on standard input. Say so if there are fewer than asked for."""
     arguments = Arguments(json.load(sys.stdin))
-    wanted, made = arguments.tasks, 0
-    for one in kind.tasks(name, arguments):
-        yield json.dumps(one | arguments.shared | {"environment": f"{kind.__name__.rpartition('.')[2]}:{name}"})
-        made += 1
-    if made < wanted:
-        print(f"{name} has {made} different tasks of split {arguments.split}, not {wanted}", file=sys.stderr)
+    lines = [json.dumps(one | arguments.shared) for one in kind.tasks(name, arguments)]
+    if len(lines) < arguments.tasks:
+        fewer = f"{name} has {len(lines)} different tasks of split {arguments.split}, not {arguments.tasks}"
+        print(fewer, file=sys.stderr)
+    return lines
 
 
 def episode(kind: Any) -> None:
@@ -78,21 +74,16 @@ def episode(kind: Any) -> None:
 
     signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, played["limit_s"])
-    run.event("note", name="environment", value=played.get("environment"))
     found = kind.play(played, run)
-    measured = [{"name": name, "reward": value} for name, value in found.measured.items()]
-    posts = [*measured, *_rewards(found.rewards, run)]
+    posts: list[Json] = [{"name": name, "reward": value} for name, value in found.measured.items()]
+    if len(found.rewards) == 1:  # of one seat: the rollout's
+        posts += [{"reward": reward} for reward in found.rewards.values()]
+    else:  # of each seat: its last call's
+        calls = run.control.get(f"/rollouts/{run.rollout_id}", {})["calls"]
+        last = {call["agent"]: call["call_id"] for call in calls if call["status"] == "ok"}
+        posts += [{"reward": value, "call_id": last[seat]} for seat, value in found.rewards.items() if seat in last]
     run.control.post("/reward", [{"rollout_id": run.rollout_id, "final": False, **one} for one in posts], {})
     run.end()
-
-
-def _rewards(seats: dict[str, float], run: Rollout) -> list[Json]:
-    """The reward of one seat is the rollout's; that of each of several is its last call's."""
-    if len(seats) == 1:
-        return [{"reward": reward} for reward in seats.values()]
-    calls = run.control.get(f"/rollouts/{run.rollout_id}", {})["calls"]
-    last = {call["agent"]: call["call_id"] for call in calls if call["status"] == "ok"}
-    return [{"reward": reward, "call_id": last[seat]} for seat, reward in seats.items() if seat in last]
 
 
 class Scores(NamedTuple):
@@ -121,14 +112,11 @@ class Arguments:
         if limit_s <= 0:
             raise Wrong(f"limit_s is more than 0, got {limit_s:g}")
         # In each task's line, for the program that plays it.
-        self.shared: Json = {
-            "model": self.take("model", "policy"), "sampling": sampling, "limit_s": limit_s,
-        }  # fmt: skip
+        self.shared: Json = {"model": self.take("model", "policy"), "sampling": sampling, "limit_s": limit_s}
 
     def take(self, key: str, default: Any) -> Any:
         """Return the key's value. Wrong if it is of another type than the default; with None, any is right."""
-        value = self.left.pop(key, default)
-        kind = type(default)
+        value, kind = self.left.pop(key, default), type(default)
         if isinstance(value, int) and kind is float:
             value = float(value)
         if default is not None and type(value) is not kind:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 REQUIRES = ("reasoning-gym==0.1.25", "openai>=2,<4")
 PACKAGES = ("reasoning_gym", "openai", "openai.resources")
-DRAWS = (2, 20)  # so many for each task, or so many more: some questions come often, and a few sets take long to make
+DRAWS = (2, 20)  # questions for each task, and if too many are equal; a few generators are slow
 
 
 def names() -> Iterator[tuple[str, str]]:

@@ -26,7 +26,7 @@ PACKAGES = ("verifiers.v1", "verifiers.v1.utils.loaders", "verifiers.v1.harnesse
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield the tasksets on board, and the installed packages that need verifiers."""
+    """Yield verifiers' own tasksets, and the installed packages that need verifiers."""
     from verifiers.v1 import tasksets
 
     for one in pkgutil.iter_modules(tasksets.__path__):
