@@ -24,7 +24,7 @@ from support.agent_runs import Json, plan, stored, told
 from support.dictated import dictating
 from support.environments import command_for
 from support.in_process import proxy_of
-from support.tool_template import TEMPLATE
+from support.models import TEMPLATE
 
 HERE = Path(__file__).parent
 PROGRAMS = [

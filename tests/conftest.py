@@ -303,6 +303,6 @@ def running() -> Callable[..., AbstractAsyncContextManager[System]]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model of random weights."""
-    from support.small_model import save_small_model  # loads torch
+    from support.models import save_small_model  # loads torch
 
     return save_small_model(tmp_path_factory.mktemp("base"))

@@ -20,7 +20,7 @@ from lightning_proxy.serving import mode
 from lightning_proxy.trainer import plan as plan_module
 from lightning_proxy.trainer.plan import make_plan
 from lightning_proxy.trainer.plugins import Run
-from support.model_sizes import SIZES
+from support.models import SIZES
 
 Machine = Callable[[str, list[float]], Config]
 

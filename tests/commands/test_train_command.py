@@ -14,7 +14,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.plugins import Run
 from support.command_line import lightning
-from support.small_model import save_small_model
+from support.models import save_small_model
 
 TEXTBOOK = """
 import torch

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from aiohttp import web
 from peft import PeftModel
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from contract.vllm import PlayedVllm
+from support.models import VOCABULARY
 
 Json = dict[str, Any]
-VOCABULARY, END = 24, 1
 
 
 class Faulty(Enum):
@@ -29,19 +28,6 @@ class Faulty(Enum):
     STALE = auto()  # it says yes and goes on serving the old ones
     HALF = auto()  # it loads half of them
     WRONG = auto()  # it loads others
-
-
-def save_model(directory: Path) -> Path:
-    """Write a model of one layer with random weights; its words are w0 to w23."""
-    torch.manual_seed(0)
-    shape: Json = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    special: Json = {"bos_token_id": 0, "eos_token_id": END, "pad_token_id": END}
-    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, initializer_range=0.2, **shape, **special)
-    LlamaForCausalLM(config).save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w1")
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 def fingerprint(model: Any) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from contract.system import Process, Served, free_port, write_config
 from support.features import has
-from support.tool_template import TEMPLATE
+from support.models import TEMPLATE
 
 Json = dict[str, Any]
 NAME = "speller"
@@ -124,7 +124,7 @@ class System(Served):
 
 @pytest.fixture(scope="session")
 def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from support.spelling_model import save_spelling_model  # imports torch
+    from support.models import save_spelling_model  # imports torch
 
     return save_spelling_model(tmp_path_factory.mktemp("model") / NAME)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from contract.model import VOCABULARY, ModelVllm, save_model
+from contract.model import VOCABULARY, ModelVllm
 from contract.system import Json, Proxy, in_this_process, wait_until
 from support.features import has
+from support.models import save_small_model
 
 WEIGHTS = {"reward": 1.0, "style": 0.5}
 TRAINER: Json = {
@@ -75,7 +76,7 @@ def play_others(proxy: Proxy, version: int) -> None:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """A proxy after one training step."""
     directory = tmp_path_factory.mktemp("world")
-    model = save_model(directory / "base")
+    model = save_small_model(directory / "base")
     policy = {"model": str(model), "publish": "merged"}
     with in_this_process(directory, ModelVllm(model), policy=policy, trainer=TRAINER) as proxy:
         play(proxy)
@@ -247,7 +248,7 @@ def test_calls_are_left_out_that_cannot_be_computed_again(tmp_path: Path) -> Non
         ({"user": "beyond"}, "other_tokens"),
         ({"messages": [image]}, "not_followed"),
     ]
-    vllm = WithAnotherToken(save_model(tmp_path / "base"))
+    vllm = WithAnotherToken(save_small_model(tmp_path / "base"))
     vllm.refuses["/v1/chat/completions/render"] = 404  # where vLLM would say it
     policy = {"model": str(vllm.root), "publish": "merged"}
     with in_this_process(tmp_path, vllm, policy=policy, trainer=TRAINER) as proxy:
@@ -336,7 +337,7 @@ def test_status_counts_rollouts_what_waits_and_what_is_not_trained_on(world: Pro
 
 
 def test_status_says_that_nothing_was_learned_for_three_batches(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "base")
+    model = save_small_model(tmp_path / "base")
     policy = {"model": str(model), "publish": "merged"}
     with in_this_process(tmp_path, ModelVllm(model), policy=policy, trainer=TRAINER) as proxy:
         for task in range(3):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from contract.model import Faulty, ModelVllm, save_model
+from contract.model import Faulty, ModelVllm
 from contract.system import Forked, Proxy, in_this_process
 from contract.training import TRAINER, ask, by_weights, play, versions
+from support.models import save_small_model
 
 KILLED = -signal.SIGKILL
 COMPLETIONS = "/v1/completions"
@@ -20,7 +21,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "base")
+    return save_small_model(tmp_path_factory.mktemp("model") / "base")
 
 
 @pytest.fixture(params=["merged", "lora"])

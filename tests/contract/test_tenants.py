@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from contract.model import Faulty, ModelVllm, save_model
+from contract.model import Faulty, ModelVllm
 from contract.system import Answer, Json, Proxy, in_this_process, wait_until
 from support.features import has
+from support.models import save_small_model
 
 REWARD = 0.1234
 SECRETS = ("b-task", "SECRET", str(REWARD))  # what tells of the other tenant
@@ -124,7 +125,7 @@ def go_wrong(proxy: Proxy) -> None:
 @pytest.fixture(scope="module")
 def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     directory = tmp_path_factory.mktemp("SECRET")
-    model = save_model(directory / "base")
+    model = save_small_model(directory / "base")
     access = {"api_keys": ["agent"], "admin_keys": ["admin"]}
     policy = {"model": str(model), "publish": "lora"}
     sections = {"proxy": access, "policy": policy, "trainer": TRAINER}

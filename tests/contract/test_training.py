@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from contract.model import Faulty, ModelVllm, save_model
+from contract.model import Faulty, ModelVllm
 from contract.system import Forked, Json, Proxy, in_this_process, wait_until
 from contract.training import GROUP, TRAINER, ask, by_weights, play, versions
+from support.models import save_small_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "base")
+    return save_small_model(tmp_path_factory.mktemp("model") / "base")
 
 
 @pytest.fixture(params=["merged", "lora"])

@@ -15,9 +15,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from contract.model import ModelVllm, save_model
+from contract.model import ModelVllm
 from contract.system import Done, Json, Process, Proxy, in_this_process, wait_until
 from contract.training import TRAINER, play
+from support.models import save_small_model
 
 # Version 1 does all tasks, the base model every other one.
 AGENT = """
@@ -70,7 +71,7 @@ Trained = Callable[[str], AbstractContextManager[Proxy]]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A proxy whose version 1 was trained and is live."""
-    model = save_model(tmp_path_factory.mktemp("model") / "base")
+    model = save_small_model(tmp_path_factory.mktemp("model") / "base")
 
     @contextmanager
     def start(publish: str) -> Iterator[Proxy]:

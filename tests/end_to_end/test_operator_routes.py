@@ -51,7 +51,7 @@ def post(url: str, headers: dict[str, str]) -> int:
 
 
 async def test_other_weights_under_the_old_label_are_told_by_what_they_answer(merged: System, tmp_path: Path) -> None:
-    from support.spelling_model import save_spelling_model  # imports torch
+    from support.models import save_spelling_model  # imports torch
 
     other = save_spelling_model(tmp_path / "other", seed=7)
     async with operator_session() as session:

@@ -9,8 +9,8 @@ import pytest
 
 from contract.real import System
 from lightning_proxy.serving.vllm import VllmServer, operator_session
+from support.models import LETTERS
 from support.sections import PolicyConfig, TrainerConfig
-from support.spelling_model import LETTERS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 

@@ -19,9 +19,9 @@ from lightning_proxy.serving.vllm import VllmFleet, operator_session
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.types import Sample
+from support.models import TEMPLATE
 from support.own_vllm import own_vllm
 from support.sections import PolicyConfig, TrainerConfig
-from support.tool_template import TEMPLATE
 
 torch = pytest.importorskip("torch")
 

@@ -16,9 +16,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from contract.system import CLI
+from support.models import TEMPLATE, save_spelling_model
 from support.own_vllm import own_vllm
-from support.spelling_model import save_spelling_model
-from support.tool_template import TEMPLATE
 from support.training import bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

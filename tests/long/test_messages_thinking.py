@@ -55,7 +55,7 @@ CASES: list[tuple[list[str], Json]] = [
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from support.thinking_model import save_reciting_model  # imports torch
+    from support.models import save_reciting_model  # imports torch
 
     directory = tmp_path_factory.mktemp("reciting")
     model = save_reciting_model(directory / NAME, RECITED)

@@ -29,7 +29,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, list[s
     directory, port = tmp_path_factory.mktemp("guarded"), free_port()
     operator_headers(directory)
     env = os.environ | {KEY_FILE_VARIABLE: str(key_file(directory)), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "support.vllm_app", str(port)]
+    command = [sys.executable, __file__, str(port)]
     with (directory / "log").open("wb") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env)
     try:
@@ -104,3 +104,23 @@ async def test_what_is_no_operators_endpoint_of_vllm_stays_open(vllm: tuple[int,
 
 def is_the_operators(path: str) -> bool:
     return path not in READABLE and (not path.startswith("/v1/") or path.endswith("_lora_adapter"))
+
+
+def main(port: int) -> None:
+    """Serve vLLM's own app with our guard and no engine, and print its routes."""
+    os.environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
+    import uvicorn
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from lightning_proxy.serving.operator import GUARD
+
+    options = ["--enable-scale-out", "--enable-lora", "--middleware", GUARD]
+    app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(options), ("generate",))
+    print(json.dumps([route.path for route in app.routes]), flush=True)
+    uvicorn.run(app, port=port, lifespan="off", log_level="critical")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from support.models import TEMPLATE
 from support.own_vllm import own_vllm
 from support.responses_twice import assert_same
-from support.tool_template import TEMPLATE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -49,7 +49,7 @@ CASES: list[tuple[list[str], Json]] = [
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from support.thinking_model import save_thinking_model  # imports torch
+    from support.models import save_thinking_model  # imports torch
 
     directory = tmp_path_factory.mktemp("thinking")
     options = ["--reasoning-parser", "deepseek_r1", "--enable-prompt-tokens-details"]

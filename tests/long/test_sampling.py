@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 async def test_ratios_are_1_with_unchanged_weights_however_vllm_samples(tmp_path: Path) -> None:
-    from support.spelling_model import save_spelling_model  # imports torch
+    from support.models import save_spelling_model  # imports torch
 
     model = await asyncio.to_thread(save_spelling_model, tmp_path / "speller")
     command = [ROOT / "benchmarks" / "sampling.py", "--model", model, "--answers", "3", "--tokens", "32"]

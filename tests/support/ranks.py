@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_proxy.features.distributed.ranks import Ranks
 from lightning_proxy.trainer.step.processes import Processes
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
+from support.models import save_llama
 from support.sections import PolicyConfig, TrainerConfig
 
 VOCABULARY = 64
@@ -30,17 +29,10 @@ ROWS = [(5, 6, 7, 8), (5, 6, 9)]
 
 
 def make_model(directory: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=36, intermediate_size=70, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=3, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-        initializer_range=0.2,
+    save_llama(
+        directory, VOCABULARY, hidden_size=36, intermediate_size=70, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=3, tie_word_embeddings=True,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w1").save_pretrained(
-        directory
-    )
 
 
 def trainer(

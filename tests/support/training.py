@@ -32,8 +32,8 @@ from lightning_proxy.trainer.plugins import Run, TrainerCore, TrainerHooks, plug
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.train import engine_of
 from lightning_proxy.trainer.verify import SURE
+from support.models import VOCABULARY
 from support.sections import with_features
-from support.small_model import VOCABULARY
 from support.stores import store_url
 
 

@@ -2,16 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import itertools
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
 from playwright.async_api import Page, expect
 
 from lightning_proxy.features import FEATURES
+from lightning_proxy.store.store import Store
+from lightning_proxy.store.training import CallCredit
 
-from .learning import Learning
+Json = dict[str, Any]
+EQUAL = "all rewards of the group are equal"
+TASKS = 12
+ALIKE = {0: 0.0, 1: 1.0}  # tasks that are never solved, or always
+CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+SYSTEM = "You are a careful assistant. Use the calculator for sums."
+SAID = (
+    "The product is 391 and adding 4 makes 395 . I have checked it with the calculator , which says the same , "
+    "so that is the right answer to this question"
+)
+
+
+class Learning:
+    """Steps of 4 tasks with 4 siblings each, whose rewards rise. Task 0 is never solved, task 1 always."""
+
+    def __init__(self, system: Any, store: Store, headers: dict[str, str] | None = None) -> None:
+        self._system, self._store, self._headers = system, store, headers or {}
+        self._random = random.Random(0)
+        self._ids = itertools.count()
+        system.vllm.odd = self.answer
+
+    async def step(self, number: int, of: int, directory: Path) -> None:
+        """One training step: its rollouts, held-out evaluations, the step itself, and the version that it makes."""
+        solved = _solved(number / of)
+        version = (await self._store.versions.live()).version
+        groups = [await self.group(number, task, solved) for task in range(4)]
+        for task in range(3):
+            name = f"held-{number:03}-{task}"
+            await self.rollout(name, f"sum-{task}", solved, mode="eval")
+        equal = [group for group in groups if len({reward for _, reward in group}) == 1]
+        taken = [group for group in groups if group not in equal]
+        compared = [[name for name, _ in group] for group in groups]
+        credit = [one for group in taken for one in _credit(group)]
+        names = [name for group in taken for name, _ in group]
+        dropped = {EQUAL: [name for group in equal for name, _ in group]}
+        step = await self._store.steps.claim(names, version, dropped, compared, credit)
+        new = await self._store.versions.new("merged", step, {})
+        await self._store.steps.trained(step, None, self.metrics(groups, solved, number, new))
+        path = directory / f"v{new}"
+        path.mkdir()
+        await self._store.versions.saved(new, str(path), "base")
+        await self._store.versions.set_live(new, step, verified=True)
+
+    async def group(self, number: int, task: int, solved: float) -> list[tuple[str, float]]:
+        names = [f"run-{number:03}-{task}-{sibling}" for sibling in range(4)]
+        kind = (3 * number + task) % TASKS
+        chances = [ALIKE[kind]] * 4 if kind in ALIKE else [1.0, solved, solved, 0.0]
+        task_id = f"multiply-{kind:02}"
+        return [(name, await self.rollout(name, task_id, one)) for name, one in zip(names, chances, strict=True)]
+
+    async def rollout(self, name: str, task_id: str, solved: float, mode: str = "train") -> float:
+        """A rollout of two calls, the first of a tool; its reward."""
+        headers = self._headers | {"X-Task-Id": task_id, "X-Rollout-Mode": mode, "X-Agent-Name": "solver"}
+        messages: list[Json] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is 17*23+4?"}]
+        body = {"model": "policy", "messages": messages, "tools": [CALCULATOR]}
+        path = f"/rollouts/{name}/v1/chat/completions"
+        _, answer = await self._system.call("POST", path, body, **headers)
+        said = answer["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "395"}
+        await self._system.call("POST", path, body | {"messages": [*messages, said, result]}, **headers)
+        reward = 1.0 if self._random.random() < solved else round(0.4 * self._random.random() * solved, 1)
+        comment = "the answer is right" if reward == 1.0 else "no number in the answer"
+        posted = {"rollout_id": name, "reward": reward, "source": "env", "comment": comment}
+        assert (await self._system.call("POST", "/reward", posted, **self._headers))[0] == 200
+        return reward
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """vLLM's answer: a tool is called once, then words; their tokens follow the request's own."""
+        if request.path != "/v1/chat/completions":
+            raise web.HTTPNotFound
+        body = await request.json()
+        told = any(message["role"] == "tool" for message in body["messages"])
+        said: Json = {"role": "assistant", "content": None}
+        if told:
+            begins, length = self._random.choice([0, 4, 9]), self._random.randint(6, 14)
+            known = SAID.split()
+            words = [*known[:3], *known[3 + begins : 3 + begins + length]]
+            said["content"] = " ".join(words)
+            tokens = [1000 + known.index(word) for word in words]
+        else:
+            call = {"name": "calculator", "arguments": '{"expression": "17 * 23 + 4"}'}
+            said["tool_calls"] = [{"id": f"call-{next(self._ids)}", "type": "function", "function": call}]
+            tokens = [*range(500, 512)]
+        logprobs = [-self._random.expovariate(2.0) for _ in tokens]
+        prompt = [*range(1, 30), *([*range(500, 512), *range(30, 40)] if told else [])]
+        choice = {"index": 0, "message": said, "finish_reason": "stop" if told else "tool_calls", "token_ids": tokens}
+        choice["logprobs"] = {"content": [{"token": "x", "logprob": logprob} for logprob in logprobs]}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+        usage["total_tokens"] = len(prompt) + len(tokens)
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "base", "choices": [choice]}
+        return web.json_response(answer | {"usage": usage, "prompt_token_ids": prompt})
+
+    def metrics(self, groups: Sequence[Sequence[tuple[str, float]]], solved: float, number: int, version: int) -> Json:
+        rewards = [reward for group in groups for _, reward in group]
+        mean = sum(rewards) / len(rewards)
+        noise = self._random.random
+        return {
+            "reward_mean": mean,
+            "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+            "reward_min": min(rewards),
+            "reward_max": max(rewards),
+            "entropy": 2.2 * (1 - solved) + 0.3 + 0.1 * noise(),
+            "kl": 0.004 * noise(),
+            "kl_base": 0.02 * number + 0.02 * noise(),
+            "grad_norm": 0.2 + 0.4 * noise(),
+            "trained_tokens_per_s": 90 + 20 * noise(),
+            "computed_tokens_per_s": 900 + 200 * noise(),
+            "memory_gib": 3.5,
+            "passes_halved": 0,
+            "clip_share": 0.02 * noise(),
+            "staleness_mean": round(noise()),
+            "version": version,
+            "verify_difference": 0.002 * noise(),
+            "reward_by_task": {},
+        }
+
+
+def _solved(progress: float) -> float:
+    """The share of tasks that are solved after this share of the steps."""
+    return 0.05 + 0.85 / (1 + math.exp(-8 * (progress - 0.45)))
+
+
+def _credit(group: Sequence[tuple[str, float]]) -> list[CallCredit]:
+    """GRPO's advantages: the first call begins a row, and the second one goes on with it."""
+    rewards = [reward for _, reward in group]
+    mean = sum(rewards) / len(rewards)
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) or 1.0
+    return [
+        CallCredit(name, seq, reward, (reward - mean) / std, 0, placed)
+        for name, reward in group
+        for seq, placed in enumerate(("first", "merged"))
+    ]
+
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -17,8 +17,8 @@ from lightning_proxy.features.judge.config import CallsConfig
 from lightning_proxy.trainer.checkpoint import atomic_directory
 from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
+from support.models import save_small_model
 from support.sections import PolicyConfig, TrainerConfig
-from support.small_model import save_small_model
 
 
 def trainer(base: Path, tmp_path: Path, **settings: Any) -> LightningTrainer:

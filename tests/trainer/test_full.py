@@ -14,8 +14,8 @@ from lightning_proxy.trainer.rows.prefix_tree import micro_batches
 from lightning_proxy.trainer.step import scoring
 from lightning_proxy.trainer.step.shaping import SampledPlace, truncate
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
+from support.models import VOCABULARY, save_small_model
 from support.sections import PolicyConfig, TrainerConfig
-from support.small_model import VOCABULARY, save_small_model
 
 torch = pytest.importorskip("torch")
 

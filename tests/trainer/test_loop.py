@@ -18,7 +18,7 @@ from lightning_proxy.trainer.report.batch_metrics import all_counts
 from lightning_proxy.trainer.report.metric_schema import METRICS
 from lightning_proxy.trainer.types import Batch
 from lightning_proxy.trainer.waiting import GuideError
-from support.small_model import VOCABULARY
+from support.models import VOCABULARY
 from support.training import (
     bench,
 )

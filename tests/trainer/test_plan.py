@@ -12,7 +12,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer import plan as plan_module
 from lightning_proxy.trainer.plan import Plan, cards, cards_like, check_model, make_plan
-from support.model_sizes import SIZES
+from support.models import SIZES
 
 
 def planned(tmp_path: Path, name: str, gpus: str, **sections: dict[str, Any]) -> Plan:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from contract.system import CLI, wait_until
-from support.spelling_model import save_spelling_model
+from support.models import save_spelling_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1500)]
 

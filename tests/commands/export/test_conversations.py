@@ -14,7 +14,7 @@ import pytest
 
 from lightning_proxy.commands.export.conversations import conversations
 from lightning_proxy.core.records import ModelCall, Rollout
-from support.tool_template import TEMPLATE
+from support.models import TEMPLATE
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Json = dict[str, Any]
@@ -113,7 +113,7 @@ async def test_rows_are_loaded_and_shown_by_a_chat_template(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
-    from support.small_model import save_small_model
+    from support.models import save_small_model
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     async with running(tmp_path) as system:

@@ -15,9 +15,8 @@ from lightning_proxy.features.tune.lessons import LessonReader, Lessons
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
+from support.models import TEMPLATE, save_small_model
 from support.sections import TrainerConfig
-from support.small_model import save_small_model
-from support.tool_template import TEMPLATE
 
 Json = dict[str, Any]
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_proxy.features.tune.run import TuningRun
 from support.command_line import lightning
-from support.small_model import save_small_model
+from support.models import save_small_model
 from support.training import Bench, bench
 
 PROMPT = torch.tensor([[0, 5, 6, 7]])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,32 @@ import pytest
 
 from contract.system import free_port
 from support.command_line import lightning
-from support.dashboards import dashboard
 from support.postgres import postgres_server
+
+
+@asynccontextmanager
+async def dashboard(store: Path | str, where: str | None = None) -> AsyncIterator[tuple[str, str]]:
+    """Its address and its key. `where`: the store as it is shown."""
+    argv = (sys.executable, "-m", "lightning_proxy", "dashboard", "--store", str(store), "--port", str(free_port()))
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+        found = re.search(r"(http://[^/]+)/#/\?key=(\S+)", said)
+        assert found is not None and said.startswith(f"{where or store}: "), said
+        async with aiohttp.ClientSession(headers={"Connection": "close"}) as session:
+            while True:
+                try:
+                    async with session.get(f"{found[1]}/readyz") as answer:
+                        assert (await answer.json())["status"] == "alone"
+                    break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.1)
+        yield found[1], found[2]
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
 
 pytestmark = pytest.mark.sqlite  # it looks at files
 

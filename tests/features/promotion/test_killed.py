@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,18 +12,19 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.cli import app
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.calls import ANSWERED
-from support.paths import ROOT
+from support.paths import TESTS
 from support.served import CHECKOUT, proxy_in_front
 
 pytestmark = [pytest.mark.long, pytest.mark.sqlite]
 
-DIES = (sys.executable, ROOT / "tests" / "support" / "killed_gate.py")
+DIES = (sys.executable, __file__)
 
 
 async def fill(url: str, worse: bool) -> None:
@@ -47,6 +49,7 @@ async def test_a_decision_survives_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, worse: bool
 ) -> None:
     monkeypatch.setenv("KILL_AT", moment)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
     async with proxy_in_front(tmp_path, DIES) as proxy:
         proxy.set("promotion", mode="gated")
         proxy.set("trainer", group_size=2)
@@ -72,3 +75,30 @@ async def test_a_decision_survives_a_kill(
         assert json.loads(evidence)["metrics"]["reward"]["pairs"] == 20
         live = proxy.rows("SELECT version FROM policy_log ORDER BY n DESC LIMIT 1")
         assert live == [(0 if worse else 1,)]
+
+
+def killed_when_deciding() -> None:
+    """`lightning-proxy`, killed with SIGKILL when its gate decides: KILL_AT=before, or inside the transaction."""
+    decide = Promotions.decide
+
+    async def killed(self: Promotions, *args: Any) -> bool:
+        if os.environ["KILL_AT"] == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write = self._db.write
+
+        async def half(work: Any, size: int = 0) -> Any:
+            async def then_die(db: Any) -> None:
+                await work(db)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            return await write(then_die, size)
+
+        self._db.write = half  # type: ignore[assignment, method-assign]
+        return await decide(self, *args)
+
+    Promotions.decide = killed  # type: ignore[assignment, method-assign]
+    app()
+
+
+if __name__ == "__main__":
+    killed_when_deciding()

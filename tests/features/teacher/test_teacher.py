@@ -35,8 +35,8 @@ from lightning_proxy.trainer.plugins import Offline, Run
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
 from lightning_proxy.trainer.waiting import GuideError
+from support.models import save_small_model
 from support.sections import PolicyConfig, TrainerConfig, with_features
-from support.small_model import save_small_model
 
 PROMPT = (0, 5, 6)
 

@@ -41,9 +41,9 @@ from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.plugins import Offline, check
 from lightning_proxy.trainer.plugins import Run as Asked
 from lightning_proxy.trainer.step.trainer import LightningTrainer
+from support.models import VOCABULARY
 from support.paths import TESTS
 from support.sections import TrainerConfig, placed
-from support.small_model import VOCABULARY
 
 KILLED = TESTS / "support" / "killed.py"
 TASKS, SIBLINGS = 6, 4

@@ -22,8 +22,8 @@ from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from lightning_proxy.trainer.weights import Weights
+from support.models import VOCABULARY
 from support.sections import PolicyConfig, TrainerConfig
-from support.small_model import VOCABULARY
 
 OWN = {"writer": ["writer", "rewriter"], "checker": ["checker"]}
 

@@ -10,8 +10,8 @@ from lightning_proxy.core.config.trainer import EntropyConfig
 from lightning_proxy.trainer.step.losses import EntropyBonus
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
+from support.models import save_small_model
 from support.sections import PolicyConfig, TrainerConfig
-from support.small_model import save_small_model
 
 
 def test_with_a_target_the_weight_grows_while_the_entropy_is_low_and_counts_only_then(

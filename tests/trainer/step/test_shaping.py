@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_proxy.trainer.types import Sampling
-from support.small_model import VOCABULARY, save_small_model
+from support.models import VOCABULARY, save_small_model
 
 torch = pytest.importorskip("torch")
 
