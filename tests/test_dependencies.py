@@ -40,6 +40,8 @@ EXTRAS = {
 OWN = {"client": {"openai"}}
 # Distributions that are not called like what is imported of them.
 NAMES = {
+    "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry.proto": "opentelemetry-proto",
     "opentelemetry.sdk": "opentelemetry-sdk",

@@ -72,10 +72,11 @@ def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., Non
         hints["tasks"] = Annotated[tasks.__origin__ | None, *tasks.__metadata__]
         defaults |= {"tasks": None, "command": []}
     command.__annotations__ = hints
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    parameters = [
         inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, annotation=hints[one], default=default)
         for one, default in defaults.items()
-    )
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
 
 

@@ -21,6 +21,8 @@ from .config import OtelConfig
 from .genai import PARAMETERS, conversation_attributes
 
 log = logging.getLogger(__name__)
+INSTALL = "pip install 'lightning-proxy[otel]'"
+POST_S = 10.0  # for one post, with its retries
 FLUSH_S = 3.0  # how long the remaining spans may take at the end
 _PARAMETERS = {field: name for name, field in PARAMETERS.items()} | {
     "max_completion_tokens": "max_tokens",
@@ -42,7 +44,8 @@ class Telemetry:
 
         self._content, self._redactor = config.content, redactor
         headers = {name: value.get_secret_value() for name, value in config.otlp_headers.items()}
-        self._exporter = OTLPSpanExporter(endpoint=config.traces_url, headers=headers, timeout=config.timeout_s)
+        endpoint = f"{(config.otlp_endpoint or '').rstrip('/')}/v1/traces"
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, headers=headers, timeout=POST_S)
         resource = Resource.create({"service.name": "lightning-proxy", "service.version": version("lightning-proxy")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
@@ -52,13 +55,14 @@ class Telemetry:
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
         """Export the call without waiting, and log failures. `headers` are of its request, with lower-case names."""
-        self._thread.submit(self._try_to_export, start, end, headers)
 
-    def _try_to_export(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
-        try:
-            self._export(start, end, headers)
-        except Exception:
-            log.exception("call %s: no span could be made of it", start.call_id)
+        def export() -> None:
+            try:
+                self._export(start, end, headers)
+            except Exception:
+                log.exception("call %s: no span could be made of it", start.call_id)
+
+        self._thread.submit(export)
 
     async def close(self) -> None:
         """Send the waiting spans for up to FLUSH_S seconds. The SDK itself would wait 30 s for a collector."""
@@ -101,9 +105,7 @@ def require_sdk(config: OtelConfig) -> None:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f"otel.otlp_endpoint needs OpenTelemetry's SDK ({error.name}): pip install 'lightning-proxy[otel]'"
-        ) from None
+        raise ConfigError(f"otel.otlp_endpoint needs OpenTelemetry's SDK ({error.name}): {INSTALL}") from None
 
 
 def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str, Any]:

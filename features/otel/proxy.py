@@ -12,12 +12,12 @@ import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fastapi import APIRouter, Request, Response
 
 from ...core.config.root import Config
-from ...core.errors import InvalidRequest, LightningError, StoreUnavailable
+from ...core.errors import InvalidRequest, LightningError, StoreUnavailable, Unsupported
 from ...core.records import CallEnd, CallStart, Event, Mode, RolloutName, check_id
 from ...core.tools import tool_calls
 from ...proxy.access.auth import Caller
@@ -25,9 +25,11 @@ from ...proxy.api.requests import Parts, require_may_reward
 from ...proxy.gateway.asgi import ClientDisconnected, read_headers, unpack
 from ...proxy.hooks import Core, Hooks, ProxyPlugin
 from .config import OtelConfig
-from .export import Telemetry, require_sdk
+from .export import INSTALL, Telemetry, require_sdk
 from .genai import CALLS, action_of, first, is_action, operation_of, request_of, response_of, tokens_of
-from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
+
+if TYPE_CHECKING:
+    from .otlp import Encoding, Span
 
 router = APIRouter()
 log = logging.getLogger(__name__)
@@ -56,18 +58,27 @@ class Action(NamedTuple):
 @router.post("/otlp/v1/traces", include_in_schema=False)
 async def post_traces(request: Request) -> Response:
     """Record the model calls and the actions among the spans. Errors come in the shape that OTLP has for them."""
+    try:
+        from . import otlp
+    except ImportError as error:
+        raise Unsupported(f"spans need OpenTelemetry ({error.name}): {INSTALL}") from None
     encoding: Encoding = "json"
     try:
-        encoding = encoding_of(request.headers.get("content-type", ""))
-        return Response(await _record(request, encoding), media_type=MEDIA[encoding])
+        encoding = otlp.encoding_of(request.headers.get("content-type", ""))
+        problems = await _record(request, encoding)
+        answer = otlp.accepted(encoding, len(problems), "; ".join(problems[:3]))
+        return Response(answer, media_type=otlp.MEDIA[encoding])
     except LightningError as error:
         headers = {name.decode(): value.decode() for name, value in error.headers}
-        return Response(refused(encoding, error), error.status, headers, MEDIA[encoding])
+        return Response(otlp.refused(encoding, error), error.status, headers, otlp.MEDIA[encoding])
     except ClientDisconnected:
         return Response(status_code=400)  # to nobody
 
 
-async def _record(request: Request, encoding: Encoding) -> bytes:
+async def _record(request: Request, encoding: Encoding) -> list[str]:
+    """Record what the request has. Return what is wrong with some of its spans."""
+    from .otlp import read_spans
+
     p: Parts = request.app.state.parts
     headers = read_headers(request.scope)
     caller = await p.keys.authenticate(headers)
@@ -94,7 +105,7 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
             await _recorded(p, one._replace(rollout=name), caller, problems)
         if refusal is not None and not admitted:
             raise refusal
-    return accepted(encoding, len(problems), "; ".join(problems[:3]))
+    return problems
 
 
 async def _recorded(p: Parts, one: Imported | Action, caller: Caller, problems: list[str]) -> None:
@@ -228,7 +239,7 @@ def _own_agent(span: Span) -> str | None:
 
 
 def _named(span: Span, name: str) -> str | None:
-    value = first(span.attributes, (f"lightning.{name}", f"agentlightning.{name}"))
+    value = first(span.attributes, (f"lightning.{name}",))
     return None if value is None else str(value)
 
 

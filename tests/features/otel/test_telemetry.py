@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from traffic.server import serving
 
 from lightning_proxy.core.config.root import Config
@@ -31,6 +33,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.names: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.hangs = False
 
@@ -38,7 +41,9 @@ class Collector:
         self.headers.append(dict(request.headers))
         if self.hangs:
             await asyncio.sleep(600)
-        self.spans += read_spans(await request.read(), "protobuf")[0]
+        self.spans += read_spans(body := await request.read(), "protobuf")[0]
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.names += [span.name for scope in resource.scope_spans for span in scope.spans]
         return web.Response(body=b"", content_type="application/x-protobuf")
 
 
@@ -69,7 +74,7 @@ async def test_a_recorded_call_is_a_span_below_the_agents_own(running: Running, 
             system.vllm.status = 500
             await chat(system, X_Rollout_Id="r2")
         ok, failed = collector.spans
-    assert (ok.name, ok.trace_id, ok.error) == ("chat policy", trace, None)
+    assert (collector.names[0], ok.trace_id, ok.error) == ("chat policy", trace, None)
     expected = {
         "service.name": "lightning-proxy",
         "gen_ai.operation.name": "chat",
@@ -201,7 +206,7 @@ async def test_a_collector_that_is_away_costs_no_call(running: Running, tmp_path
         taken.bind(("127.0.0.1", 0))  # nobody listens
         async with serving(collecting(collector)) as there:
             at = there if how == "hangs" else f"http://127.0.0.1:{taken.getsockname()[1]}"
-            async with running(tmp_path, otel={"otlp_endpoint": at, "timeout_s": 600}) as system:
+            async with running(tmp_path, otel={"otlp_endpoint": at}) as system:
                 answers = [await chat(system) for _ in range(20)]
     assert {answer["status"] for answer in answers} == {"200"}
     for thread in threading.enumerate():
@@ -222,3 +227,13 @@ def test_without_the_sdk_the_configuration_is_refused_with_what_to_install(monke
     config = Config.model_validate({"otel": {"otlp_endpoint": "http://127.0.0.1:4318"}})
     with pytest.raises(ConfigError, match=r"pip install 'lightning-proxy\[otel\]'"):
         create_app(config)
+
+
+async def test_without_the_packages_spans_are_refused_with_what_to_install(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("lightning_proxy.features.otel.otlp", raising=False)
+    monkeypatch.setitem(sys.modules, "lightning_proxy.features.otel.otlp", None)
+    async with running(tmp_path) as system:
+        status, answer = await system.call("POST", "/otlp/v1/traces", {})
+    assert (status, "pip install 'lightning-proxy[otel]'" in answer["error"]["message"]) == (501, True)
