@@ -55,7 +55,7 @@ class TrainingLoop:
         as_chat: AsChat | None = None,
     ) -> None:
         config, self._config = core.config, core.config.trainer
-        self._store, self._trainer, self._show, self._guide = core.store, core.engine, core.run.show, hooks.guide
+        self._store, self._trainer, self._show, self._hooks = core.store, core.engine, core.run.show, hooks
         self._publisher = publisher
         sampled = Sampled(None if publisher is None else publisher.vllm, as_chat)
         settings, vocabulary = core.engine.settings, core.engine.vocabulary
@@ -81,18 +81,24 @@ class TrainingLoop:
                 await self.resume(stop)
                 while not stop.is_set() and not await self.is_done():
                     await self.verify_live(idle=True)
+                    await self._evaluate(stop)
                     if await self.is_stopped() or not await self._train_when_due(once):
                         if once:
                             break
                         await pause(stop, POLL_S)
                 if not stop.is_set():
                     await self.verify_live()
+                    await self._evaluate(stop)
                 return
             except Stopped:
                 log.warning("stopped while something was missing: the next start goes on from there")
             except (StoreUnavailable, TrainingUnavailable) as error:
                 log.error("the trainer waits: %s", error)
             await pause(stop)
+
+    async def _evaluate(self, stop: asyncio.Event) -> None:
+        if self._hooks.evaluate is not None:
+            await self._hooks.evaluate(stop)
 
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""
@@ -135,8 +141,8 @@ class TrainingLoop:
             return False
         batch = replace(batch, version=await self._version_of_weights())
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
-        if self._guide is not None:
-            guided = partial(self._guide, batch)
+        if self._hooks.guide is not None:
+            guided = partial(self._hooks.guide, batch)
             batch = await until_done(f"step {batch.step} waits", guided, (GuideError,), self._stop)
         await self.conclude(batch, metrics | await self._step(batch))
         return True
@@ -211,7 +217,8 @@ class TrainingLoop:
         try:
             metrics |= await publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
             self.base = metrics.get("version", self.base)
-            await publisher.prune(await self._monitor.keep() | await publisher.background.keep())
+            kept = await self._hooks.keep() if self._hooks.keep is not None else set()
+            await publisher.prune(await self._monitor.keep() | kept)
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)
         metrics["publish_s"] = time.perf_counter() - started

@@ -27,7 +27,7 @@ from ..store.training import Step
 from ..store.versions import PINNED_S
 from .step.engine import TrainingEngine
 from .step.shortage import give_back
-from .types import BackgroundWork, Sample
+from .types import Sample
 from .verify import MORE_ANSWERS, SamplesOf, Verification
 from .waiting import before_retry, in_thread
 
@@ -50,7 +50,6 @@ class Publisher:
     ) -> None:
         """`name`: what the names of adapters begin with, by default the alias."""
         self.vllm = swap.vllm
-        self.background = BackgroundWork()
         self._config, self._store, self._swap, self._trainer = config, store, swap, trainer
         self._name = name or config.alias
         self._versions = config.directory.absolute() / "versions"
@@ -69,7 +68,6 @@ class Publisher:
         the weights; Stopped if `stop` is set meanwhile; VllmFault, and the version is abandoned, if vLLM is there but
         meets an error of its own `FAULTS` times; TrainingUnavailable, and the version is forgotten.
         """
-        await self.background.before_publishing(stop)
         work = partial(self._publish, step, samples, metrics, base, stop)
         return await self._until_done(f"publishing step {step}", work, stop)
 

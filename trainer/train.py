@@ -24,7 +24,6 @@ from .publish import Publisher
 from .step.engine import TrainingEngine
 from .step.losses import check_gradients
 from .step.trainer import LightningTrainer
-from .waiting import all_of
 
 
 async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_chat: AsChat | None = None) -> None:
@@ -62,17 +61,10 @@ async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
 async def _train(core: TrainerCore, hooks: TrainerHooks, stop: asyncio.Event, as_chat: AsChat | None) -> None:
     assert core.swap is not None
     publisher = hooks.publisher or Publisher(core.config.policy, core.store, core.swap, core.engine)
-    publisher.background = hooks.background or publisher.background
     if hooks.tune is not None:
         await hooks.tune(publisher, stop, hooks.sift)
         return
-    loop = TrainingLoop(core, publisher, hooks, as_chat=as_chat)
-
-    async def steps() -> None:
-        await loop.run(stop, once=core.run.once)
-        await publisher.background.finish(stop)
-
-    await all_of([steps(), publisher.background.run()])
+    await TrainingLoop(core, publisher, hooks, as_chat=as_chat).run(stop, once=core.run.once)
 
 
 def follow(config: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -207,20 +206,3 @@ class Batch:
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     left_out: str | None = None
     version: int | None = None
-
-
-class BackgroundWork:
-    """What a feature does while steps are taken. A method that is not overridden does nothing."""
-
-    async def run(self) -> None:
-        """Work until `finish` has returned."""
-
-    async def finish(self, stop: asyncio.Event) -> None:
-        """Finish, after the last step, what is under way; with `stop` set, leave it."""
-
-    async def before_publishing(self, stop: asyncio.Event) -> None:
-        """Return once the live weights may be replaced. Raise Stopped if `stop` is set before."""
-
-    async def keep(self) -> set[int]:
-        """Return the versions whose files must stay. Called after each version that was published."""
-        return set()

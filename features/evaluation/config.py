@@ -1,4 +1,4 @@
-"""The section `evaluation`: held-out tasks on which new versions are evaluated beside training."""
+"""The section `evaluation`: held-out tasks on which new versions are evaluated between steps."""
 
 from __future__ import annotations
 

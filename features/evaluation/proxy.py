@@ -12,7 +12,7 @@ from ...proxy.api.policy import Policy, VersionSeen
 from ...proxy.gateway.metrics import Metrics
 from ...proxy.hooks import Fields, ProxyPlugin
 from ...store.store import Store
-from .evaluations import Best, Evaluations, HeldOut
+from .evaluations import LAST, Best, Evaluations, HeldOut
 
 
 class PolicyEvaluation(BaseModel):
@@ -42,14 +42,8 @@ class EvaluationPlugin(ProxyPlugin):
     async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
         if key_id is not None:
             return lambda _: {"best": False, "evaluation": None}
-        evaluations = Evaluations(store)
-        best, found = await evaluations.best(), await evaluations.all()
-
-        def fields(version: int) -> Fields:
-            one = found.get(version)
-            return {"best": best is not None and best.version == version, "evaluation": one and asdict(one)}
-
-        return fields
+        best, found = await Evaluations(store).best(), await Evaluations(store).read()
+        return lambda version: {"best": best is not None and best.version == version, "evaluation": found.get(version)}
 
     async def measure(self, store: Store, metrics: Metrics) -> None:
         if self._best is None:
@@ -64,9 +58,8 @@ class EvaluationPlugin(ProxyPlugin):
 
 async def _found(store: Store) -> tuple[Best | None, HeldOut | None]:
     """The best version, and the evaluation that began last."""
-    evaluations = Evaluations(store)
-    best, last = await evaluations.best(), await evaluations.last()
-    return best, None if last is None else (await evaluations.with_rewards([last]))[0]
+    last = await Evaluations(store).read(LAST)
+    return await Evaluations(store).best(), next(iter(last.values()), None)
 
 
 plugin = EvaluationPlugin

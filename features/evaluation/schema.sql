@@ -11,13 +11,10 @@ CREATE TABLE evaluations (
     high            REAL,
     difference      REAL,                         -- from the first version that was evaluated, on the same tasks
     difference_low  REAL,
-    difference_high REAL,
-    tasks           INTEGER,
-    rollouts        INTEGER,
-    failed          INTEGER,
-    by_task         TEXT NOT NULL DEFAULT '{}'    -- JSON: the mean reward of each task
+    difference_high REAL
 );
 CREATE INDEX evaluations_by_step ON evaluations (step);
+CREATE INDEX evaluations_under_way ON evaluations (version) WHERE ended_at IS NULL;
 
 CREATE TRIGGER feed_of_evaluations AFTER UPDATE OF ended_at ON evaluations BEGIN
     INSERT INTO feed (kind, ref) VALUES ('version', NEW.version);

@@ -1,4 +1,4 @@
-"""Plugs in evaluations of new versions (`evaluation`), and the choice of the best version, whose files stay."""
+"""Plugs in evaluations of new versions (`evaluation`), and keeps the files of the best version."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class EvaluatingPlugin(TrainerPlugin):
         from .evaluator import Evaluator
 
         evaluator = Evaluator(core)
-        yield TrainerHooks(background=evaluator)
+        await evaluator.evaluations.forget_broken_off()
+        yield TrainerHooks(evaluate=evaluator.evaluate, keep=evaluator.keep)
         if (best := await evaluator.evaluations.best()) is not None:
             log.info("the best is %s; `lightning-proxy policy promote best` makes it live", best.story)
 

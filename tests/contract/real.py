@@ -158,7 +158,7 @@ def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
 
 
 def _evaluation(directory: Path) -> Json:
-    """What new versions are evaluated with beside training."""
+    """What new versions are evaluated with between steps."""
     agent, tasks = directory / "evaluated.py", directory / "held_out.jsonl"
     agent.write_text(AGENT)
     tasks.write_text("\n".join(json.dumps({"prompt": letter * 3}) for letter in "wxyz"))

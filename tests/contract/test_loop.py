@@ -34,7 +34,7 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
     if publish == "lora":
         evaluate(system)
     else:
-        wait_until(lambda: is_best_of_several(system), 60, "versions were evaluated beside training")
+        wait_until(lambda: is_best_of_several(system), 60, "versions were evaluated between steps")
     versions = {v["version"]: v for v in system.get("/policy/versions")["data"]}
     assert all(v["status"] != "failed" for v in versions.values()), versions
     steps = [step["metrics"] for step in system.get("/policy/steps")["data"]]
@@ -69,7 +69,7 @@ def evaluate(system: System) -> None:
 
 
 def is_best_of_several(system: System) -> bool:
-    """Whether several versions were evaluated beside training, and none of them is above the one named as the best.
+    """Whether several versions were evaluated between steps, and none of them is above the one named as the best.
 
     The agents' own held-out rollouts count for the best, too.
     """

@@ -35,15 +35,20 @@ SMALL |= {"CONSTANT", "recent", "json_each", "wanted"}  # the last: a list that 
 SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
 SMALL |= {"maybe", "rewarder_spent", "returns"}
 # Indexes of the few rows that are under way or still have their files.
-FEW = {"steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", "policy_versions_published"}
+FEW = {
+    "steps_claimed",
+    "steps_with_checkpoints",
+    "policy_versions_with_files",
+    "policy_versions_published",
+    "evaluations_under_way",
+}
 FEW |= {"rewards_of_plain_keys"}  # until the first of them
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
 # holds, or over the newest calls or rollouts alone.
 # Likewise when training without a server starts, for the list of all versions, or until the first few steps are found.
 WHOLE = {
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
-    "SELECT * FROM evaluations ORDER BY step", "DELETE FROM evaluations WHERE version <> :live AND ended_at ",
-    "FIRST", "LAST", "PARENTS", "STEPS_AFTER",
+    "ALL", "FIRST", "LAST", "PARENTS", "STEPS_AFTER",
     "UNTRAINABLE", "RECENT_CALLS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "LABELS",
     "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL RETURNING 1",
     "SELECT COUNT(*), COALESCE(MAX(ended_at), 0) FROM rollouts WH", "tasks by nothing", "UNLEARNED",

@@ -1,4 +1,4 @@
-"""Evaluations beside training: which are owed, what they leave, whom they wait for; a real proxy and `eval`."""
+"""Evaluations between steps: which are due, and what they leave; a real proxy and `eval`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +15,11 @@ import pytest
 
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.errors import ConfigError, StoreUnavailable
-from lightning_proxy.features.evaluation import evaluator
-from lightning_proxy.features.evaluation.evaluations import Evaluations
-from lightning_proxy.features.evaluation.evaluator import Evaluator, Pace
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.features.evaluation.evaluations import Evaluations, HeldOut
+from lightning_proxy.features.evaluation.evaluator import Evaluator
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.plugins import Run, TrainerCore, check
-from lightning_proxy.trainer.waiting import Stopped, all_of
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -48,224 +46,122 @@ post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNI
 
 
 class Evaluating:
-    """A proxy with its store, and what `train` would start beside the steps."""
+    """A proxy with its store, and what the trainer does between its steps."""
 
     def __init__(self, system: Any, store: Store, directory: Path) -> None:
         self.system, self.store, self.directory = system, store, directory
         self.evaluations = Evaluations(store)
         self.reported: list[dict[str, float]] = []
 
-    def evaluator(self, mode: str = "lora", every_steps: int = 10, samples: int = 1, **more: Any) -> Evaluator:
+    def evaluator(self, every_steps: int = 10, samples: int = 1, **more: Any) -> Evaluator:
         """The trainer's, after a start."""
         file, agent, tasks = (self.directory / name for name in ("system.yaml", "agent.py", "held_out.jsonl"))
         agent.write_text(AGENT)
         tasks.write_text("\n".join(json.dumps({"task_id": f"t{x}", "x": x / 4}) for x in range(4)))
         command = [sys.executable, str(agent), *more.pop("options", ())]
-        section = {"tasks": str(tasks), "command": command, "every_steps": every_steps, "samples": samples, **more}
         settings = self.system.config.model_dump(mode="json")
         settings["proxy"]["port"] = int(self.system.url.rsplit(":", 1)[1])
-        settings["evaluation"] = section
+        settings["evaluation"] = {"tasks": str(tasks), "command": command, "every_steps": every_steps}
+        settings["evaluation"] |= {"samples": samples, **more}
         settings["policy"]["directory"] = str(self.directory)
         file.write_text(json.dumps(settings))
         engine: Any = SimpleNamespace(trackers=SimpleNamespace(report=self.reported.append))
-        swap: Any = SimpleNamespace(mode=mode)
-        return Evaluator(TrainerCore(load_config(file), self.store, engine, Run(), swap))
+        return Evaluator(TrainerCore(load_config(file), self.store, engine, Run()))
 
-    async def done(self, beside: Evaluator) -> None:
-        """Let it do what is owed, as at the end of a run."""
-        await all_of([beside.run(), beside.finish(asyncio.Event())])
+    async def evaluated(self, evaluator: Evaluator, version: int = 0) -> HeldOut:
+        """What an evaluation between two steps leaves."""
+        await evaluator.evaluate(asyncio.Event())
+        return (await self.evaluations.read())[version]
 
     async def rollouts(self) -> list[dict[str, Any]]:
         _, page = await self.system.call("GET", "/rollouts?limit=1000")
         return list(page["data"])
 
 
-@asynccontextmanager
-async def evaluating(running: Running, directory: Path) -> AsyncIterator[Evaluating]:
-    async with running(directory, publish="lora") as system, system.store() as store:
-        yield Evaluating(system, store, directory)
+@pytest.fixture
+async def e(running: Running, tmp_path: Path) -> AsyncIterator[Evaluating]:
+    async with running(tmp_path, publish="lora") as system, system.store() as store:
+        yield Evaluating(system, store, tmp_path)
 
 
-async def test_a_version_is_evaluated_once_and_its_rollouts_are_never_trained_on(
-    running: Running, tmp_path: Path
-) -> None:
-    async with evaluating(running, tmp_path) as e:
-        await e.done(e.evaluator(samples=2))
-        found = await e.evaluations.of(0)
-        assert found is not None and found.ended_at is not None
-        assert (found.reward, found.tasks, found.rollouts, found.failed) == (0.375, 4, 8, 0)
-        assert found.low is not None and found.high is not None and found.low < 0.375 < found.high
-        assert found.difference is None
-        rollouts = await e.rollouts()
-        assert {(one["mode"], one["policy_version"]) for one in rollouts} == {("eval", 0)}
-        _, policy = await e.system.call("GET", "/policy")
-        assert (policy["best"]["version"], policy["best"]["judged"]) == (0, "evaluation")
-        assert e.reported == [{"eval_reward": 0.375, "eval_low": found.low, "eval_high": found.high, "eval_step": 0}]
-        async with e.system.session.get(e.system.url + "/metrics") as answer:
-            shown = await answer.text()
-        assert "lightning_best_version 0.0" in shown and 'lightning_evaluation{metric="reward"} 0.375' in shown
-        await e.done(e.evaluator())
-        assert len(await e.rollouts()) == len(rollouts), "once"
-        version = await e.system.earlier_version(e.store, tmp_path)
-        assert (await e.system.call("POST", "/policy/promote", {"version": version}))[0] == 200
-        assert await e.evaluator(every_steps=2).owed() is None
-        await e.done(e.evaluator(every_steps=1))
-        later = await e.evaluations.of(version)
-        assert later is not None and (later.step, later.difference) == (1, 0.0)
-        assert (await e.evaluations.best()) is not None and policy["best"]["version"] == 0, "the oldest of equals"
+async def test_a_version_is_evaluated_once_and_its_rollouts_are_never_trained_on(e: Evaluating) -> None:
+    found = await e.evaluated(e.evaluator(samples=2))
+    assert found.ended_at is not None and (found.reward, found.difference) == (0.375, None)
+    assert found.low is not None and found.high is not None and found.low < 0.375 < found.high
+    rollouts = await e.rollouts()
+    assert [(one["mode"], one["policy_version"]) for one in rollouts] == [("eval", 0)] * 8
+    _, policy = await e.system.call("GET", "/policy")
+    assert (policy["best"]["version"], policy["best"]["judged"]) == (0, "evaluation")
+    assert e.reported == [{"eval_reward": 0.375, "eval_low": found.low, "eval_high": found.high, "eval_step": 0}]
+    async with e.system.session.get(e.system.url + "/metrics") as answer:
+        shown = await answer.text()
+    assert "lightning_best_version 0.0" in shown and 'lightning_evaluation{metric="reward"} 0.375' in shown
+    await e.evaluated(e.evaluator())
+    assert len(await e.rollouts()) == len(rollouts), "once"
+    version = await e.system.earlier_version(e.store, e.directory)
+    assert (await e.system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+    await e.evaluated(e.evaluator(every_steps=2))
+    assert version not in await e.evaluations.read()
+    later = await e.evaluated(e.evaluator(every_steps=1), version)
+    assert (later.step, later.difference) == (1, 0.0)
+    best = await e.evaluations.best()
+    assert best is not None and best.version == 0, "the oldest of equals"
 
 
 async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
-    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    e: Evaluating, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", " of the trainer")
-    async with evaluating(running, tmp_path) as e:
-        beside = e.evaluator(options=["--fail"])
-        await e.done(beside)
-        found = await e.evaluations.of(0)
-        assert found is not None and found.error is not None and found.reward is None
-        assert found.error.endswith("every program failed, the first with exit code 1: no such tool"), found.error
-        assert "\n" not in found.error and await beside.owed() is None and await e.evaluations.best() is None
-        assert [found.error in record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        await beside.before_publishing(asyncio.Event())
+    evaluator = e.evaluator(options=["--fail"])
+    found = await e.evaluated(evaluator)
+    assert found.error is not None and found.reward is None and "\n" not in found.error
+    assert found.error.endswith("every program failed, the first with exit code 1: no such tool"), found.error
+    assert [found.error in record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert await e.evaluated(evaluator) == found and await e.evaluations.best() is None
 
 
-async def test_a_command_that_hangs_is_ended_in_time_and_holds_nothing_up_for_longer(
-    running: Running, tmp_path: Path
-) -> None:
-    pids, stop = tmp_path / "pids", asyncio.Event()
-    async with evaluating(running, tmp_path) as e:
-        merged = e.evaluator("merged", options=["--hang", str(pids)], timeout_s=3)
-        working = asyncio.create_task(merged.run())
-        while await e.evaluations.of(0) is None:
-            await asyncio.sleep(0.01)
-        async with asyncio.timeout(30):
-            await merged.before_publishing(stop)
-        found = await e.evaluations.of(0)
-        assert found is not None and found.error == "it was not done after 3 s (evaluation.timeout_s)"
-        assert {one["status"] for one in await e.rollouts()} == {"discarded"}
-        left = pids.read_text().split()
-        assert left and not [pid for pid in left if Path("/proc", pid).exists()]
-        await merged.finish(stop)
-        await working
+async def test_a_command_that_hangs_is_ended_in_time(e: Evaluating) -> None:
+    pids = e.directory / "pids"
+    found = await e.evaluated(e.evaluator(options=["--hang", str(pids)], timeout_s=3))
+    assert found.error == "it was not done after 3 s (evaluation.timeout_s)"
+    assert {one["status"] for one in await e.rollouts()} == {"discarded"}
+    left = pids.read_text().split()
+    assert left and not [pid for pid in left if Path("/proc", pid).exists()]
 
 
-async def test_a_fault_of_an_evaluation_ends_no_training(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_is_wrong_with_the_tasks_or_this_machine_ends_no_training(
+    e: Evaluating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fault(*_: Any) -> Any:
         raise OSError("no space left on device")
 
-    async with evaluating(running, tmp_path) as e:
-        monkeypatch.setattr("lightning_proxy.commands.run.runner.LocalRunner._request", fault)
-        await e.done(e.evaluator())
-        found = await e.evaluations.of(0)
-        assert found is not None and found.error is not None and "no space left on device" in found.error
+    for said in ("UTF-8", "no space left on device"):
+        evaluator = e.evaluator()
+        if said == "UTF-8":
+            (e.directory / "held_out.jsonl").write_bytes(b'{"x": "\xff"}\n')
+        else:
+            monkeypatch.setattr("lightning_proxy.commands.run.runner.LocalRunner._request", fault)
+        await e.store.database.execute("DELETE FROM evaluations")
+        assert said in str((await e.evaluated(evaluator)).error)
 
 
-async def test_what_a_killed_trainer_left_running_keeps_no_version_from_being_the_best(
-    running: Running, tmp_path: Path
-) -> None:
-    async with evaluating(running, tmp_path) as e:
-        await e.evaluations.begin(0, 0)
-        await e.system.call("POST", "/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
-        assert await e.evaluations.under_way() == {0}
-        await e.done(e.evaluator())
-        assert await e.evaluations.under_way() == set()
-        assert (await e.system.call("GET", "/policy"))[1]["best"]["version"] == 0
-        await e.system.call("POST", "/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
-        assert await e.evaluations.under_way() == {0}, "by `eval`"
-
-
-async def test_what_was_broken_off_is_owed_while_its_version_is_live(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path) as e:
-        beside = e.evaluator()
-        working = asyncio.create_task(beside.run())
-        while await e.evaluations.of(0) is None:
-            await asyncio.sleep(0.01)
-        working.cancel()  # as the trainer is stopped
-        await asyncio.gather(working, return_exceptions=True)
-        owed = await e.evaluator().owed()
-        assert owed is not None and owed.version == 0
-        assert {one["status"] for one in await e.rollouts()} <= {"discarded", "completed"}
-        await e.done(e.evaluator())
-        found = await e.evaluations.of(0)
-        assert found is not None and found.reward == 0.375
-        await e.evaluations.begin(7, 70)
-        working = asyncio.create_task(e.evaluator().run())
-        async with asyncio.timeout(30):
-            while await e.evaluations.of(7) is not None:  # another version is live
-                await asyncio.sleep(0.01)
-        working.cancel()
-
-
-async def test_a_store_that_is_away_at_the_start_and_at_the_end_is_waited_for(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with evaluating(running, tmp_path) as e:
-        beside, away = e.evaluator(), iter([True, False, False, True])
-
-        def at_times(whole: Callable[..., Any]) -> Callable[..., Any]:
-            async def asked(*args: Any) -> Any:
-                if next(away, False):
-                    raise StoreUnavailable("the store is away")
-                return await whole(*args)
-
-            return asked
-
-        monkeypatch.setattr(beside, "owed", at_times(beside.owed))
-        monkeypatch.setattr(beside.evaluations, "forget_broken_off", at_times(beside.evaluations.forget_broken_off))
-        await e.done(beside)
-        found = await e.evaluations.of(0)
-        assert found is not None and found.reward == 0.375
-
-
-async def test_tasks_that_are_not_text_end_no_training(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path) as e:
-        beside = e.evaluator()
-        (tmp_path / "held_out.jsonl").write_bytes(b'{"x": "\xff"}\n')
-        await e.done(beside)
-        found = await e.evaluations.of(0)
-        assert found is not None and found.error is not None and "UTF-8" in found.error
-
-
-async def test_merged_weights_are_replaced_once_they_are_evaluated(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path) as e:
-        stop, merged = asyncio.Event(), e.evaluator("merged")
-        await e.evaluator("lora").before_publishing(stop)
-        await merged.before_publishing(stop)  # by a run of fine-tuning, beside which nothing is evaluated
-        working = asyncio.create_task(merged.run())
-        while await e.evaluations.of(0) is None:
-            await asyncio.sleep(0.01)
-        stop.set()
-        with pytest.raises(Stopped):
-            await merged.before_publishing(stop)
-        stop.clear()
-        await merged.before_publishing(stop)
-        found = await e.evaluations.of(0)
-        assert found is not None and found.ended_at is not None
-        await merged.finish(stop)
-        await working
-
-
-async def test_rollouts_wait_while_agents_work_but_not_for_ever(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluator, "LOOK_S", 0.01)
-    async with evaluating(running, tmp_path) as e:
-        await e.system.chat("agent")
-        pace = Pace(e.evaluations, 10_000.0, 10)
-        await pace.wait()  # the first one begins at once
-        waiting = asyncio.create_task(pace.wait())
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        await e.store.rollouts.end("agent", "completed", None)
-        await waiting
-        assert not await e.evaluations.agents_work(0.0)
-        await e.system.chat("another")
-        soon = Pace(e.evaluations, 0.2, 2)  # the last of them begins after half of the time at most
-        async with asyncio.timeout(10):
-            await asyncio.gather(soon.wait(), soon.wait())
+async def test_what_was_broken_off_is_begun_again_and_keeps_no_version_from_being_the_best(e: Evaluating) -> None:
+    stop = asyncio.Event()
+    working = asyncio.create_task(e.evaluator(options=["--hang", str(e.directory / "pids")]).evaluate(stop))
+    while not (e.directory / "pids").exists():
+        await asyncio.sleep(0.01)
+    stop.set()
+    await working
+    assert {one["status"] for one in await e.rollouts()} == {"discarded"}
+    await e.system.call("POST", "/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
+    await e.evaluations.begin(7, 70)
+    assert await e.evaluations.under_way() == {0, 7}
+    await e.evaluations.forget_broken_off()  # as at a start
+    assert (await e.evaluated(e.evaluator())).reward == 0.375
+    assert await e.evaluations.under_way() == set()
+    assert (await e.system.call("GET", "/policy"))[1]["best"]["version"] == 0
+    await e.system.call("POST", "/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
+    assert await e.evaluations.under_way() == {0}, "by `eval`"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ RESULTS = [(0.30, None), (0.42, 0.12), (0.58, 0.28)]
 
 
 async def evaluated(system: Any, directory: Path) -> None:
-    """The base model and two versions with results, and one whose evaluation failed."""
+    """The base model and two versions with results, and one with an evaluation that failed."""
     async with system.store() as store:
         evaluations = Evaluations(store)
         for step in (1, 2, 3):
@@ -31,9 +31,9 @@ async def evaluated(system: Any, directory: Path) -> None:
             if above is not None:
                 found |= {"difference": above, "difference_low": above - 0.05, "difference_high": above + 0.05}
             await evaluations.begin(version, version)
-            await evaluations.ended(version, {}, **found)
+            await evaluations.ended(version, **found)
         await evaluations.begin(3, 3)
-        await evaluations.ended(3, {}, error=HOSTILE)
+        await evaluations.ended(3, error=HOSTILE)
 
 
 @needs_browser
