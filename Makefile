@@ -13,11 +13,10 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,providers,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients tinker test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-several bench-credit bench-train bench-sampling bench-loop soak kill-rounds
-.PHONY: test-frameworks clean
+.PHONY: help setup clients tinker test test-all check lint demo learn soak kill-rounds test-frameworks clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(STAMP)  ## make .venv/ with everything (again: seconds)
 
@@ -99,35 +98,11 @@ demo: setup  ## the whole loop on a small real model: record, reward, train, swa
 	$(BIN)/lightning-proxy demo $(ARGS)
 
 EXAMPLE ?= calculator
-learn: setup  ## an example's agent learns, and is measured: EXAMPLE=calculator (or text_to_sql, rag, agentflow, werewolf); ARGS="--seeds 0,1,2"
+learn: setup  ## an example's agent learns, and is measured: EXAMPLE=calculator; ARGS="--seeds 0,1,2"
 	$(BIN)/python examples/learn.py $(EXAMPLE) $(ARGS)
 
-bench-proxy: setup  ## the proxy's speed beside a bare forwarder's and its peers': 10 minutes; ARGS=--quick: two
-	$(BIN)/python benchmarks/proxy.py $(ARGS)
-
-bench-peers: setup  ## install the gateways that bench-proxy compares with, each in .venv-peers/NAME
-	$(BIN)/python benchmarks/peers.py $(ARGS)
-
-bench-store: setup  ## what grows with the store: every route and look beside an empty one: ten minutes; ARGS=--small
-	$(BIN)/python benchmarks/store.py $(ARGS)
-
-bench-instructions: setup  ## how many instructions a call costs beside a bare forwarder (valgrind): three minutes
-	$(BIN)/python benchmarks/instructions.py $(ARGS)
-
-bench-several: setup  ## 1, 2 and 4 proxies over one PostgreSQL beside SQLite, and what limits them: three minutes
-	$(BIN)/python benchmarks/several.py $(ARGS)
-
-bench-credit: setup  ## what each credit strategy, choice of agents, baseline and loss learns: small problems, four minutes
-	$(BIN)/python benchmarks/credit.py $(ARGS)
-
-bench-train: setup  ## a training step beside TRL's own padded rows, on the same rollouts: 15 minutes
-	$(BIN)/python -W ignore benchmarks/train.py $(ARGS)
-
-bench-sampling: setup  ## are ratios 1 with unchanged weights, however a real vLLM samples? half an hour
-	$(BIN)/python -W ignore benchmarks/sampling.py $(ARGS)
-
-bench-loop: setup  ## the demo beside TRL's GRPOTrainer with its own generation, 20 steps each; ARGS=--quick: two
-	$(BIN)/python -W ignore benchmarks/loop.py $(ARGS)
+bench-%: setup  ## one of benchmarks/: bench-proxy (ARGS=--quick: two minutes), bench-store, bench-train and others
+	$(BIN)/python -W ignore benchmarks/$*.py $(ARGS)
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)

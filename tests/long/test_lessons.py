@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sqlite3
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,12 +22,6 @@ from support.paths import EXAMPLES
 
 PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a minute each on two idle cores
-
-# Of the rollouts of each step, by agent: tokens answered.
-ANSWERED = """
-SELECT rollouts.step, calls.agent, SUM(json_extract(calls.usage, '$.completion_tokens'))
-FROM calls JOIN rollouts USING (rollout_id) WHERE rollouts.step IS NOT NULL GROUP BY rollouts.step, calls.agent
-"""
 
 
 @pytest.fixture(scope="module")
@@ -95,27 +86,6 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     system.stop()
 
 
-def test_of_a_planner_and_an_executor_the_planners_calls_alone_are_trained_on(make_system: Any) -> None:
-    settings = yaml.safe_load((PLANNER_EXECUTOR / "config.yaml").read_text())["trainer"]
-    system: System = make_system("merged", **settings | {"learning_rate": 1e-2})
-    system.start()
-    before = measure(system)
-    for _ in range(6):
-        play(system, "tasks", "--repeat", "2")
-    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
-    after = measure(system)
-    print(f"mean reward on held-out boards {before:.3f} -> {after:.3f}")
-    assert after > before + 0.2, (before, after)
-    with closing(sqlite3.connect(system.directory / "store.db")) as db:
-        answered = {(step, agent): tokens for step, agent, tokens in db.execute(ANSWERED)}
-        steps = db.execute("SELECT step, metrics FROM steps WHERE status = 'trained'").fetchall()
-    # Every step was trained on as many tokens as the planner answered in its rollouts, and on none of the executor's.
-    planner = {step: tokens for (step, agent), tokens in answered.items() if agent == "planner"}
-    assert planner == {step: json.loads(metrics)["trained_tokens"] for step, metrics in steps}
-    assert len(steps) > 5 and all(answered[step, "executor"] > 0 for step in planner)
-    system.stop()
-
-
 def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when_it_is_back(make_system: Any) -> None:
     system: System = make_system("merged", learning_rate=2e-3)  # slow: equal rewards would make no steps
     port, second = set_up_second_server(system)
@@ -127,11 +97,7 @@ def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when
         return weights.startswith(f"{system.live()['version']}-") and weights == served_weights(system.directory, port)
 
     system.run_agents(repeat=2)
-    wait_until(
-        lambda: system.steps() > 0 and both_serve_the_live_version(),
-        60,
-        "both serve what was published",
-    )
+    wait_until(lambda: system.steps() > 0 and both_serve_the_live_version(), 60, "both serve what was published")
     with ThreadPoolExecutor() as pool:
         agents = pool.submit(system.run_agents, 4)
         wait_until(lambda: len(system.get("/rollouts?status=running&limit=50")["data"]) > 4, 60, "agents work")
@@ -149,9 +115,7 @@ def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when
     ]
     answered = [call for call in calls if call["status"] == "ok"]
     assert len(answered) == 8 * TASKS * GROUP and all(call["trainable"] for call in answered)
-    broken = [call for call in calls if call["status"] == "error"]  # sent again by the client
-    assert len(broken) + len(answered) == len(calls)
-    print(f"{len(broken)} calls were broken off")
+    assert {call["status"] for call in calls} <= {"ok", "error"}, "what broke was sent again by the client"
     system.stop()
     second.end(signal.SIGKILL)
 
@@ -214,16 +178,12 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     for agent, other in (("planner", "executor"), ("executor", "planner")):
         own, not_own = (logprob_differences(tiny_model, live, name, by_agent[agent]) for name in (agent, other))
         surprise = -fmean(fmean(call["logprobs"]) for call in by_agent[agent])
-        print(
-            f"{agent}: {-surprise:.2f} a token, {max(own):.2g} off at most, {fmean(not_own):.2g} from the other adapter"
-        )
         assert len(own) >= 64 and max(own) < 1e-3
         assert surprise > 0.1 and fmean(not_own) > 100 * max(own)
     for _ in range(3):
         play(system, "tasks", "--repeat", "2")
     wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
     after = measure(system)
-    print(f"mean reward on held-out boards {before:.3f} -> {after:.3f}, {system.get('/policy')['steps']} steps")
     assert after > before + 0.1, (before, after)
     system.stop()
 
