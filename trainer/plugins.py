@@ -85,12 +85,11 @@ NO_HOOKS = TrainerHooks()
 class TrainerPlugin:
     """What a feature adds to the trainer. `methods` are the values of `--method` that it has the hook `tune` for.
 
-    `metrics`: what it adds to the metrics of a step; `counts`: those among them that a step adds up.
+    `metrics`: what it adds to the metrics of a step.
     """
 
     methods: ClassVar[Sequence[str]] = ()
     metrics: ClassVar[Mapping[str, Metric]] = {}
-    counts: ClassVar[Sequence[str]] = ()
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -52,7 +52,6 @@ class SiftPlugin(TrainerPlugin):
         ("calls_rejected", "count", "calls whose answer was not used (`contexts.rejected`)"),
         ("calls_summaries", "count", "calls whose answer replaced history in a later prompt (`contexts.summaries`)"),
     )
-    counts = tuple(metrics)
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:

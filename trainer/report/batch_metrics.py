@@ -5,34 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import compress
 from statistics import fmean, pstdev
 
-from ...core.features import modules
-from ..rows.samples import CALL_COUNTS, merge_rate
+from ..rows.samples import merge_rate
 from ..types import Sample
+from .metric_schema import all_metrics
 
 # The calls of trained agents are these; merged ones and the reasons of forks are among the first.
 CALLS = (
     "calls", "calls_untrainable", "calls_not_followed", "calls_not_finite", "calls_other_tokens", "calls_ambiguous",
     "rows_too_long",
 )  # fmt: skip
-# A step keeps the rewards of so many tasks, the newest.
-TASKS_KEPT = 100
+TASKS_KEPT = 100  # of which a step keeps the rewards, the newest
 # A step says so if more than this share of calls is left out for how they were sampled.
 MOST = 0.5
-
-COUNTS = (
-    "groups", "groups_equal", "groups_incomplete", "rollouts_dropped", "rollouts_stale", "rollouts_failed",
-    "rollouts_lone", "calls_of_others", *CALL_COUNTS,
-)  # fmt: skip
-
-
-@cache
-def all_counts() -> tuple[str, ...]:
-    """Return the names of the counts of the core and of the features."""
-    return (*COUNTS, *(name for module in modules("trainer") for name in module.plugin.counts))
+COUNTED = ("groups", "samples")  # the groups of metrics of which every count is reported, zeros too
 
 
 @dataclass(slots=True)
@@ -68,7 +56,9 @@ class Seen:
     def metrics(self) -> dict[str, float]:
         rewards = [reward for of_task in self.rewards.values() for reward in of_task] or [0.0]
         means = [fmean(rewards) for task_id, rewards in self.rewards.items() if task_id is not None]
+        counted = [name for name, m in all_metrics().items() if m.unit == "count" and m.group in COUNTED]
         return {
+            **{name: float(self.counts[name]) for name in counted},
             "reward_mean": fmean(rewards),
             "reward_std": pstdev(rewards),
             "reward_min": min(rewards),
@@ -76,7 +66,6 @@ class Seen:
             "reward_task_std": pstdev(means) if means else 0.0,
             "rollouts": float(self.rollouts),
             "merge_rate": merge_rate(self.counts),
-            **{name: float(self.counts[name]) for name in all_counts()},
             "not_followed_share": self._share,
         }
 

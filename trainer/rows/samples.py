@@ -40,24 +40,12 @@ SamplingOf = Callable[[ModelCall], Sampling | None]
 # vLLM writes this for -inf, which JSON does not have.
 NO_PROBABILITY = -9999.0
 
-CALL_COUNTS = (
-    "calls",
-    "calls_merged",
-    *FORKS,
-    "calls_untrainable",
-    "calls_not_followed",
-    "calls_ambiguous",
-    "calls_not_finite",
-    "calls_other_tokens",
-    "rows_too_long",
-)
-
 
 class Placement(NamedTuple):
     """The row of a call's answer, by its index; None if it is in none.
 
-    `placed`: `first` of its rollout (or adapter), or its name in CALL_COUNTS without the first word: `merged`,
-    `drift`, …, `too_long`.
+    `placed`: `first` of its rollout (or adapter), or the step's metric that counts it without the first word:
+    `merged`, `drift`, …, `too_long`.
     """
 
     row: int | None
@@ -66,7 +54,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSamples:
-    """The rows of one rollout, counts of its calls by the names in CALL_COUNTS, and where each call went, in order.
+    """The rows of one rollout, counts of its calls by the names of step metrics, and each call's place, in order.
 
     `calls` are in a row, `calls_merged` of them after another call. All others are left out: `calls_untrainable` have
     no usable token ids; `calls_not_followed` were sampled in a way that cannot be computed again; `calls_ambiguous`
