@@ -64,22 +64,14 @@ class Drop(NamedTuple):
     `share`: of the mean's height above the lowest reward. Shifting or scaling all rewards changes no sigmas.
     """
 
-    sigmas: float
-    before: float
-    after: float
-    compared: int
-    share: float
+    sigmas: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+    compared: int = 0
+    share: float = 0.0
 
 
 # Rewards --------------------------------------------------------------------------------------------------------------
-
-
-def kept(line: Sequence[int]) -> set[int]:
-    """Return the versions of a line, newest first, to keep for a rollback: 1, 2-3, 4-7 and 8-15 versions back.
-
-    A version that is 8 back was 4, 2 and 1 back before, and was chosen each time.
-    """
-    return {next((version for version in line[n:] if version % n == 1 % n), 0) for n in SPLITS}
 
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
@@ -91,7 +83,8 @@ def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseC
             drops.append((line[newest - 1], fallen))
     signs: list[tuple[bool, float, Sign]] = []
     for since, fallen in drops:
-        sigmas = of_several(fallen.sigmas, len(drops))
+        tail = math.erfc(min(fallen.sigmas, FAR) / math.sqrt(2)) / 2
+        sigmas = -NormalDist().inv_cdf(min(len(drops) * tail, 0.5))  # the greatest of several (Bonferroni)
         collapsed = config.action != "warn" and sigmas >= config.reward_stop and fallen.share >= config.min_drop
         what = (
             f"the reward fell from {fallen.before:.3g} to {fallen.after:.3g} with policy version {since} "
@@ -132,7 +125,7 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
             residuals = (rewards - rewards.mean()) * np.repeat((1, -1), size)
             groups.append((residuals, np.unique([one.version for one in units], return_inverse=True)[1]))
     if not first:
-        return Drop(0.0, 0.0, 0.0, 0, 0.0)
+        return Drop()
     was, now = fmean(first), fmean(second)
     for residuals, places in groups:
         sums = np.bincount(places, residuals / 2 - (was - now) / 4)
@@ -142,12 +135,6 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
     sigmas = len(first) * (was - now) / 2 / math.sqrt(of_alone + of_alike) if of_alone + of_alike > 0 else 0.0
     lowest = min(*first, *second)
     return Drop(sigmas, was, now, len(first), (was - now) / (was - lowest) if was > lowest else 0.0)
-
-
-def of_several(sigmas: float, tests: int) -> float:
-    """Return the sigmas of the greatest of several results, corrected for their number (Bonferroni)."""
-    tail = math.erfc(min(sigmas, FAR) / math.sqrt(2)) / 2
-    return -NormalDist().inv_cdf(min(tests * tail, 0.5))
 
 
 def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[list[Scored]]]:
@@ -208,10 +195,14 @@ class Monitor:
         self._logged: Collapse | None = None
 
     async def keep(self) -> set[int]:
-        """Return the versions that a rollback may go to from the live one. Their files must stay."""
+        """Return the versions that a rollback may go to from the live one. Their files must stay.
+
+        They are 1, 2-3, 4-7 and 8-15 versions back. One that is 8 back was 4, 2 and 1 back before, and was kept then.
+        """
         if self._config.action == "off":
             return set()
-        return kept(await self._versions((await self._store.versions.live()).version))
+        line = await self._versions((await self._store.versions.live()).version)
+        return {next((version for version in line[n:] if version % n == 1 % n), 0) for n in SPLITS}
 
     async def of_step(self, base: int, metrics: Metrics) -> dict[str, Any]:
         """Return the metrics to add to a step that began with version `base`, before it is committed.

@@ -29,14 +29,9 @@ log = logging.getLogger(__name__)
 
 VERIFIED_TOKENS = 8
 # Where these do not distinguish new weights from old ones, more answers are sampled at once, up to this many tokens.
-MORE_ANSWERS = 16
-MORE_TOKENS = 32
-MOST_TOKENS = 2048
-ROUNDS = 6
-# In nats: as far as a log-probability can be from the served one.
-FAR = 10.0
-# The answers must be nearer to one of them by this many standard deviations.
-SURE = 3.5
+MORE_ANSWERS, MORE_TOKENS, MOST_TOKENS, ROUNDS = 16, 32, 2048, 6
+FAR = 10.0  # nats that a log-probability can be from the served one
+SURE = 3.5  # standard deviations by which the answers must be nearer to one of the weights
 ADAPTER_FILE = "adapter_model.safetensors"
 VERIFY_RESTARTS = 3
 
@@ -63,10 +58,6 @@ class WeightEvidence:
             self._from_old.append(abs(min(value - by_old, FAR)))
 
     @property
-    def tokens(self) -> int:
-        return len(self._from_new)
-
-    @property
     def difference(self) -> float:
         """Return the mean difference from the new weights' log-probabilities, in nats; NaN without tokens."""
         return fmean(self._from_new) if self._from_new else math.nan
@@ -89,14 +80,14 @@ class WeightEvidence:
     @property
     def may_become_clear(self) -> bool:
         """Return whether more answers may still decide it."""
-        if not self.tokens:
+        if not (tokens := len(self._from_new)):
             return True
         sure = abs(self.deviations)
-        return self.tokens < MOST_TOKENS and 0 < sure < SURE <= (sure + 2) * math.sqrt(MOST_TOKENS / self.tokens)
+        return tokens < MOST_TOKENS and 0 < sure < SURE <= (sure + 2) * math.sqrt(MOST_TOKENS / tokens)
 
     def __str__(self) -> str:
         return (
-            f"the log-probabilities of {self.tokens} tokens differ by {self.difference:.4g} on average from "
+            f"the log-probabilities of {len(self._from_new)} tokens differ by {self.difference:.4g} on average from "
             f"the published weights', and by {fmean(self._from_old):.4g} from the earlier weights'"
         )
 
@@ -220,9 +211,9 @@ class Verification:
                 evidence.add(served, *(row[len(row) - len(served) :] for row in scores))
             if tokens == VERIFIED_TOKENS and not evidence.difference <= self._tolerance:  # NaN fails too
                 raise PublishError(
-                    f"vLLM does not serve the weights that were published as {model}: its log-probabilities of "
-                    f"{evidence.tokens} tokens differ from the trainer's by {evidence.difference:.4g} on average "
-                    f"(policy.verify_tolerance is {self._tolerance:g}); the previous version stays live"
+                    f"vLLM does not serve the weights that were published as {model}: its log-probabilities differ "
+                    f"from the trainer's by {evidence.difference:.4g} on average (policy.verify_tolerance is "
+                    f"{self._tolerance:g}); the previous version stays live"
                 )
             if not evidence.may_become_clear:
                 break
