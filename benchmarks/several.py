@@ -27,7 +27,8 @@ from targets import HERE, start_proxy, start_upstream
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from support import postgres
+from support.stores import Server as PostgresServer
+from support.stores import postgres_server
 
 PATH = "/rollouts/{run}-{}/v1/chat/completions"
 
@@ -39,7 +40,7 @@ class Way:
     store: str
     processes: int
     proxies: Sequence[Server]
-    database: postgres.Server | None = None
+    database: PostgresServer | None = None
 
     def cpu_s(self, upstream: Server) -> dict[str, float]:
         """The processor time that each part has taken so far."""
@@ -47,7 +48,7 @@ class Way:
         return {"proxies": sum(p.cpu_s() for p in self.proxies), "server": server, "model server": upstream.cpu_s()}
 
 
-def database_cpu_s(server: postgres.Server) -> float:
+def database_cpu_s(server: PostgresServer) -> float:
     """Of the server's processes, those that have ended included."""
     return sum(map(_process_cpu_s, server.pids()))
 
@@ -95,9 +96,7 @@ def ways(directory: Path, upstream: Server) -> Iterator[list[Way]]:
             stack.callback(server.stop)
             return server
 
-        database = stack.enter_context(
-            postgres.postgres_server(fsync="on", shared_buffers="256MB", max_connections="100")
-        )
+        database = stack.enter_context(postgres_server(fsync="on", shared_buffers="256MB", max_connections="100"))
         url = database.new_database()
         proxies = [proxy(f"postgres-{n}", store=url) for n in range(4)]
         files = [Way("SQLite", n, [proxy(f"sqlite-{n}", workers=n)]) for n in (1, 2)]

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from support import reaper
+from support.left_open import start_reaper
 
 if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
-    reaper.start()
+    start_reaper()
 
 COLUMNS = ["framework", "version", "calls", "tool results", "streamed", "unnamed", "seconds"]
 

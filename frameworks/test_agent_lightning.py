@@ -17,7 +17,7 @@ from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
-from support.environments import ENVIRONMENTS
+from support.clients import ENVIRONMENTS
 
 RELEASE = "agentlightning-1.0.2"
 AGENT = "examples.gsm8k.gsm8k_agent.ChatAgent"

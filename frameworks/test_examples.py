@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.environments import command_for
+from support.clients import command_for
 from support.examples import EXAMPLES, IN_FRAMEWORKS, played_by_teacher
 
 TASKS = 24

@@ -15,9 +15,8 @@ import aiohttp
 import pytest
 from traffic.server import app, config_of, serving
 
-from support.agent_runs import TASK, multiplications, plan, stored, told
-from support.calculator import Calculator
-from support.environments import command_for, needs
+from support.agent_runs import TASK, Calculator, multiplications, plan, stored, told
+from support.clients import command_for, needs
 from support.in_process import proxy_of
 
 HERE = Path(__file__).parent

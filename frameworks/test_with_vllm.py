@@ -20,9 +20,8 @@ from traffic.server import config_of
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from lightning_proxy.core.config.root import Config
-from support.agent_runs import Json, plan, stored, told
-from support.dictated import dictating
-from support.environments import command_for
+from support.agent_runs import Json, dictating, plan, stored, told
+from support.clients import command_for
 from support.in_process import proxy_of
 from support.models import TEMPLATE
 

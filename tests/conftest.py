@@ -33,14 +33,12 @@ from lightning_proxy.serving.mode import has_gpu
 from lightning_proxy.serving.swap import swap_lock
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
-from support import fuzzing, network, reaper, stores  # noqa: F401  (fuzzing registers the profiles)
+from support import fuzzing, stores  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
-from support.features import has
-from support.left_open import LeftOpen
-from support.paths import ROOT
-from support.postgres import postgres_server
+from support.left_open import LeftOpen, start_reaper, watch
+from support.paths import ROOT, has
 from support.sections import with_features
-from support.stores import store_url
+from support.stores import postgres_server, store_url
 
 WIDE = {"COLUMNS": "80"}
 
@@ -49,7 +47,7 @@ os.environ.update(telemetry_off())  # read when huggingface_hub is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
 if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
-    reaper.start()
+    start_reaper()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -131,9 +129,9 @@ def told_when_it_was_left_open(left_open: LeftOpen | None, request: pytest.Fixtu
 def no_network(request: pytest.FixtureRequest) -> Iterator[None]:
     """Only what `make test` leaves out may ask other machines."""
     asked: list[str] = []
-    network.watch(None if "long" in request.keywords else asked)
+    watch(None if "long" in request.keywords else asked)
     yield
-    network.watch(None)
+    watch(None)
     assert not asked, f"asked another machine: {', '.join(asked)}"
 
 

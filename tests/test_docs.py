@@ -13,8 +13,7 @@ import pytest
 import typer.main
 
 from lightning_proxy.cli import app
-from support.loading import load_module
-from support.paths import ROOT
+from support.paths import ROOT, load_module
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import reaper
-from support.left_open import LeftOpen
-from support.network import Elsewhere, watch
+from support.left_open import MARK, Elsewhere, LeftOpen, watch
 
 
 def test_files_pipes_and_processes_are_named_with_the_test_that_left_them(tmp_path: Path) -> None:
@@ -59,8 +57,8 @@ def test_a_file_is_one_group_of_pytest_xdist(request: pytest.FixtureRequest) -> 
 def test_a_killed_run_of_tests_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(
         "import subprocess, sys, time\n"
-        "from support import reaper\n"
-        "reaper.start()\n"
+        "from support.left_open import start_reaper\n"
+        "start_reaper()\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
@@ -79,9 +77,7 @@ def test_a_killed_run_of_tests_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_a_test_starts_has_the_mark_of_its_run() -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", f"import os; print(os.environ['{reaper.MARK}'])"], capture_output=True
-    )
+    child = subprocess.run([sys.executable, "-c", f"import os; print(os.environ['{MARK}'])"], capture_output=True)
     assert child.stdout.strip(), child.stderr
 
 

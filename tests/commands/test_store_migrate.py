@@ -24,7 +24,7 @@ from lightning_proxy.store.database import Database, Feed
 from lightning_proxy.store.opening import open_database, opened
 from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
-from support.postgres import Server, postgres_server
+from support.stores import Server, postgres_server
 
 # What the recorder's rows alone do not reach. Both databases take these statements.
 MORE = """

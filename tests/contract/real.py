@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from contract.system import Process, Served, free_port, write_config
-from support.features import has
 from support.models import TEMPLATE
+from support.paths import has
 
 Json = dict[str, Any]
 NAME = "speller"

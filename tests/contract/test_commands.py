@@ -19,7 +19,7 @@ from aiohttp import web
 
 from contract.system import Done, Json, Process, Proxy, in_this_process, lightning, played, wait_until
 from contract.vllm import PlayedVllm
-from support.features import is_there
+from support.paths import is_there
 
 # Each command with arguments that are right in form.
 READS_CONFIGURATION = {

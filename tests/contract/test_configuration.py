@@ -15,8 +15,7 @@ import yaml
 
 from contract.system import Json, Process, configuration, lightning, played, wait_until
 from contract.vllm import PlayedVllm
-from support.features import has
-from support.paths import ROOT
+from support.paths import ROOT, has
 
 PROMISED: Json = {
     "proxy": {"host": "127.0.0.1", "port": 8080, "workers": 1, "api_keys": [], "admin_keys": []},

@@ -16,7 +16,7 @@ import pytest
 
 from contract.system import Answer, Json, Proxy, in_this_process, played, wait_until
 from contract.vllm import PlayedVllm
-from support.features import has
+from support.paths import has
 
 NUMBERS = itertools.count()
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

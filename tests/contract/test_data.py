@@ -14,8 +14,8 @@ import pytest
 
 from contract.system import Done, Json, Process, Proxy, free_port, in_this_process, lightning, wait_until
 from contract.vllm import PlayedVllm
-from support.features import has, is_there
-from support.postgres import postgres_server
+from support.paths import has, is_there
+from support.stores import postgres_server
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ADDS = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}

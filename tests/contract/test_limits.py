@@ -15,7 +15,7 @@ import pytest
 
 from contract.raw import HOST, connect, raw_deflate, send, statuses, zstd
 from contract.system import Json, Proxy, in_this_process
-from support.features import has
+from support.paths import has
 
 CHAT: Json = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 MB = 1_000_000

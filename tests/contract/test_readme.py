@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from contract.system import free_port, wait_until
-from support.loading import load_module
 from support.models import save_spelling_model
-from support.paths import EXAMPLES, ROOT
+from support.paths import EXAMPLES, ROOT, load_module
 
 FIVE = (ROOT / "README.md").read_text().partition("## Five steps")[2].partition("\n## ")[0]
 STEPS = re.split(r"^\*\*\d\. ", FIVE, flags=re.MULTILINE)[1:]

@@ -11,8 +11,8 @@ import pytest
 
 from contract.model import VOCABULARY, ModelVllm
 from contract.system import Json, Proxy, in_this_process, wait_until
-from support.features import has
 from support.models import save_small_model
+from support.paths import has
 
 WEIGHTS = {"reward": 1.0, "style": 0.5}
 TRAINER: Json = {

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from contract.system import Proxy, free_port, in_this_process, write_config
-from support.features import is_there
-from support.postgres import Server, postgres_server
+from support.paths import is_there
+from support.stores import Server, postgres_server
 
 pytestmark = pytest.mark.sqlite  # it brings its own server
 

@@ -11,8 +11,8 @@ import pytest
 
 from contract.model import Faulty, ModelVllm
 from contract.system import Answer, Json, Proxy, in_this_process, wait_until
-from support.features import has
 from support.models import save_small_model
+from support.paths import has
 
 REWARD = 0.1234
 SECRETS = ("b-task", "SECRET", str(REWARD))  # what tells of the other tenant

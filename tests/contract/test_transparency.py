@@ -23,9 +23,7 @@ from traffic.shapes import stream
 
 from contract.system import Json, Proxy, in_this_process
 from support import voice
-from support.corpus import FAMILIES
-from support.corpus.case import Case, post, says, streamed, whole
-from support.corpus.http import UNPACK
+from support.corpus import FAMILIES, UNPACK, Case, post, says, streamed, whole
 from support.played import Asked, Got, Headers, Played, Step, ask, playing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from support.loading import load_module
-from support.paths import EXAMPLES
+from support.paths import EXAMPLES, load_module
 
 PROGRAM = EXAMPLES / "power_sampling" / "sample.py"
 PROMPT, END, LONGEST = [7, 8], 2, 4

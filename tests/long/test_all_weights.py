@@ -19,8 +19,8 @@ from lightning_proxy.serving.vllm import VllmFleet, operator_session
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.types import Sample
+from support.in_process import own_vllm
 from support.models import TEMPLATE
-from support.own_vllm import own_vllm
 from support.sections import PolicyConfig, TrainerConfig
 
 torch = pytest.importorskip("torch")

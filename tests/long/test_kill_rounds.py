@@ -24,8 +24,8 @@ import pytest
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from support.postgres import Server, postgres_server
 from support.served import Proxy, proxy_in_front, serves, settled, workers
+from support.stores import Server, postgres_server
 
 ROUNDS, AGENTS = int(os.environ.get("KILL_ROUNDS", "5")), 64
 WORKERS, TURNS = 2, 4

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from support.browser import browsing, needs_browser
-from support.views import STEPS, VIEWS, Running, every, learned, say_everything, show
+from support.views import STEPS, VIEWS, Running, browsing, every, learned, needs_browser, say_everything, show
 
 pytestmark = needs_browser
 

@@ -17,9 +17,8 @@ import yaml
 
 from lightning_proxy.commands.run.run import RunOptions
 from lightning_proxy.core.errors import ConfigError, LightningError
-from support.control_api import ControlApi, served
+from support.control_api import ControlApi, Program, run_all, served, task
 from support.ray_cluster import RayCluster, ray_cluster
-from support.running import Program, run_all, task
 
 pytest.importorskip("ray")
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.environments import command_for
+from support.clients import command_for
 from support.paths import TESTS
 from support.tracked import FOUND
 

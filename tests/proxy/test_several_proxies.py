@@ -18,7 +18,7 @@ import yaml
 from contract.system import free_port
 from lightning_proxy.core.config.root import Config
 from support import stores
-from support.postgres import postgres_server
+from support.stores import postgres_server
 
 
 @asynccontextmanager

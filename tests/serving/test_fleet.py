@@ -15,7 +15,7 @@ import pytest
 from lightning_proxy.core.errors import UpstreamUnreachable
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.serving.vllm import LOADING, VllmFleet, VllmServer, operator_session
-from support.serving import serving
+from support.in_process import serving
 
 ROLLOUTS = [f"r{i}" for i in range(30)]
 

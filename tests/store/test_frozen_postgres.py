@@ -14,7 +14,7 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.store.opening import opened
-from support.postgres import Server, postgres_server
+from support.stores import Server, postgres_server
 
 pytestmark = pytest.mark.sqlite  # it brings its own server
 PATIENCE_S = 0.5

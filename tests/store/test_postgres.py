@@ -22,7 +22,7 @@ from lightning_proxy.store.database import ConstraintRefused, Database, Transact
 from lightning_proxy.store.opening import open_database, opened
 from lightning_proxy.store.retention import fold_counts
 from lightning_proxy.store.store import Store
-from support.postgres import END_LOCKS, Server, postgres_server
+from support.stores import END_LOCKS, Server, postgres_server
 
 AT = "UPDATE policy_log SET at = :at"
 COUNTED = "SELECT COUNT(*) AS n FROM rollout_count_changes"

@@ -10,8 +10,8 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, page_of, page_statement
-from support.postgres import Server, postgres_server
 from support.statements import statements
+from support.stores import Server, postgres_server
 
 asyncpg = pytest.importorskip("asyncpg", reason="asyncpg is not installed (the extra `postgres`)")
 from lightning_proxy.store.postgres.database import HOLD_ROLLOUTS, RECORDED  # noqa: E402

@@ -1,4 +1,4 @@
-"""Programs of agents run as processes of their own, through a proxy; what the store holds of them afterwards."""
+"""Programs of agents run as processes of their own, through a proxy, in front of a model that multiplies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,116 @@ import json
 import os
 import re
 from asyncio.subprocess import PIPE
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
+from traffic.server import serving
+from traffic.shapes import Ids, Said, items, tools_of, whole_answer
 
 Json = dict[str, Any]
+
+
+class Dictated:
+    """Forwards everything to vLLM; keeps what it was asked, by the credential that came with it."""
+
+    def __init__(self, vllm: str, session: aiohttp.ClientSession) -> None:
+        self.asked: dict[str | None, list[Json]] = defaultdict(list)
+        self._vllm, self._session = vllm, session
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if request.path == "/v1/chat/completions":
+            asked = json.loads(body)
+            self.asked[key_of(request)].append(asked)
+            body = json.dumps(dictated(asked)).encode()
+        headers = {"Content-Type": request.content_type}
+        url = self._vllm + request.path_qs
+        async with self._session.request(request.method, url, data=body, headers=headers) as answer:
+            response = web.StreamResponse(
+                status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "text/plain")}
+            )
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+        return response
+
+
+def dictated(request: Json) -> Json:
+    """With one text only that vLLM may answer. Of a strict tool it would allow every call that fits the schema."""
+    tools = [tool | {"function": tool["function"] | {"strict": False}} for tool in request.get("tools") or ()]
+    return request | {"structured_outputs": {"choice": [text_for(request)]}} | ({"tools": tools} if tools else {})
+
+
+def text_for(request: Json) -> str:
+    """The answer as the model writes it, tool calls in the form that vLLM's hermes parser reads."""
+    said = say(request)
+    calls = [{"name": name, "arguments": arguments} for name, arguments in said.calls]
+    return said.text or "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+@asynccontextmanager
+async def dictating(vllm: str) -> AsyncIterator[tuple[Dictated, str]]:
+    """With its root URL."""
+    async with aiohttp.ClientSession() as session:
+        model = Dictated(vllm, session)
+        application = web.Application(client_max_size=64 * 2**20)
+        application.router.add_route("*", "/{path:.*}", model.forward)
+        async with serving(application) as url:
+            yield model, url
+
+
+QUESTION = re.compile(r"(\d+) \* (\d+)")
+
+
+class Calculator:
+    def __init__(self) -> None:
+        self.asked: dict[str | None, list[Json]] = defaultdict(list)
+        self._ids = Ids()
+
+    async def __call__(self, request: web.Request, body: Json) -> tuple[int, Json]:
+        self.asked[key_of(request)].append(body)
+        return 200, whole_answer(request.path, body, [say(body)], self._ids)
+
+
+def key_of(request: web.Request) -> str | None:
+    """The credential that came with a request."""
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return request.headers.get("X-Api-Key") or bearer or None
+
+
+def say(request: Json) -> Said:
+    """The call of the tool for the last product that is asked for, or what came of it."""
+    names = [tool.name for tool in tools_of(request)]
+    multiply = next((name for name in names if name.endswith("multiply")), None)
+    for item in reversed([item for item in items(request) if not _is_system(item)]):
+        text = _text(item)
+        if multiply and (question := QUESTION.search(text)):
+            a, b = map(int, question.groups())
+            return Said(calls=[(multiply, {"a": a, "b": b})])
+        if numbers := re.findall(r"\d+", text):
+            answer = f"Multiplied by the tool, the two numbers make {numbers[-1]}."
+            return Said(calls=[("final_answer", {"answer": answer})]) if "final_answer" in names else Said(answer)
+    return Said("Fine.")
+
+
+def _text(item: Any) -> str:
+    """What an item of a conversation says, without the tool calls and ids in it."""
+    if isinstance(item, str):
+        return item
+    if isinstance(item, list):
+        return "\n".join(map(_text, item))
+    return _text([item[name] for name in ("content", "text", "output") if item.get(name)])
+
+
+def _is_system(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("role") in ("system", "developer")
+
 
 # No telemetry, and nothing asked of other servers: there are none here.
 QUIET = {

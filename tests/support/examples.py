@@ -26,7 +26,7 @@ from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import free_port
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from support.in_process import proxy_of
-from support.loading import load_module
+from support.paths import load_module
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))

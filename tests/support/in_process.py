@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
 
 import uvicorn
+import yaml
+from aiohttp import web
 from starlette.types import ASGIApp
 
+from contract.system import CLI, free_port, wait_until
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.proxy.app import create_app
+from support.responses_twice import get
+
+
+@contextmanager
+def own_vllm(directory: Path, model: Path, template: str, *options: str) -> Iterator[str]:
+    """Yields its base URL. It parses tools as hermes does, and is asked for the model by its directory's name."""
+    port, file, config = free_port(), directory / "template.jinja", directory / "config.yaml"
+    file.write_text(template.strip())
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(file)]
+    settings = {
+        "upstreams": [{"name": "policy", "kind": "vllm", "base_url": f"http://127.0.0.1:{port}/v1"}],
+        "policy": {"model": str(model), "publish": "merged"},
+        "vllm": {"port": port, "max_model_len": 1024, "kv_cache_gib": 1, "extra_args": [*tools, *options]},
+    }
+    config.write_text(yaml.safe_dump(settings))
+    with (directory / "vllm.log").open("wb") as log:
+        server = subprocess.Popen([*CLI, "--config", str(config), "vllm"], stdout=log, stderr=log, cwd=directory)
+    try:
+        wait_until(lambda: server.poll() is not None or get(f"http://127.0.0.1:{port}/v1/models"), 480, "vLLM is there")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+
+
+@asynccontextmanager
+async def serving(played: Any, port: int) -> AsyncIterator[Any]:
+    """Serve it, and yield it."""
+    runner = web.AppRunner(played.app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    yield played
+    await runner.cleanup()
 
 
 @asynccontextmanager

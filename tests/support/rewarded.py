@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,48 @@ from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
+from lightning_proxy.trainer.credit.strategies import group_credit
 from lightning_proxy.trainer.plugins import NO_HOOKS, TrainerHooks
-from lightning_proxy.trainer.types import Batch
+from lightning_proxy.trainer.types import Batch, Sibling
 from support.sections import TrainerConfig, with_features
+from support.stores import store_url
 
-from .stores import store_url
+
+async def record(
+    store: Store,
+    name: str,
+    answers: Sequence[str],
+    reward: float,
+    ids_of: Callable[[str], Sequence[int]] = lambda text: text.encode(),
+) -> None:
+    """A rewarded rollout of task `t`. Each prompt is what was before it; call i is named NAME-i."""
+    said = "hi "
+    async with Recorder(store, merged=False) as recorder:
+        for i, answer in enumerate(answers):
+            call_id, of = f"{name}-{i}", RolloutName(name, "t", None)
+            await recorder.start(CallStart(call_id, of, "chat/completions", "policy", 0, {"n": i}, 1.0))
+            ids = tuple(ids_of(answer))
+            choice = Choice(0, ids, (-0.5,) * len(ids), "stop")
+            await recorder.end(CallEnd(call_id, name, "ok", {}, 200, tuple(ids_of(said)), (choice,)))
+            said += answer + "|"
+    await store.rewards.post([Reward(name, reward)], None, b"")
+
+
+async def train(store: Store) -> int:
+    """Claim a group of two for a step; return the step."""
+    settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo"}
+    batch = await Collector(TrainerConfig.model_validate(settings), store).next_batch(0, fewer=True)
+    assert batch is not None
+    return batch.step
+
+
+def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
+    return [[one and one.advantage for one in own] for own in group_credit(group, config)]
+
+
+def group_returns(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
+    return [[one and one.returned for one in own] for own in group_credit(group, config)]
+
 
 CALL = ToolCall("c", "calculator", "{}")
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "5"}

@@ -2,20 +2,110 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import math
+import os
 import random
+import re
+import shutil
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
-from playwright.async_api import Page, expect
+from playwright.async_api import ConsoleMessage, Dialog, Page, Request, async_playwright, expect
 
 from lightning_proxy.features import FEATURES
+from lightning_proxy.features.page.proxy import files
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import CallCredit
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+PATH = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+needs_browser = pytest.mark.skipif(PATH is None, reason=f"no browser on PATH ({', '.join(NAMES)}) or in CHROMIUM")
+
+# The browser's own words for an answer of 400 or more, which no script can keep it from saying.
+REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
+
+
+@dataclass
+class Wrong:
+    """What went wrong: dialogs, scripts' errors, refused policies, requests to others than the proxy."""
+
+    seen: list[str] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)  # statuses of answers that were errors
+
+    def watch(self, page: Page, origin: str) -> None:
+        async def on_dialog(dialog: Dialog) -> None:
+            self.seen.append(f"dialog: {dialog.message}")
+            await dialog.dismiss()
+
+        def on_console(message: ConsoleMessage) -> None:
+            if refused := REFUSED.match(message.text):
+                self.refused.append(int(refused[1]))
+            elif message.type in ("error", "warning"):
+                self.seen.append(f"console: {message.text}")
+
+        def on_request(request: Request) -> None:
+            if not request.url.startswith((origin, "data:")):
+                self.seen.append(f"request: {request.url}")
+
+        page.on("dialog", on_dialog)
+        page.on("console", on_console)
+        page.on("pageerror", lambda error: self.seen.append(f"error: {error}"))
+        page.on("request", on_request)
+
+
+@asynccontextmanager
+async def browsing(url: str, **options: Any) -> AsyncIterator[tuple[Page, Wrong]]:
+    """A page of its own profile, and what goes wrong in it. `options`: of playwright's `new_page`."""
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=PATH, args=["--no-sandbox"])
+        try:
+            page, wrong = await browser.new_page(**{"viewport": {"width": 1280, "height": 800}} | options), Wrong()
+            page.set_default_timeout(10_000)
+            wrong.watch(page, url.partition("#")[0])
+            await page.goto(url)
+            yield page, wrong
+        finally:
+            await browser.close()
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no node on PATH")
+HERE = Path(__file__).with_suffix(".mjs")
+
+
+def unpacked(directory: Path) -> Path:
+    """Write the page's files, as the proxy serves them, into a folder."""
+    for name, body in files().items():
+        path = directory / "page" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    return directory / "page"
+
+
+async def in_node(*argv: str | Path, said: Any) -> Any:
+    """Run a module in node, which reads JSON and prints JSON."""
+    process = await asyncio.create_subprocess_exec("node", *map(str, argv), stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    out, problems = await asyncio.wait_for(process.communicate(json.dumps(said).encode()), 120)
+    assert process.returncode == 0, problems.decode()
+    return json.loads(out)
+
+
+async def drawn(system: Any, directory: Path, *places: str | tuple[str, ...], key: str = "") -> list[dict[str, Any]]:
+    """What these places of the page show, each after the buttons that follow its address were pressed."""
+    wanted = [[place] if isinstance(place, str) else place for place in places]
+    found: list[dict[str, Any]] = await in_node(HERE, unpacked(directory), system.url, key, said=wanted)
+    assert [one["problems"] for one in found] == [[]] * len(found)
+    return found
+
 
 Json = dict[str, Any]
 EQUAL = "all rewards of the group are equal"

@@ -14,7 +14,7 @@ from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.store.opening import opened
 from lightning_proxy.trainer import lock
 from lightning_proxy.trainer.waiting import in_thread
-from support.postgres import END_LOCKS, Server, postgres_server
+from support.stores import END_LOCKS, Server, postgres_server
 
 
 @pytest.fixture(scope="module")

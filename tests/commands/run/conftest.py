@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from support.control_api import ControlApi, served
+from support.control_api import ControlApi, Program, served
 from support.ray_cluster import RayCluster, ray_cluster
-from support.running import Program
 
 
 @pytest.fixture

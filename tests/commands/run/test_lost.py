@@ -11,8 +11,7 @@ from lightning_proxy.commands.run.limits import Observer
 from lightning_proxy.commands.run.report import sentences, summarize
 from lightning_proxy.commands.run.run import LOST, RESTARTS, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import RunLost
-from support.control_api import ControlApi
-from support.running import run_all, task
+from support.control_api import ControlApi, run_all, task
 
 
 class LosesMachines:

@@ -11,8 +11,7 @@ from lightning_proxy.commands.run.output import Keeping, ProgramLog
 from lightning_proxy.commands.run.run import RunOptions
 from lightning_proxy.commands.run.runner import runner_for
 from lightning_proxy.core.config.root import Config
-from support.control_api import ControlApi
-from support.running import Program, run_all, task
+from support.control_api import ControlApi, Program, run_all, task
 
 SECRET = "sk-" + "A1b2C3d4" * 4
 KEY = "-----BEGIN PRIVATE KEY-----\nMIIEabc\n-----END PRIVATE KEY-----"

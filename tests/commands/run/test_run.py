@@ -16,8 +16,7 @@ from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.core.errors import ConfigError, LightningError
-from support.control_api import ControlApi
-from support.running import Program, run_all, task
+from support.control_api import ControlApi, Program, run_all, task
 
 REWARDS_TEN_TIMES_X = """
 import json, os, urllib.request

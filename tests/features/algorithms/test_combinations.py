@@ -15,7 +15,7 @@ from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.step.losses import LossInputs, policy_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
-from support.credit import group_advantages
+from support.rewarded import group_advantages
 from support.sections import TrainerConfig
 
 LOSSES = [*(("loss_type", name) for name in get_args(LossType)), *(("loss", n) for n in TrainerConfig.known("loss"))]

@@ -11,8 +11,7 @@ from lightning_proxy.core.records import Reward
 from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
-from support.credit import group_advantages
-from support.rewarded import Traffic, advantages, traffic
+from support.rewarded import Traffic, advantages, group_advantages, traffic
 from support.sections import TrainerConfig
 
 __all__ = ["traffic"]

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
-from support.credit import group_advantages
+from support.rewarded import group_advantages
 from support.sections import TrainerConfig
 
 

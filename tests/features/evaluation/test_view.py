@@ -10,7 +10,7 @@ from typing import Any
 from playwright.async_api import expect
 
 from lightning_proxy.features.evaluation.evaluations import Evaluations
-from support.browser import browsing, needs_browser
+from support.views import browsing, needs_browser
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 HOSTILE = "<img src=x onerror=window.hurt=1>"

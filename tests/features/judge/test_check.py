@@ -14,9 +14,8 @@ import pytest
 
 from lightning_proxy.features.judge.agreement import Agreement, Labelled, agreement
 from lightning_proxy.features.judge.config import JudgeConfig
-from support.judging import ScriptedJudge, judging, ordered
-from support.page_in_node import drawn, needs_node
-from support.rewarded_by import completed
+from support.judging import ScriptedJudge, completed, judging, ordered
+from support.views import drawn, needs_node
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

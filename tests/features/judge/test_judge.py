@@ -15,9 +15,8 @@ from lightning_proxy.core.records import Reward
 from lightning_proxy.features.judge.kinds import transcript
 from lightning_proxy.features.judge.model import spent_by_each
 from lightning_proxy.trainer.waiting import JudgeError
-from support.judging import ScriptedJudge, judging
+from support.judging import ScriptedJudge, answers, completed, given, judging, rewards
 from support.rewarded import Traffic, advantages, traffic
-from support.rewarded_by import answers, completed, given, rewards
 from support.training import bench
 
 __all__ = ["traffic"]

@@ -12,8 +12,7 @@ import pytest
 
 from lightning_proxy.features.judge.kinds import UserReply, by_rules, replies
 from lightning_proxy.features.judge.model import mark_for, messages_of, written
-from support.judging import attempts, judging
-from support.rewarded_by import answers
+from support.judging import answers, attempts, judging
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 REQUEST = "Please write a short poem about the sea"

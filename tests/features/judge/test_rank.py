@@ -18,8 +18,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.judge.kinds import by_place, check, overlapping, strengths
 from lightning_proxy.trainer.collect.collector import Collector
-from support.judging import ScriptedJudge, judging, ordered
-from support.rewarded_by import completed, group, rewards, values
+from support.judging import ScriptedJudge, completed, group, judging, ordered, rewards, values
 from support.sections import TrainerConfig, with_features
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

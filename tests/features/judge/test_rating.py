@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from support.browser import browsing, needs_browser
-from support.rewarded_by import completed
+from support.judging import completed
+from support.views import browsing, needs_browser
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 SETTINGS = {"trainer": {"reward_weights": {"reward": 1.0, "human": 1.0}}}

@@ -20,8 +20,8 @@ from lightning_proxy.core.records import Event, Reward
 from lightning_proxy.features.judge.scoring import Spoken
 from lightning_proxy.store.calls import Events
 from support.command_line import lightning
+from support.judging import completed, given
 from support.paths import ROOT
-from support.rewarded_by import completed, given
 from support.served import Client, proxy_in_front
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -14,9 +14,8 @@ import yaml
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.features.judge.config import JudgeConfig
 from lightning_proxy.features.judge.model import messages_of
-from support.judging import ScriptedJudge, attempts, judging
+from support.judging import ScriptedJudge, attempts, completed, judging, rewards
 from support.paths import ROOT
-from support.rewarded_by import completed, rewards
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Logged = pytest.LogCaptureFixture

@@ -17,7 +17,7 @@ import pytest
 
 from contract.system import free_port
 from support.command_line import lightning
-from support.postgres import postgres_server
+from support.stores import postgres_server
 
 
 @asynccontextmanager

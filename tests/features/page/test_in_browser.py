@@ -9,7 +9,7 @@ from typing import Any
 
 from playwright.async_api import expect
 
-from support.browser import browsing, needs_browser
+from support.views import browsing, needs_browser
 
 pytestmark = needs_browser
 Running = Callable[..., AbstractAsyncContextManager[Any]]

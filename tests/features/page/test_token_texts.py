@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_proxy.features.page import texts as page_texts
 from lightning_proxy.features.page.texts import MARK, Decode, Encode, Undecodable, token_texts
-from support.byte_tokens import record, train
+from support.rewarded import record, train
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

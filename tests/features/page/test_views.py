@@ -15,9 +15,8 @@ import pytest
 from lightning_proxy.core.records import Limits
 from lightning_proxy.features.page.proxy import FILES
 from lightning_proxy.store.training import CallCredit
-from support.byte_tokens import record, train
-from support.page_in_node import HERE, drawn, in_node, needs_node, unpacked
-from support.views import HOSTILE, VIEWS, learned, say_everything
+from support.rewarded import record, train
+from support.views import HERE, HOSTILE, VIEWS, drawn, in_node, learned, needs_node, say_everything, unpacked
 
 pytestmark = needs_node
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -16,7 +16,7 @@ from lightning_proxy.features.promotion import gate
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.proxy.gateway import routing
 from lightning_proxy.store.versions import PolicyVersions
-from support.serving import serving
+from support.in_process import serving
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
 GROUPS = {"group_size": 4}

@@ -11,7 +11,7 @@ import pytest
 
 from support import voice
 from support.clients import EACH_CLIENT, Client
-from support.corpus.case import SSE_HEAD, chunk, head, streamed, whole
+from support.corpus import SSE_HEAD, chunk, head, streamed, whole
 from support.played import Asked, Do, Played, Step, playing
 from support.relaying import MemoryRecorder, relaying
 

@@ -15,7 +15,7 @@ from lightning_proxy.trainer.credit.strategies import (
 )
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
-from support.credit import group_advantages, group_returns
+from support.rewarded import group_advantages, group_returns
 from support.sections import TrainerConfig
 
 

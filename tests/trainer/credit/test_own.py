@@ -14,8 +14,8 @@ from lightning_proxy.core.records import ToolCall
 from lightning_proxy.trainer.functions import check_functions
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
-from support.credit import group_advantages, group_returns
 from support.paths import EXAMPLES
+from support.rewarded import group_advantages, group_returns
 from support.sections import TrainerConfig
 
 TOOL = ToolCall("1", "f", "{}")

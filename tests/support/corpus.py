@@ -1,0 +1,588 @@
+"""Requests and what upstreams answer them, as data: what an agent must see through the proxy as it sees it directly.
+
+`FAMILIES`: cases by name. A case is a request's bytes and a script; most scripts do not look at the request, those of
+vLLM's own dialects (`voice`) are shaped by it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import brotli
+
+from support import voice
+from support.played import Asked, Do, Script, Step
+
+# What a case is made of: the bytes of a request, and what an upstream says to it.
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked, and what is answered."""
+
+    name: str
+    request: bytes
+    script: Script
+
+
+def post(path: str = "chat/completions", body: Any = None, *headers: str, method: str = "POST") -> bytes:
+    """A request, by default a chat with the content type and length that clients send."""
+    data = body if isinstance(body, bytes) else json.dumps({"model": "m", **(body or {})}).encode()
+    lines = [f"{method} /v1/{path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(data)}", *headers]
+    if not any(line.lower().startswith("content-type") for line in headers):
+        lines.append("Content-Type: application/json")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def get(path: str, *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} /v1/{path} HTTP/1.1", "Host: 127.0.0.1", *headers]).encode() + b"\r\n\r\n"
+
+
+def head(status: int | str, *headers: str) -> bytes:
+    return "\r\n".join([f"HTTP/1.1 {status} Said", *headers]).encode("latin-1") + b"\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def says(*steps: Step) -> Script:
+    return lambda asked: steps
+
+
+def whole(body: bytes, *headers: str, status: int = 200, kind: str = "application/json") -> bytes:
+    """An answer with its length."""
+    return head(status, f"Content-Type: {kind}", f"Content-Length: {len(body)}", *headers) + body
+
+
+SSE_HEAD = head(200, "Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
+LAST = b"0\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def streamed(*pieces: bytes, last: bytes = LAST) -> list[Step]:
+    """A stream, each piece a chunk of its own."""
+    return [SSE_HEAD, *map(chunk, pieces), last]
+
+
+def delta(text: str, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    return {"id": "c", "object": "chat.completion.chunk", "choices": [choice], **more}
+
+
+CHAT = post(body={"messages": []})
+STREAM = post(body={"messages": [], "stream": True})
+ANSWER = voice.dumps(voice.chat({}))
+HELLO = b"".join([*map(voice.sse, (delta("hé😀"), delta("llo"))), DONE])
+ERROR = b'{"error": {"message": "no", "type": "t", "param": null, "code": null}, "extra": 1}'
+
+
+# What vLLM answers in the recorded APIs, asked for everything that changes it; and JSON that it would not write.
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+SUB = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+FILE = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "see"}, IMAGE, AUDIO, FILE]}]
+
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "chat/completions": [
+        {},
+        {"logprobs": False, "return_token_ids": False},
+        {"logprobs": True},
+        {"logprobs": True, "top_logprobs": 3},
+        {"return_token_ids": True},
+        {"return_token_ids": True, "logprobs": True},
+        {"n": 3},
+        {"n": 2, "logprobs": True},
+        {"n": 2, "return_token_ids": True, "tools": [ADD, SUB]},
+        {"tools": [ADD]},
+        {"tools": [ADD, SUB]},
+        {"tools": [ADD, SUB], "parallel_tool_calls": True, "logprobs": True},
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"response_format": SCHEMA},
+        {"response_format": {"type": "json_object"}, "logprobs": True},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True}, "tools": [ADD, SUB]},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream_options": {"include_usage": False}},
+        {"stream_options": {"include_usage": False, "continuous_usage_stats": True}},
+        {"stream_options": None},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 1, "stop": ["o"], "max_tokens": 5, "user": "u"},
+        {"unknown": {"nested": [1, 2.50, None, "é", "\ud83d\ude00"]}, "extra_body": {"x": 1e-7}},
+        {"messages": PARTS},
+        {"messages": [{"role": "user", "content": "Zoë 😀 \u2028 \\u0000 \x7f"}]},
+    ],
+    "completions": [
+        {"prompt": "a"},
+        {"prompt": "a", "logprobs": 2},
+        {"prompt": "a", "logprobs": 0},
+        {"prompt": "a", "return_token_ids": True},
+        {"prompt": "a", "echo": True},
+        {"prompt": [1, 2]},
+        {"prompt": "a", "stream_options": {"include_usage": True}},
+        {"prompt": "a", "suffix": "b", "unknown": {"x": [None]}},
+    ],
+    "responses": [
+        {"input": "a"},
+        {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"input": "a", "include": ["reasoning.encrypted_content"]},
+        {"input": "a", "enable_response_messages": True},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "é"}]}], "previous_response_id": "r"},
+        {"input": "a", "background": True},
+    ],
+    "messages": [
+        {"messages": []},
+        {"messages": [], "tools": [{"name": "add", "input_schema": {"type": "object"}}], "system": "s"},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "aaaa"}}]}]},
+    ],
+}
+
+
+def vllm(asked: Asked) -> list[Step]:
+    """What vLLM answers to a request of any of the recorded APIs."""
+    path, body = asked.target.decode().removeprefix("/v1/"), json.loads(asked.body)
+    if body.get("stream"):
+        return streamed(*voice.STREAM[path](body))
+    return [whole(voice.dumps(voice.WHOLE[path](body)), "x-request-id: 1")]
+
+
+def dialects() -> Iterable[Case]:
+    for path, bodies in ASKED.items():
+        for body in bodies:
+            for stream in (False, True):
+                said = body | ({"stream": True} if stream else {})
+                yield Case(f"{path} {json.dumps(said)}", post(path, said), vllm)
+
+
+def pretty() -> Iterable[Case]:
+    """An upstream other than vLLM: no byte of its JSON is written anew."""
+    text = b'{ "id" : "x",\r\n "choices": [ ], "n": 1.50, "big": 123456789012345678901234567890, "e": "\\u00e9\\/" }'
+    odd = [text, b"[]", b"null", b'"text"', b"", b" ", b"\xff\xfe", b"<html>", b"1" * 4_000, b"{" + b" " * 99 + b"}"]
+    for body in odd:
+        yield Case(f"body {body[:12]!r}", CHAT, says(whole(body)))
+        yield Case(f"event {body[:12]!r}", STREAM, says(*streamed(b"data: " + body + b"\n\n", DONE)))
+    wrong = {"stream": "yes", "messages": 3, "n": [], "temperature": "hot", "stream_options": 1}
+    for said in ({"model": 5}, wrong, b'{"model": "m", "messages": [{"role": "user", "content": "a\\ud800b"}]}'):
+        yield Case(f"asked {said!r}", post(body=said), says(whole(ERROR, status=400)))
+    yield Case("a character in halves", STREAM, halves)
+
+
+def halves(asked: Asked) -> list[Step]:
+    """As servers send a character that they cut in two, which UTF-8 cannot hold."""
+    ids = b'"token_ids":[%d],"logprobs":{"content":[{"token":"x","logprob":-1}]}'
+    nothing = b'"token_ids":null,"logprobs":null'
+    tokens = [ids % i if b'"return_token_ids"' in asked.body else nothing for i in range(2)]
+    texts = (b'"a\\ud83d"', b'"\\ude00b"')
+    said = [b'{"index":0,"delta":{"content":%s},%s}' % pair for pair in zip(texts, tokens, strict=True)]
+    return streamed(*(b'data: {"choices":[%s]}\n\n' % choice for choice in said), DONE)
+
+
+# Statuses, headers, encodings.
+
+
+def statuses() -> Iterable[Case]:
+    for status in range(400, 600):
+        yield Case(f"{status} JSON", CHAT, says(whole(ERROR, status=status)))
+    for status in (400, 401, 404, 429, 500, 503, 529):
+        yield Case(f"{status} HTML", CHAT, says(whole(b"<h1>no</h1>", status=status, kind="text/html")))
+        yield Case(f"{status} empty", CHAT, says(whole(b"", status=status)))
+        yield Case(f"{status} asked as a stream", STREAM, says(whole(ERROR, status=status)))
+        yield Case(f"{status} as a stream", STREAM, says(SSE_HEAD.replace(b"200", b"%d" % status), chunk(HELLO), LAST))
+        yield Case(f"{status} not recorded", post("embeddings"), says(whole(ERROR, status=status)))
+    waits = ("Retry-After: 7", "retry-after-ms: 12", "x-should-retry: false", "x-ratelimit-remaining: 0")
+    yield Case("429 with waits", CHAT, says(whole(ERROR, *waits, status=429)))
+    yield Case("503 with a date", CHAT, says(whole(ERROR, "Retry-After: Wed, 21 Oct 2015 07:28:00 GMT", status=503)))
+    for status in (200, 201, 202, 203, 206, 207, 226):
+        yield Case(f"{status} JSON", CHAT, says(whole(ANSWER, status=status)))
+    for status in (204, 205, 304):
+        for request in (CHAT, post("embeddings"), get("files/x")):
+            yield Case(
+                f"{status} {request[:20]!r}",
+                request,
+                says(head(status, "X-Up: 1", *["Content-Length: 0"][: status == 205])),
+            )
+    yield Case(
+        "304 with the length of what is not sent", get("files/x"), says(head(304, "ETag: x", "Content-Length: 5"))
+    )
+    for status in (301, 302, 303, 307, 308):
+        for request in (CHAT, get("files/x")):
+            yield Case(
+                f"{status} {request[:20]!r}", request, says(whole(b"x", "Location: http://other/", status=status))
+            )
+
+
+HEADERS: dict[str, list[str]] = {
+    "several cookies": ["Set-Cookie: a=1; Path=/", "Set-Cookie: b=2", "set-cookie: a=3"],
+    "a header twice": ["X-A: 1", "X-A: 2", "x-a: 3"],
+    "an empty header": ["X-Empty:", "X-Space: "],
+    "Latin-1": ["X-Name: caf\xe9"],
+    "server and date": ["Server: nginx/1.0", "Date: Wed, 21 Oct 2015 07:28:00 GMT", "Via: 1.1 x"],
+    "what is for this connection": ["Connection: X-Hop, keep-alive", "X-Hop: 1", "Keep-Alive: timeout=5", "X-Stays: 1"],
+    "a header of 4 KB": ["X-Big: " + "x" * 4_000],
+    "a header of 7 KB": ["X-Big: " + "x" * 7_000],
+    "a header of 30 KB": ["X-Big: " + "x" * 30_000],
+    "100 headers": [f"X-{i}: {i}" for i in range(100)],
+    "500 headers": [f"X-{i}: {i}" for i in range(500)],
+    "security": ["Strict-Transport-Security: max-age=1", "Content-Security-Policy: default-src 'none'", 'ETag: W/"x"'],
+    "CORS": ["Access-Control-Allow-Origin: *", "Access-Control-Expose-Headers: *", "Vary: Origin"],
+    "OpenAI's": ["openai-organization: o", "openai-processing-ms: 5", "x-request-id: req_1", "openai-version: 2020"],
+    "quotes and commas": ['X-Q: a, "b, c"; d=1', "Cache-Control: no-cache, no-store"],
+}
+
+
+def headers() -> Iterable[Case]:
+    for name, lines in HEADERS.items():
+        yield Case(f"{name}, recorded", CHAT, says(whole(ERROR, *lines, status=400)))
+        stream = SSE_HEAD[:-2] + "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+        yield Case(f"{name}, streamed", STREAM, says(stream, chunk(HELLO), LAST))
+        yield Case(f"{name}, not recorded", post("embeddings"), says(whole(b"{}", *lines)))
+        if name not in ("what is for this connection", "Latin-1", "server and date"):
+            yield Case(f"{name}, asked", post("chat/completions", None, *lines), says(whole(ERROR, status=400)))
+    yield Case(
+        "chunked JSON",
+        CHAT,
+        says(head(200, "Content-Type: application/json", "Transfer-Encoding: chunked"), chunk(b"{"), chunk(b"}"), LAST),
+    )
+    yield Case(
+        "JSON until the connection closes", CHAT, says(head(200, "Content-Type: application/json"), b"[]", Do.CLOSE)
+    )
+    yield Case(
+        "a stream until the connection closes",
+        STREAM,
+        says(head(200, "Content-Type: text/event-stream"), HELLO, Do.CLOSE),
+    )
+    yield Case("HTTP/1.0", CHAT, says(whole(b"[]").replace(b"HTTP/1.1", b"HTTP/1.0"), Do.CLOSE))
+    yield Case("Connection: close", CHAT, says(whole(b"[]", "Connection: close"), Do.CLOSE))
+    yield Case("a stream with its length", STREAM, says(whole(HELLO, kind="text/event-stream")))
+    yield Case("chunk extensions", STREAM, says(SSE_HEAD, b"%x;a=b\r\n%s\r\n" % (len(HELLO), HELLO), LAST))
+    yield Case("trailers", STREAM, says(SSE_HEAD, chunk(HELLO), b"0\r\nX-Checksum: 1\r\n\r\n"))
+    yield Case("no content type", CHAT, says(head(200, "Content-Length: 2") + b"[]"))
+    yield Case(
+        "a stream that says it is JSON",
+        STREAM,
+        says(head(200, "Content-Type: application/json", f"Content-Length: {len(HELLO)}") + HELLO),
+    )
+    for interim in (
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n",
+        b"HTTP/1.1 102 Processing\r\n\r\n",
+    ):
+        yield Case(f"{interim[9:12].decode()} first", CHAT, says(interim, whole(ERROR, status=400)))
+        yield Case(f"{interim[9:12].decode()} twice, streamed", STREAM, says(interim, interim, *streamed(HELLO)))
+    yield Case(
+        "the agent expects 100", post("chat/completions", None, "Expect: 100-continue"), says(whole(ERROR, status=400))
+    )
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress}
+UNPACK: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.decompress, "deflate": zlib.decompress, "br": brotli.decompress
+}  # fmt: skip
+
+
+def _flushed(pack: Any, add: Callable[[bytes], bytes], flush: Callable[[], bytes]) -> list[bytes]:
+    return [add(voice.sse(delta(text))) + flush() for text in "abc"] + [add(DONE) + pack()]
+
+
+_GZIP, _ZLIB, _BR = zlib.compressobj(wbits=31), zlib.compressobj(), brotli.Compressor()
+PIECES = {
+    "gzip": _flushed(_GZIP.flush, _GZIP.compress, lambda: _GZIP.flush(zlib.Z_SYNC_FLUSH)),
+    "deflate": _flushed(_ZLIB.flush, _ZLIB.compress, lambda: _ZLIB.flush(zlib.Z_SYNC_FLUSH)),
+    "br": _flushed(_BR.finish, _BR.process, _BR.flush),
+}
+
+
+def compressed() -> Iterable[Case]:
+    """Recorded calls are asked for as they are; what comes compressed nevertheless arrives as what it says."""
+    for name, pack in PACK.items():
+        encoding = f"Content-Encoding: {name}"
+        yield Case(f"{name} JSON unasked", CHAT, says(whole(pack(ERROR), encoding)))
+        yield Case(f"{name} error unasked", CHAT, says(whole(pack(ERROR), encoding, status=500)))
+        sse = SSE_HEAD[:-2] + encoding.encode() + b"\r\n\r\n"
+        yield Case(f"{name} stream unasked", STREAM, says(sse, chunk(pack(HELLO)), LAST))
+        lock = [step for piece in PIECES[name] for step in (chunk(piece), Do.UNTIL_SEEN)]
+        yield Case(f"{name} stream unasked, in time", STREAM, says(sse, *lock, LAST))
+        yield Case(
+            f"{name} passed on",
+            post("embeddings", None, f"Accept-Encoding: {name}"),
+            says(whole(pack(b"{}"), encoding)),
+        )
+    yield Case(
+        "zstd passed on",
+        post("embeddings", None, "Accept-Encoding: zstd"),
+        says(whole(b"\x28\xb5", "Content-Encoding: zstd")),
+    )
+    yield Case("identity said", CHAT, says(whole(ERROR, "Content-Encoding: identity")))
+    yield Case("an unknown encoding", CHAT, says(whole(b"\x00\xff", "Content-Encoding: own")))
+    for accept in ("gzip", "gzip, deflate, br", "identity", "*;q=0"):
+        yield Case(
+            f"accepts {accept}",
+            post("chat/completions", None, f"Accept-Encoding: {accept}"),
+            says(whole(ERROR, status=400)),
+        )
+
+
+# Routes that are not recorded, and methods, paths and bodies of all kinds.
+
+FORM = (
+    b'--B\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n'
+    + bytes(range(256))
+    + b'\r\n--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--B--\r\n'
+)
+
+
+PASSED_ON = ["embeddings", "moderations", "images/generations", "rerank", "score", "messages/count_tokens", "tokenize"]
+UPLOADS = ["files", "audio/transcriptions", "audio/translations", "images/edits", "uploads/u/parts", "batches"]
+READ = ["chat/completions", "chat/completions/c", "responses/resp_1", "responses/resp_1/input_items?limit=2"]
+QUERIES = ["?a=1&b=%20+%2F%C3%A9&c", "?x[]=1&x[]=2", "?a=b?c=d/e:f@g", "?after=%00"]
+PATHS = ["files/a%20b", "files/%C3%A9", "files/a%2Bb", "files/a+b", "files/a;b=1", "models/org%2Fname", "files/x/"]
+CHUNKED = b"POST /v1/%s HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def echo(asked: Asked) -> list[Step]:
+    return [whole(asked.method + b" " + asked.target + b"\n" + asked.body, kind="text/plain")]
+
+
+def requests() -> Iterable[Case]:
+    """Answered with what was asked."""
+    for path in UPLOADS:
+        yield Case(f"upload to {path}", post(path, FORM, "Content-Type: multipart/form-data; boundary=B"), echo)
+    for path in PASSED_ON:
+        yield Case(f"POST {path}", post(path, {"input": ["é", [1, 2]], "unknown": 2.50}), echo)
+    for method in ("PUT", "DELETE", "PATCH", "POST"):
+        yield Case(f"{method} with a body", post("files/x", b"\x00\xff{", method=method), echo)
+        yield Case(f"{method} with an empty body", get("files/x", "Content-Length: 0", method=method), echo)
+    for method in ("GET", "DELETE", "OPTIONS"):
+        yield Case(f"{method} alone", get("files/x", method=method), echo)
+    for target in (*READ, *("files" + query for query in QUERIES)):
+        yield Case(f"GET {target}", get(target), echo)
+    yield Case("chunked upload", CHUNKED % b"files" + chunk(b"a" * 99) + chunk(b"b") + LAST, echo)
+    chat = CHUNKED % b"chat/completions" + chunk(b'{"model"') + chunk(b': "m"}') + LAST
+    yield Case("chunked chat", chat, says(whole(ERROR, status=400)))
+
+
+def answers() -> Iterable[Case]:
+    for status in (200, 404):
+        yield Case(f"HEAD {status}", get("files/x", method="HEAD"), says(head(status, "Content-Length: 5", "X-Up: 1")))
+    yield Case("HEAD without a length", get("files/x", method="HEAD"), says(head(200, "X-Up: 1")))
+    asked = ("Origin: http://127.0.0.1", "Access-Control-Request-Method: POST")
+    allowed = head(204, "Access-Control-Allow-Origin: *", "Allow: POST")
+    yield Case("preflight", get("chat/completions", *asked, method="OPTIONS"), says(allowed))
+    for path in PATHS:
+        yield Case(f"path {path}", get(path), says(whole(b"x")))
+    large = whole(bytes(range(256)) * 12_000, kind="application/octet-stream")
+    yield Case("a download of 3 MB", get("files/x/content"), says(large))
+    pieces = [chunk(bytes([i]) * 999) for i in range(99)]
+    yield Case("a download in chunks", get("files/x"), says(head(200, "Transfer-Encoding: chunked"), *pieces, LAST))
+    yield Case("events that are not recorded", get("threads/t/runs"), says(*streamed(HELLO)))
+    part = whole(b"ab", "Content-Range: bytes 0-1/9", status=206)
+    yield Case("a range", get("files/x", "Range: bytes=0-1"), says(part))
+
+
+# Streams: cut anywhere, with anything in them, and in time.
+
+SHORT = b"".join([voice.sse(delta("é😀")), b": ping\n\n", DONE])
+ENDS = {
+    "LF": SHORT,
+    "CRLF": SHORT.replace(b"\n", b"\r\n"),
+    "CR": SHORT.replace(b"\n", b"\r"),
+    "mixed": SHORT.replace(b"}\n\n", b"}\r\n\n").replace(b"ping\n\n", b"ping\r\r"),
+}
+
+
+def splits() -> Iterable[Case]:
+    """Every position of a short stream between two chunks, in every style of line ends; then one byte at a time."""
+    for name, text in ENDS.items():
+        for at in range(1, len(text)):
+            yield Case(f"{name} cut at {at}", STREAM, says(*streamed(text[:at], text[at:])))
+        for size in (1, 2, 3, 5, 7):
+            pieces = [text[i : i + size] for i in range(0, len(text), size)]
+            yield Case(f"{name} in pieces of {size}", STREAM, says(*streamed(*pieces)))
+
+
+def tcp_splits() -> Iterable[Case]:
+    """Every position of a whole raw answer, its head and its chunk sizes included, between two TCP segments."""
+    raw = head(200, "Content-Type: text/event-stream", "Transfer-Encoding: chunked") + chunk(DONE) + LAST
+    for at in range(1, len(raw)):
+        yield Case(f"stream cut at {at}", STREAM, says(raw[:at], raw[at:]))
+    raw = whole(b'{"choices":[]}')
+    for at in range(1, len(raw)):
+        yield Case(f"JSON cut at {at}", CHAT, says(raw[:at], raw[at:]))
+
+
+def vllm_splits() -> Iterable[Case]:
+    """vLLM's stream, in chunks of every size up to 64 and some above."""
+
+    def cut(size: int) -> Script:
+        def script(asked: Asked) -> list[Step]:
+            text = b"".join(voice.chat_stream(json.loads(asked.body)))
+            return streamed(*(text[i : i + size] for i in range(0, len(text), size)))
+
+        return script
+
+    for size in [*range(1, 65), 100, 1000, 100_000]:
+        yield Case(f"chunks of {size}", STREAM, cut(size))
+
+
+EVENTS = {
+    "event, id and retry": b"event: x\nid: 7\nretry: 10\n" + voice.sse(delta("a")),
+    "no space after the colon": b'data:{"choices":[]}\n\n',
+    "two spaces after the colon": b'data:  {"choices":[]}\n\n',
+    "data on several lines": b'data: {"choices":\ndata: []}\n\n',
+    "a comment in an event": b": x\n" + voice.sse(delta("a")),
+    "comments alone": b": a\n\n:\n\n: b\n: c\n\n",
+    "empty lines": b"\n\n\n\n" + voice.sse(delta("a")) + b"\n\n",
+    "an event without data": b"event: ping\n\n",
+    "empty data": b"data:\n\ndata\n\ndata: \n\n",
+    "a byte order mark": b"\xef\xbb\xbf" + voice.sse(delta("a")),
+    "an unknown field": b"foo: bar\n" + voice.sse(delta("a")),
+    "a field like data": b"database: x\n\n",
+    "text that is no JSON": b"data: hello\n\n",
+    "JSON that is no object": b"data: 5\n\ndata: []\n\ndata: null\n\n",
+    "text that is no UTF-8": b"data: \xff\xfe\n\n",
+    "a NUL": b"data: \x00\n\n",
+    "an error": b'data: {"error": {"message": "boom", "code": 500}}\n\n',
+    "an error as an event": b'event: error\ndata: {"error": "boom"}\n\n',
+    "an event of 1 MB": voice.sse(delta("x" * 1_000_000)),
+    "a thousand events": voice.sse(delta("x")) * 1000,
+    "unknown fields": voice.sse(delta("a", unknown={"a": [1, None]}, obfuscation="xxx")),
+    "usage in every chunk": voice.sse(delta("a", usage={"total_tokens": 1})),
+    "no choices": b'data: {"id": "x"}\n\n',
+}
+
+
+def events() -> Iterable[Case]:
+    for name, text in EVENTS.items():
+        yield Case(name, STREAM, says(*streamed(text, DONE)))
+        yield Case(f"{name}, CRLF", STREAM, says(*streamed(text.replace(b"\n", b"\r\n"), DONE)))
+    for done in (b"data:[DONE]\n\n", b"data: [DONE] \r\n\r\n", b"event: done\ndata: [DONE]\n\n", b"data: [DONE]\n"):
+        yield Case(f"ends with {done!r}", STREAM, says(*streamed(voice.sse(delta("a")), done)))
+    yield Case("goes on after [DONE]", STREAM, says(*streamed(HELLO, b": bye\n\n", voice.sse(delta("more")), b"x")))
+    yield Case("[DONE] twice", STREAM, says(*streamed(HELLO, DONE)))
+    finish = {"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    yield Case("whole and no [DONE]", STREAM, says(*streamed(voice.sse(delta("a")), voice.sse(finish))))
+    yield Case("an error and no [DONE]", STREAM, says(*streamed(EVENTS["an error"])))
+    yield Case("one event a chunk", STREAM, says(*streamed(voice.sse(delta("a")), voice.sse(delta("b")), DONE)))
+
+
+def in_time() -> Iterable[Case]:
+    """The next piece is sent when the agent has the one before: nothing is held back."""
+    for name, text in EVENTS.items():
+        steps = [
+            step for piece in (text, voice.sse(delta("b")), b": ping\n\n") for step in (chunk(piece), Do.UNTIL_SEEN)
+        ]
+        yield Case(name, STREAM, says(SSE_HEAD, *steps, chunk(DONE), Do.UNTIL_SEEN, LAST))
+    lock = [step for _ in range(50) for step in (chunk(voice.sse(delta("t"))), Do.UNTIL_SEEN)]
+    yield Case("fifty tokens", STREAM, says(SSE_HEAD, *lock, chunk(DONE), LAST))
+    raw = [head(200, "Transfer-Encoding: chunked"), chunk(b"a"), Do.UNTIL_SEEN, chunk(b"b"), Do.UNTIL_SEEN, LAST]
+    yield Case("a route that is not recorded", post("audio/speech"), says(*raw))
+
+
+# Upstreams that break off, stall, or answer garbage.
+
+
+def broken() -> Iterable[Case]:
+    first = voice.sse(delta("a"))
+    for how in (Do.CLOSE, Do.RESET):
+        yield Case(f"{how.name} before the head", CHAT, says(how))
+        yield Case(f"{how.name} in the status line", CHAT, says(b"HTTP/1.1 2", how))
+        yield Case(f"{how.name} in the head", CHAT, says(head(200)[:-2], b"Content-Le", how))
+        yield Case(f"{how.name} after the head", CHAT, says(head(200, "Content-Length: 9"), how))
+        yield Case(f"{how.name} in the body", CHAT, says(whole(ANSWER)[:-9], how))
+        yield Case(f"{how.name} in an error's body", CHAT, says(whole(ERROR, status=500)[:-9], how))
+        yield Case(
+            f"{how.name} in a chunked body", CHAT, says(head(200, "Transfer-Encoding: chunked"), chunk(b"{}"), how)
+        )
+        yield Case(f"{how.name} in a stream's head", STREAM, says(SSE_HEAD[:-2], how))
+        yield Case(f"{how.name} before the first event", STREAM, says(SSE_HEAD, how))
+        yield Case(f"{how.name} between events", STREAM, says(SSE_HEAD, chunk(first), Do.UNTIL_SEEN, how))
+        yield Case(f"{how.name} in a chunk's size", STREAM, says(SSE_HEAD, chunk(first), Do.UNTIL_SEEN, b"4", how))
+        yield Case(
+            f"{how.name} in a chunk", STREAM, says(SSE_HEAD, chunk(first), Do.UNTIL_SEEN, chunk(first)[:-20], how)
+        )
+        yield Case(
+            f"{how.name} in an event", STREAM, says(SSE_HEAD, chunk(first), Do.UNTIL_SEEN, chunk(first[:-9]), how)
+        )
+        yield Case(f"{how.name} before [DONE]", STREAM, says(SSE_HEAD, chunk(HELLO[: -len(DONE)]), Do.UNTIL_SEEN, how))
+        yield Case(f"{how.name} in [DONE]", STREAM, says(SSE_HEAD, chunk(HELLO[:-6]), Do.UNTIL_SEEN, how))
+        yield Case(
+            f"{how.name} after [DONE], without the last chunk", STREAM, says(SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN, how)
+        )
+        yield Case(f"{how.name} in the last chunk", STREAM, says(SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN, b"0\r\n", how))
+        yield Case(f"{how.name} in a route that is not recorded", post("embeddings"), says(whole(b"x" * 99)[:-9], how))
+        yield Case(
+            f"{how.name} in a download",
+            get("files/x"),
+            says(head(200, "Transfer-Encoding: chunked"), chunk(b"x" * 99), Do.UNTIL_SEEN, how),
+        )
+        yield Case(f"{how.name} before the head of a download", get("files/x"), says(how))
+    yield Case("a stream with its length, cut", STREAM, says(whole(HELLO, kind="text/event-stream")[:-20], Do.CLOSE))
+    yield Case("garbage in place of a head", CHAT, says(b"SSH-2.0-x\r\n", Do.CLOSE))
+    garbage = [SSE_HEAD, chunk(first), Do.UNTIL_SEEN, b"zz\r\n"]
+    yield Case("garbage in place of a chunk's size", STREAM, says(*garbage, Do.CLOSE))
+    yield Case("garbage in place of a chunk's size, and silence", STREAM, says(*garbage, Do.HANG))
+    yield Case("a chunk longer than its size", STREAM, says(SSE_HEAD, b"3\r\n" + first + b"\r\n", LAST, Do.HANG))
+    yield Case("a negative length", CHAT, says(head(200, "Content-Length: -1"), b"{}", Do.CLOSE))
+    yield Case("two lengths", CHAT, says(head(200, "Content-Length: 2", "Content-Length: 3"), b"{}", Do.CLOSE))
+
+
+def broken_dialects() -> Iterable[Case]:
+    """vLLM's streams, cut after each of their events, in all recorded APIs."""
+
+    def cut(after: int) -> Script:
+        def script(asked: Asked) -> list[Step]:
+            path = asked.target.decode().removeprefix("/v1/")
+            # Where it comes depends on what was asked for.
+            frames = [f.replace(b',"system_fingerprint":"fp"', b"") for f in voice.STREAM[path](json.loads(asked.body))]
+            return [SSE_HEAD, *map(chunk, frames[:after]), Do.CLOSE]
+
+        return script
+
+    for path in voice.STREAM:
+        for after in range(len(voice.STREAM[path]({"stream": True}))):
+            yield Case(f"{path} after {after} events", post(path, {"stream": True}), cut(after))
+
+
+def stalls() -> Iterable[Case]:
+    """To the model of an upstream that the proxy gives little time."""
+    first = voice.sse(delta("a"))
+    chat, stream = (post(body={"model": "hurried", "messages": [], "stream": streamed}) for streamed in (False, True))
+    yield Case("before the head", chat, says(Do.HANG))
+    yield Case("in the head", chat, says(b"HTTP/1.1 200 OK\r\n", Do.HANG))
+    yield Case("in the body", chat, says(whole(ANSWER)[:-9], Do.HANG))
+    yield Case("before the first event", stream, says(SSE_HEAD, Do.HANG))
+    yield Case("between events", stream, says(SSE_HEAD, chunk(first), Do.HANG))
+    yield Case("in an event", stream, says(SSE_HEAD, chunk(first), chunk(first)[:-9], Do.HANG))
+    yield Case("in [DONE]", stream, says(SSE_HEAD, chunk(HELLO)[:-9], Do.HANG))
+    yield Case("after [DONE]", stream, says(SSE_HEAD, chunk(HELLO), Do.HANG))
+    yield Case(
+        "in an answer that is not recorded",
+        post("embeddings", {"model": "hurried"}),
+        says(whole(b"x" * 99)[:-9], Do.HANG),
+    )
+
+
+FAMILIES: dict[str, list[Case]] = {
+    "vLLM's dialects": [*dialects()],
+    "other JSON": [*pretty()],
+    "streams cut at every byte": [*splits()],
+    "answers cut at every byte on the wire": [*tcp_splits()],
+    "vLLM's streams in chunks of every size": [*vllm_splits()],
+    "what is in a stream": [*events()],
+    "nothing is held back": [*in_time()],
+    "statuses": [*statuses()],
+    "headers": [*headers()],
+    "compression": [*compressed()],
+    "other routes": [*requests(), *answers()],
+    "broken upstreams": [*broken()],
+    "broken off after every event": [*broken_dialects()],
+    "stalls": [*stalls()],
+}
