@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -40,37 +39,12 @@ def right(agent: str, *told: str) -> float:
     return sum(tasks.score(task, sql)[0] for task, sql in answers) / len(answers)
 
 
-def pattern(task: Json) -> tuple[bool, ...]:
-    """The kind of a task's question, by the words of its SQL."""
-    return tuple(word in task["sql"] for word in ("COUNT", "AVG", "JOIN", "ORDER", "DESC", "LIMIT"))
-
-
-def test_no_task_is_in_both_splits() -> None:
-    for key in ("task_id", "question", "sql"):
-        assert len({task[key] for task in TRAIN + HELD_OUT}) == len(TRAIN) + len(HELD_OUT) == 182
-    assert tasks.split(0, 140, 42) == (TRAIN, HELD_OUT) != tasks.split(1, 140, 42)
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_no_sql_of_one_split_scores_in_the_other(seed: int) -> None:
     train, held_out = tasks.split(seed, 200, 32)
     assert (len(train), len(held_out)) == (200, 32)
     for one, other in ((one, other) for one in train for other in held_out if one["database"] == other["database"]):
         assert tasks.score(one, other["sql"])[0] == tasks.score(other, one["sql"])[0] == 0
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 10))])
-def test_there_are_questions_enough_of_each_kind(seed: int) -> None:
-    for split in tasks.split(seed, 320, 64):
-        patterns = Counter(pattern(task) for task in split)
-        assert len(patterns) == len(tasks.KINDS) and max(patterns.values()) - min(patterns.values()) <= 1
-
-
-def test_every_kind_of_question_is_in_both_splits() -> None:
-    for split in (TRAIN, HELD_OUT):
-        for words in ("COUNT", "AVG", "JOIN", "DESC LIMIT", "LIMIT 1"):
-            assert sum(words in task["sql"] for task in split) >= len(split) // len(tasks.KINDS)
-        assert {task["database"] for task in split} == set(database.SCHEMAS)
 
 
 def test_the_right_sql_scores_and_one_mistake_does_not() -> None:
@@ -80,29 +54,16 @@ def test_the_right_sql_scores_and_one_mistake_does_not() -> None:
         assert [tasks.score(task, mistake)[0] for mistake in mistakes] == [0.0] * len(mistakes)
 
 
-def test_other_sql_with_the_same_rows_scores() -> None:
+def test_rows_are_compared_in_their_order_only_where_it_was_asked_for() -> None:
     task = {"database": "concerts", "sql": "SELECT name FROM singer WHERE age > 30"}
     assert tasks.score(task, "select s.name from singer as s where not s.age <= 30;")[0] == 1
-
-
-def test_order_matters_only_where_it_was_asked_for() -> None:
+    equal = {"database": "school", "sql": "SELECT name FROM student JOIN test USING (sid) WHERE grade > 20"}
+    assert tasks.score(equal, equal["sql"].replace("SELECT", "SELECT DISTINCT"))[0] == 0, "as many equal rows"
     unordered = {"database": "shop", "sql": "SELECT name FROM product WHERE kind = 'toy'"}
     ordered = unordered | {"sql": unordered["sql"] + " ORDER BY price"}
     turned = ordered["sql"] + " DESC"
     assert tasks.score(unordered, ordered["sql"])[0] == tasks.score(unordered, turned)[0] == 1
     assert tasks.score(ordered, turned)[0] == tasks.score(ordered, unordered["sql"])[0] == 0
-
-
-def test_as_many_equal_rows_are_asked_for_as_there_are() -> None:
-    task = {"database": "school", "sql": "SELECT name FROM student JOIN test USING (sid) WHERE grade > 20"}
-    assert tasks.score(task, task["sql"].replace("SELECT", "SELECT DISTINCT"))[0] == 0
-
-
-def test_a_guessed_result_does_not_score() -> None:
-    for task in TRAIN:
-        if "COUNT" in task["sql"]:
-            guess = database.run(task["database"], task["sql"])[0][0]
-            assert tasks.score(task, f"SELECT {guess}")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -145,13 +106,3 @@ def test_a_result_without_end_is_cut() -> None:
 def test_the_teacher_writes_what_is_right_mostly_and_rewrites_better() -> None:
     assert right("WRITER") == pytest.approx(0.6, abs=0.08)
     assert right("REWRITER", "SELECT name FROM nobody", "error: no such table: nobody") == pytest.approx(0.85, abs=0.08)
-
-
-@pytest.mark.parametrize(
-    ("result", "verdict"),
-    [("Ada", "yes"), ("0", "yes"), ("nothing", "no"), ("None", "no"), ("error: no such table: nobody", "no")],
-)
-def test_the_teachers_checker_says_no_to_errors_and_to_what_finds_nothing(result: str, verdict: str) -> None:
-    for task in HELD_OUT:
-        for sql in (task["sql"], *tasks.near_misses(task)):
-            assert said("CHECKER", task, task["question"], sql, result) == verdict

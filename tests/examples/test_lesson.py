@@ -25,41 +25,28 @@ def lesson(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_published_model_has_settings_of_its_own_size(lesson: Any, name: str, tmp_path: Path) -> None:
-    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 0, 100, 200, 32, 4)
-    config = Config.model_validate(lesson.ExampleLesson(plan, 0, tmp_path).settings())
+def test_a_published_model_has_settings_of_its_own_size_and_begins_with_tasks_of_its_own(
+    lesson: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def taught(imitate: int, directory: Path) -> Any:
+        plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 20, 8, 4)
+        return lesson.ExampleLesson(plan, 0, directory)
+
+    config = Config.model_validate(taught(4, tmp_path).settings())
     assert (config.policy.publish, config.vllm.max_model_len) == ("auto", config.trainer.max_sample_tokens)
     assert config.trainer.group_size * config.trainer.tasks_per_step == 128
     assert (config.trainer.group_size, config.trainer.loss_type) == (16 if name == "reverse_text" else 4, "grpo")
     # A minute is what rollouts of the small model take at most.
     assert config.trainer.group_timeout_s == TrainerConfig().group_timeout_s
     assert "hermes" in vllm_program(config).argv
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("imitate", "steps"), [(48, 17), (0, 16)])
-def test_the_rate_falls_over_the_steps_of_the_lesson(
-    lesson: Any, name: str, imitate: int, steps: int, tmp_path: Path
-) -> None:
-    """Imitation is one step more; without a number of steps the configuration would be refused."""
-    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 200, 32, 4)
-    assert Config.model_validate(lesson.ExampleLesson(plan, 0, tmp_path).settings()).trainer.max_steps == steps
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_imitation_takes_the_calls_of_all_agents(
-    lesson: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for variable, value in lesson.OF_ALL_AGENTS.items():
-        monkeypatch.setenv(variable, value)
-    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 48, 16, 200, 32, 4)
-    assert config_of(lesson.ExampleLesson(plan, 0, tmp_path).settings()).trainer.agents is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_lesson_begins_with_tasks_of_its_own(lesson: Any, name: str, tmp_path: Path) -> None:
-    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 4, 2, 20, 8, 4)
-    lesson.ExampleLesson(plan, 0, tmp_path / "run").begin()
+    # Imitation is one step more; without a number of steps the configuration would be refused.
+    steps = [Config.model_validate(taught(n, tmp_path).settings()).trainer.max_steps for n in (4, 0)]
+    assert steps == [17, 16]
+    with monkeypatch.context() as patched:  # imitation takes the calls of all agents
+        for variable, value in lesson.OF_ALL_AGENTS.items():
+            patched.setenv(variable, value)
+        assert config_of(taught(4, tmp_path).settings()).trainer.agents is None
+    taught(4, tmp_path / "run").begin()
     counts = [len((tmp_path / "run" / f"{kind}.jsonl").read_text().splitlines()) for kind in ("taught", "held_out")]
     assert counts == [4, 8] and (tmp_path / "run" / "tasks.jsonl").stat().st_size > 0
     sys.modules.pop("tasks", None)
