@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,17 +24,13 @@ from ..core.config.section import Section
 from ..core.errors import LightningError
 from .api_client import ApiClient
 from .run.tasks import read_tasks
-from .system.processes import ChildDied, ChildSpec, Supervisor, free_port, reason
+from .system.processes import ChildSpec, Supervisor, free_port
 from .system.steps import report_standstill
 from .system.system import RESTARTS, Launch, running_system
 
 Json = dict[str, Any]
 OF_EVALUATION = ("mean_reward", "interval", "policy_versions", "rollouts", "failed", "without_reward", "tokens")
 OF_STEP = ("reward_mean", "rollouts", "groups_equal", "entropy", "staleness_mean", "step_s")
-
-
-class AgentFails(LightningError):
-    """Every program of the first evaluation failed."""
 
 
 class Work(Section):
@@ -69,7 +66,7 @@ class Trial:
         self.minutes: dict[str, float] = {}
 
     async def run(self) -> Json:
-        """Return what is kept of the trial. LightningError has the reason from a log; AgentFails is one."""
+        """Return what is kept of the trial. LightningError has the reason from a log."""
         config = load_config(self.launch.path)
         async with AsyncExitStack() as stack:
             with self.timed("start"):
@@ -95,17 +92,12 @@ class Trial:
 
         An evaluation that is there already, complete, is not made again.
         """
-        out, log = self.directory / f"{name}.json", self.logs / f"{name}.log"
+        out = self.directory / f"{name}.json"
         with self.timed("evaluations"):
-            if (row := evaluation(out)) is None or row["failed"] == row["rollouts"]:
+            if (row := evaluation(out)) is None:
                 self.say("the held-out tasks are evaluated")
                 options = ["--tasks", str(self.work.held_out), "--samples", str(self.work.samples), "--out", str(out)]
-                try:
-                    await self.done(name, "eval", *options, *self.agent())
-                except ChildDied:
-                    if name == "before" and (row := evaluation(out)) and row["failed"] == row["rollouts"]:
-                        raise AgentFails(f"{reason(log)}; see {log}") from None
-                    raise
+                await self.done(name, "eval", *options, *self.agent())
                 row = evaluation(out)
         assert row is not None
         by_task = {task: found["mean_reward"] for task, found in row["by_task"].items()}
@@ -143,50 +135,58 @@ class Trial:
 
     async def ended(self, api: ApiClient) -> None:
         """Return once training is to end before the tasks are used up."""
-        await asyncio.Event().wait()
+        raise NotImplementedError
 
     async def found(self, api: ApiClient) -> Json:
         """Return what the proxy knows of the training."""
         policy = await api.policy()
-        best = policy.get("best") or {}
         steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]
         everything = [one async for one in api.every_rollout()]
         rollouts = [one for one in everything if one["mode"] == "train" and one["status"] != "discarded"]
         curve = [{"step": one["step"], **{key: one["metrics"].get(key) for key in OF_STEP}} for one in steps]
         return {
             "rollouts": len(rollouts),
-            "trained_on": sum(one["step"] is not None for one in rollouts),
             "calls": sum(one["calls"] for one in everything),
             "tokens": sum(one["tokens"] for one in rollouts),
             "version": policy["live_version"],
-            "best": best.get("story"),
-            "best_version": best.get("version"),
+            "best": (policy.get("best") or {}).get("story"),
             "steps_taken": policy["steps"],
             "collapse": policy["collapse"],
             "steps": sorted(curve, key=lambda one: one["step"]),
         }
 
     def prepare(self, settings: Json, seed: int, groups: int) -> None:
-        """Write tasks.jsonl, in another order in each pass, and config.yaml, with ports that are free now."""
+        """Write tasks.jsonl, in another order in each pass, and config.yaml, with what is this trial's own."""
         lines, order = [task.line for task in read_tasks(self.work.tasks)], random.Random(seed)
         shuffled = chain.from_iterable(order.sample(lines, len(lines)) for _ in repeat(None))
         (self.directory / "tasks.jsonl").write_text("".join(f"{line}\n" for line in islice(shuffled, groups)))
-        own = with_own(settings, self.directory, seed, free_port(), free_port())
-        (self.directory / "config.yaml").write_text(yaml.safe_dump(own, sort_keys=False))
+        vllm_port, upstreams = free_port(), deepcopy(settings.get("upstreams") or [{"name": "policy"}])
+        policys = next(one for one in upstreams if one.get("kind", "vllm") == "vllm")
+        policys["base_url"] = f"http://127.0.0.1:{vllm_port}/v1"
+        own = {
+            "proxy": {"host": "127.0.0.1", "port": free_port()},
+            "vllm": {"port": vllm_port},
+            "store": {"url": f"sqlite:///{self.directory / 'lightning.db'}"},
+            "policy": {"directory": str(self.directory / "policy")},
+            "trainer": {"seed": seed},
+            "upstreams": upstreams,
+        }
+        (self.directory / "config.yaml").write_text(yaml.safe_dump(merged(settings, own), sort_keys=False))
 
-    def agent(self) -> list[str]:
+    def agent(self, concurrency: int | None = None) -> list[str]:
         """Return how `run` and `eval` start it."""
         preload = ["--preload", self.work.preload] if self.work.preload else []
-        return [*preload, "--concurrency", str(self.work.concurrency), "--", *self.work.agent]
+        return [*preload, "--concurrency", str(concurrency or self.work.concurrency), "--", *self.work.agent]
 
     def spec(self, name: str, *command: str, restarts: int = 0) -> ChildSpec:
         """Return a command of lightning-proxy as a child, which logs to NAME.log."""
         return ChildSpec(name, self.launch.argv(*command), self.launch.env(), may_end=True, restarts=restarts)
 
-    async def done(self, name: str, *command: str) -> None:
-        """Run a command to its end. Raise ChildDied if it fails."""
+    async def done(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> None:
+        """Run a command to its end, with further variables. Raise ChildDied if it fails."""
+        spec = self.spec(name, *command)
         async with Supervisor(self.logs) as own:
-            await own.keep_up(await own.start(self.spec(name, *command)))
+            await own.keep_up(await own.start(replace(spec, env={**spec.env, **(env or {})})))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -194,22 +194,6 @@ class Trial:
         started = time.monotonic()
         yield
         self.minutes[name] = round(self.minutes.get(name, 0.0) + (time.monotonic() - started) / 60, 2)
-
-
-def with_own(settings: Json, directory: Path, seed: int, proxy_port: int, vllm_port: int) -> Json:
-    """Return a trial's settings with what is its own: ports, store, folder and seed."""
-    upstreams = deepcopy(settings.get("upstreams") or [{"name": "policy"}])
-    policys = next(one for one in upstreams if one.get("kind", "vllm") == "vllm")
-    policys["base_url"] = f"http://127.0.0.1:{vllm_port}/v1"
-    own = {
-        "proxy": {"host": "127.0.0.1", "port": proxy_port},
-        "vllm": {"port": vllm_port},
-        "store": {"url": f"sqlite:///{directory / 'lightning.db'}"},
-        "policy": {"directory": str(directory / "policy")},
-        "trainer": {"seed": seed},
-        "upstreams": upstreams,
-    }
-    return merged(settings, own)
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
@@ -222,9 +206,9 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
 
 
 def evaluation(file: Path) -> Json | None:
-    """Return the numbers of an evaluation that got to its end."""
+    """Return the numbers of an evaluation that got to its end, and in which not every program failed."""
     row: Json | None = json.loads(file.read_text())["rows"][0] if file.is_file() else None
-    return row if row is not None and row["complete"] else None
+    return row if row and row["complete"] and row["failed"] < row["rollouts"] else None
 
 
 def draw(results: Sequence[Json], path: Path) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import math
 import os
 import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import typer
@@ -26,20 +23,15 @@ from ...commands.formats import table
 from ...commands.run.tasks import read_tasks
 from ...commands.signals import Interrupted, run_until_signal
 from ...commands.system.processes import make_directory
-from ...commands.trial import AgentFails, Json, Trial, draw
+from ...commands.trial import Json, Trial, draw
 from ...commands.vllm import visible_gpus
-from ...core.config.file import load_config
-from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ...core.statistics import bootstrap_mean
-from ...store.opening import opened
 from ...store.sqlite.file import lock_file
-from ...store.store import Store
 from ...trainer.plan import cards
 from .plan import Experiment, LessonPlan, check_agent, flat, lessons_of, read_experiment
 
 Env = Mapping[str, str]
-RunLesson = Callable[[LessonPlan, Env, Callable[[str], None]], Awaitable[Json]]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 HEAD = (
     "variant", "seeds", "before", "after", "95 %", "gain", "95 %", "above {}", "95 %", "each seed", "tasks", "samples",
@@ -49,27 +41,19 @@ SEEDS = 5  # with fewer, intervals over seeds are too narrow
 GROUPS_A_MINUTE = 10_000  # more than agents can work off
 
 
-def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, dry_run: bool) -> None:
+def experiment(file: Path, config: Path | None, directory: Path, jobs: int) -> None:
     """Run the command. Raise LightningError if a lesson failed."""
     plan = read_experiment(file, config)
-    lessons = lessons_of(plan, directory)
-    results, gpus = results_of(lessons), gpus_of(jobs)
-    if len(results) < len(lessons):
+    lessons, gpus = lessons_of(plan, directory), gpus_of(jobs)
+    if len(results_of(lessons)) < len(lessons):
         check_agent(plan, lessons[0].config)
-    if dry_run:
-        typer.echo("\n".join(cost(plan, lessons, results, jobs)))
-        return
-
-    async def work(lesson: LessonPlan, env: Env, tell: Callable[[str], None]) -> Json:
-        return await Lesson(plan, lesson, env, tell).run()
-
     os.umask(0o077)
     with lock_file(make_directory(directory, "--dir") / ".experiment", "lock") as is_ours:
         if not is_ours:
             raise LightningError(f"another `experiment` works in {directory}")
         results = results_of(lessons)
         try:
-            failed = run_until_signal(run_lessons(lessons, results, gpus, work))
+            failed = run_until_signal(run_lessons(plan, lessons, results, gpus))
         except Interrupted:
             done = f"{len(results)} of {len(lessons)} runs are finished"
             raise Interrupted(f"stopped: {done}; the same command does the others") from None
@@ -78,7 +62,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
         console = Console()
         show(finished, console if console.is_terminal else Console(width=240, no_color=True))
         write(finished, directory)
-        say(f"the table: {directory}/results.md, .csv and .json")
+        say(f"the table: {directory}/results.md and results.json")
         try:
             draw(finished, directory / "curves.png")
             say(f"curves: {directory / 'curves.png'}")
@@ -92,16 +76,16 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
 
 
 def say(what: str, lesson: str = "") -> None:
-    """Print a line beside the results."""
+    """Print a line, but not among the results."""
     typer.echo(f"{lesson}: {what}" if lesson else what, err=True)
 
 
 async def run_lessons(
-    lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env], work: RunLesson
+    plan: Experiment, lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env]
 ) -> list[str]:
     """Run the lessons without a result, as many at once as there are `slots`, and save each one's result.
 
-    Return the names of those that failed; the others go on. AgentFails if the agent has never worked yet.
+    Return the names of those that failed; the others go on.
     """
     left = iter([lesson for lesson in lessons if lesson.name not in results])
     failed: list[str] = []
@@ -111,21 +95,16 @@ async def run_lessons(
             finished = f"{len(results)} of {len(lessons)} finished"
             say(f"started ({finished}); logs in {lesson.directory}/logs/", lesson.name)
             try:
-                result = await work(lesson, env, partial(say, lesson=lesson.name))
+                result = await Lesson(plan, lesson, env, partial(say, lesson=lesson.name)).run()
                 save_json(result, lesson.result)
                 results[lesson.name] = result
             except LightningError as error:
-                if isinstance(error, AgentFails) and not results:
-                    raise AgentFails(f"{lesson.name}: {error.message}; no further run is begun") from None
                 failed.append(lesson.name)
                 say(f"failed: {error.message}", lesson.name)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for env in slots:
-                group.create_task(use(env))
-    except* AgentFails as errors:
-        raise errors.exceptions[0] from None
+    async with asyncio.TaskGroup() as group:
+        for env in slots:
+            group.create_task(use(env))
     return failed
 
 
@@ -140,9 +119,11 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
             before, now = flat(results[lesson.name]["made_with"]), flat(lesson.made_with)
         except (ValueError, KeyError):
             raise ConfigError(f"{lesson.result} is no run's result: remove it to do the run again") from None
-        changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-        was, is_now = ([repr(side[key]) if key in side else "not set" for key in changed] for side in (before, now))
-        changes = [f"{key} was {a} and is {b}" for key, a, b in zip(changed, was, is_now, strict=True)]
+        changes = [
+            f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key)
+        ]
         if changes:
             raise ConfigError(
                 f"{lesson.name} is finished, and was made with something else: {'; '.join(changes)}. Put that back, "
@@ -158,26 +139,6 @@ def gpus_of(jobs: int) -> list[Env]:
         raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs one at least")
     each = len(gpus) // jobs
     return [visible_gpus(gpus[job * each : (job + 1) * each]) for job in range(jobs)]
-
-
-def cost(plan: Experiment, lessons: Sequence[LessonPlan], results: Mapping[str, Json], jobs: int) -> list[str]:
-    """Return lines about runs, rollouts, calls, tokens, minutes and disk."""
-    left = len(lessons) - len(results)
-    held_out = 2 * len(read_tasks(plan.held_out)) * plan.samples
-    train = f"{plan.rollouts} rollouts" if plan.rollouts else f"{plan.minutes:g} minutes"
-    rows = [f"{len(lessons)} runs, {left} to do; each trains for {train}, and evaluates {held_out} rollouts"]
-    if results and left:
-        runs = [*results.values()]
-        calls, tokens, gib = (left * fmean(one[key] for one in runs) for key in ("calls", "tokens", "gib"))
-        minutes = left * fmean(map(minutes_of, runs)) / jobs
-        amount = f"{calls:.0f} calls, {tokens:.0f} tokens sampled in training, {minutes:.0f} minutes, {gib:.1f} GiB"
-        rows.append(f"about {amount} on the disk, as measured on {len(runs)} finished")
-    elif left:
-        least = f"{left * (held_out + (plan.rollouts or 0))} calls"
-        least += f" and {left * plan.minutes / jobs:.0f} minutes" if plan.minutes else ""
-        known = "once a run is finished, --dry-run says how long the others take, and how much of the disk"
-        rows.append(f"at least {least}; {known}")
-    return rows
 
 
 def show(results: Sequence[Json], console: Console) -> None:
@@ -208,7 +169,7 @@ def lines(results: Sequence[Json]) -> list[list[str]]:
             name, str(len(seeds)), _mean(before)[0], *_mean(after), *_mean(after - before, "+"), *above,
             " ".join(f"{value:.3f}" for value in after.mean(axis=1)), str(after.shape[1]),
             str(next(iter(seeds.values()))["made_with"]["samples"]),
-            f"{np.mean([minutes_of(one) for one in seeds.values()]):.1f}",
+            f"{np.mean([sum(one['minutes'].values()) for one in seeds.values()]):.1f}",
             f"{np.mean([one['tokens'] for one in seeds.values()]):.0f}",
         ])  # fmt: skip
     return rows
@@ -218,12 +179,8 @@ def few_seeds(results: Sequence[Json]) -> str | None:
     """Return a warning if a variant has too few seeds for its intervals."""
     seeds = Counter(one["variant"] for one in results)
     few = [f"{name} has {count}" for name, count in seeds.items() if count < SEEDS]
-    why = "intervals of so few are too narrow, and with one they are over tasks only"
+    why = "their intervals are too narrow, and with one seed they are over tasks only"
     return f"fewer than {SEEDS} seeds ({', '.join(few)}): {why}" if few else None
-
-
-def minutes_of(result: Json) -> float:
-    return float(sum(result["minutes"].values()))
 
 
 def rewards(results: Mapping[int, Json], seeds: Sequence[int], when: str) -> Matrix:
@@ -239,7 +196,7 @@ def _mean(values: Matrix, sign: str = "") -> tuple[str, str]:
 
 
 def write(results: Sequence[Json], directory: Path) -> None:
-    """Write results.md (the table), results.csv (a line for each run) and results.json (all, and what it rests on)."""
+    """Write results.md (the table) and results.json (all runs, and what they rest on)."""
     head, *rows = lines(results)
     table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     text = "".join(f"| {' | '.join(row)} |\n" for row in table)
@@ -247,24 +204,8 @@ def write(results: Sequence[Json], directory: Path) -> None:
     (directory / "results.md").write_text(
         "\n\n".join([text.rstrip(), note, *filter(None, [few_seeds(results)])]) + "\n"
     )
-    with (directory / "results.csv").open("w", newline="") as file:
-        sheet = csv.writer(file)
-        sheet.writerow(("variant", "seed", "before", "after", "tasks", "rollouts", "steps", "tokens", "minutes"))
-        for one in results:
-            ends = [one["held_out"][when]["mean_reward"] for when in ("before", "after")]
-            amounts = (one["rollouts"], len(one["steps"]), one["tokens"], round(minutes_of(one), 2))
-            sheet.writerow((one["variant"], one["seed"], *ends, len(one["held_out"]["after"]["by_task"]), *amounts))
     packages = {one.name: one.version for one in distributions()}
     save_json({"packages": dict(sorted(packages.items())), "runs": results}, directory / "results.json")
-
-
-def commit() -> str | None:
-    """Return the commit of the working directory, which may have changes."""
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 class Lesson(Trial):
@@ -279,14 +220,7 @@ class Lesson(Trial):
     async def run(self) -> Json:
         self.begin()
         about = {"variant": self.lesson.variant, "seed": self.lesson.seed, "made_with": self.lesson.made_with}
-        found: Json = about | {"commit": commit()} | await super().run()
-        bytes_ = sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
-        return found | {"gib": round(bytes_ / 2**30, 3)}
-
-    async def stages(self, config: Config) -> Json:
-        found = await super().stages(config)
-        await self.tidy({found["version"], found["best_version"]})
-        return found
+        return about | await super().run()
 
     async def ended(self, api: ApiClient) -> None:
         await asyncio.sleep(self.plan.minutes * 60 if self.plan.minutes else math.inf)
@@ -298,16 +232,3 @@ class Lesson(Trial):
         rollouts, group_size = self.plan.rollouts, self.lesson.config.trainer.group_size
         groups = len(read_tasks(self.work.tasks)) if rollouts is None else rollouts // group_size
         self.prepare(self.lesson.settings, self.lesson.seed, groups)
-
-    async def tidy(self, kept: Container[int]) -> None:
-        """Remove the weights of all versions but these, and the checkpoints of other steps."""
-        shutil.rmtree(self.directory / "policy" / "checkpoints" / "0", ignore_errors=True)  # of the base model
-        async with opened(load_config(self.launch.path).store) as database:
-            store = Store(database)
-            for version in await store.versions.with_files():
-                if version.version not in kept:
-                    await store.versions.forget_files(version.version)
-                    shutil.rmtree(self.directory / "policy" / "versions" / f"v{version.version}", ignore_errors=True)
-            for step, checkpoint in await store.steps.old_checkpoints(1):
-                await store.steps.forget_checkpoint(step)
-                shutil.rmtree(checkpoint, ignore_errors=True)

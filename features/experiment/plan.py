@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ...commands.run.runner import runner_for
 from ...commands.run.tasks import read_tasks
-from ...commands.trial import Json, Work, merged, with_own
-from ...commands.vllm import other_port, require_model
+from ...commands.trial import Json, Work, merged
+from ...commands.vllm import require_model
 from ...core.config.file import config_of, lines, read_config, read_yaml, variables
 from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
@@ -84,17 +84,11 @@ def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
     config_of(deepcopy(base), path=experiment.config)
     shared = experiment.model_dump(mode="json", exclude={"config", "seeds", "variants"}, exclude_none=True)
     made: dict[str, tuple[Json, Config, Json]] = {}
-    problems = []
     for name, changes in experiment.variants.items():
-        try:
-            settings, config = _variant(name, base, changes, experiment.rollouts)
-            alike = config_of(with_own(settings, Path(), 0, 1, 1))
-            kept = alike.model_dump(mode="json", exclude_defaults=True)
-            made[name] = settings, config, {"config": kept, "files": _files(experiment, config)}
-        except LightningError as error:
-            problems.append(error.message)
-    if problems:
-        raise ConfigError("\n".join(problems))
+        settings, config = _variant(name, base, changes, experiment.rollouts)
+        kept = flat(config.model_dump(mode="json", exclude_defaults=True))
+        own = {key: value for key, value in kept.items() if key not in OWN}
+        made[name] = settings, config, {"config": own, "files": _files(experiment, config)}
     return [
         LessonPlan(name, seed, directory.absolute() / name / f"seed-{seed}", settings, config, shared | made_with)
         for seed in experiment.seeds
@@ -124,8 +118,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         upstream = config.policy_upstream
         urls = upstream.urls if upstream is not None and not upstream.servers else ()
         if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:
-            wrong = "upstreams: each run starts one vLLM; leave out replicas, and name the port of vllm.port"
-            raise ConfigError(other_port(config) or wrong)
+            raise ConfigError("upstreams: each run starts one vLLM: leave out replicas, and name the port of vllm.port")
         if config.run.proxy_url is not None:
             raise ConfigError("run.proxy_url: each run has a proxy of its own")
         if rollouts is not None and rollouts % config.trainer.group_size:
@@ -144,7 +137,7 @@ def check_agent(experiment: Experiment, config: Config) -> None:
 
 
 def _files(experiment: Experiment, config: Config) -> dict[str, str]:
-    """The hashes of the task files, of those that the agent's command line names, and of the user's own functions'."""
+    """The hashes of the task files, the files in the agent's command line, and the files of the user's functions."""
     own = [name for _, name in own_functions(config.trainer)] + [config.rewards.function or ""]
     words = [*experiment.agent, *(name.rpartition(":")[0] for name in own)]
     files = [experiment.tasks, experiment.held_out, *map(Path, words)]
