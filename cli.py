@@ -389,31 +389,27 @@ def plan(
 def doctor(
     context: typer.Context,
     command: Annotated[list[str] | None, typer.Argument(help="with --learn: the agent program, after `--`")] = None,
-    learn: Annotated[
-        bool, typer.Option("--learn", help="see by a few training steps whether this system learns")
-    ] = False,
+    learn: Annotated[bool, typer.Option("--learn", help="see by a training step whether this system learns")] = False,
     tasks: Annotated[
         Path | None, typer.Option(help="with --learn: JSON Lines for the program", show_default="four questions")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="with --learn: replace merged weights while rollouts run")] = False,
-    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check failed."""
     from .core.errors import ConfigError
 
-    if not learn and (command or tasks or yes):
-        raise ConfigError("--tasks, --yes and a program need --learn")
+    if not learn and (command or tasks):
+        raise ConfigError("--tasks and a program need --learn")
     if tasks and not command:
         raise ConfigError("--tasks needs an agent program, after `--`")
     if learn:
         from .commands.doctor.learn import learn_command
 
-        done = learn_command(context.obj, model, tasks, command or [], yes=yes, as_json=as_json)
+        done = learn_command(context.obj, tasks, command or [], as_json=as_json)
     else:
         from .commands.doctor.doctor import doctor as run
 
-        done = run(context.obj, model, as_json=as_json)
+        done = run(context.obj, as_json=as_json)
     if not done:
         raise typer.Exit(1)
 

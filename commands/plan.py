@@ -52,14 +52,6 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
     return memory, settings
 
 
-def plan_line(plan: Plan) -> str:
-    vllm, trainer = (f"{sum(needs.values()):.1f} GiB" for needs in (plan.vllm, plan.trainer))
-    where = "on one card" if plan.shared else "on cards of their own"
-    length, tokens = plan.config.vllm.max_model_len or 0, plan.config.trainer.max_tokens_per_batch or 0
-    sides = f"vLLM {vllm}, trainer {trainer} {where}" if plan.vllm else f"trainer {trainer}"
-    return f"{sides}; contexts of {count(length)} tokens, passes of {count(tokens)}"
-
-
 def _settings(plan: Plan) -> list[tuple[str, Any, str]]:
     """Key, value and meaning of each."""
     vllm, trainer = plan.config.vllm, plan.config.trainer

@@ -24,7 +24,7 @@ from ..formats import share, table
 from ..run.report import ProgressView
 from ..signals import run_until_signal
 from ..system.processes import make_directory
-from ..trial import Json, Trial, Work, draw, evaluation
+from ..trial import Json, Trial, Work, draw
 from .model import cache_directory, require_packages
 
 CONCURRENCY = 64
@@ -72,24 +72,18 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
         trial.prepare(settings(model, options.steps), 0, 2 * options.steps * TASKS_PER_STEP)
     try:
         with trial.view:
-            result = run_until_signal(trial.run())
+            result = {"variant": "demo", "seed": 0} | run_until_signal(trial.run())
     except LightningError:
-        lines = f"{trial.reached()}\ngo on: lightning-proxy demo --resume --dir {directory}"
-        console.print(lines, markup=False, highlight=False, soft_wrap=True)
-        with suppress(LightningError):  # the first error is the one to show
-            _say_where(config, console)
+        print(f"go on: lightning-proxy demo --resume --dir {directory}")
         raise
+    finally:
+        with suppress(LightningError):  # an earlier error is the one to show
+            if (place := asyncio.run(where(load_config(config), f"--config {config} "))) is not None:
+                print(place)
     save_json(result, directory / "result.json")
     draw([result], directory / "reward.png")
     show(result, console)
-    _say_where(config, console)
     console.print(f"curve: {directory / 'reward.png'}, data: {directory / 'result.json'}", soft_wrap=True)
-
-
-def _say_where(config: Path, console: Console) -> None:
-    """Say where the trained weights are, if there are any."""
-    if (place := asyncio.run(where(load_config(config), f"--config {config} "))) is not None:
-        console.print(place, markup=False, highlight=False, soft_wrap=True)
 
 
 class Demo(Trial):
@@ -105,42 +99,23 @@ class Demo(Trial):
             agent=program, tasks=tasks, held_out=held_out, samples=8, concurrency=CONCURRENCY, preload=PRELOADED
         )  # fmt: skip
         super().__init__(work, directory, view.say)
-        self.view, self._options = view, options
-        self._steps_before: int | None = None  # those that a demo which is resumed had taken
-        self._steps, self._newest = 0, list[float]()  # rewards of a step's worth of rollouts
-
-    async def run(self) -> Json:
-        result = await super().run()
-        return {"variant": "demo", "seed": 0, "steps_before": self._steps_before or 0} | result
+        self.view, self._steps = view, options.steps
 
     async def ended(self, api: ApiClient) -> None:
         """Show the steps. Return when the newest rollouts of several steps had equal rewards, or at a collapse."""
-        bar, several = self.view.bar("training steps", self._options.steps), PERFECT_STEPS * STEP_ROLLOUTS
+        bar, several = self.view.bar("training steps", self._steps), PERFECT_STEPS * STEP_ROLLOUTS
         is_over = False
         while not is_over:
             with suppress(ApiError):  # a busy machine; the next look will do
                 policy = await api.policy()
                 newest = (await api.rollouts(mode="train", limit=several + STEP_ROLLOUTS))["data"]
                 completed = [one for one in newest if one["status"] == "completed"][:several]
-                self._steps = policy["steps"]
-                self._steps_before = self._steps if self._steps_before is None else self._steps_before
-                self._newest = [one["reward"] for one in completed[:STEP_ROLLOUTS] if one["reward"] is not None]
-                bar.show(
-                    self._steps,
-                    fmean(self._newest) if self._newest else None,
-                    sum(one["status"] == "failed" for one in newest),
-                )
+                rewards = [one["reward"] for one in completed[:STEP_ROLLOUTS] if one["reward"] is not None]
+                failed = sum(one["status"] == "failed" for one in newest)
+                bar.show(policy["steps"], fmean(rewards) if rewards else None, failed)
                 nothing_left = len(completed) == several and all(one["dropped"] for one in completed)
                 is_over = nothing_left or policy["collapse"] is not None
             await asyncio.sleep(POLL_S)
-
-    def reached(self) -> str:
-        """Return a line about how far it came."""
-        if (before := evaluation(self.directory / "before.json")) is None:
-            return "nothing was trained: it ended before the base model was evaluated"
-        reached = f"reached: {self._steps} of {self._options.steps} steps; mean reward of held-out tasks before "
-        newest = f"; of the newest rollouts {fmean(self._newest):.3f}" if self._newest else ""
-        return f"{reached}{before['mean_reward']:.3f}{newest}"
 
 
 def begin(options: DemoOptions) -> DemoOptions:
@@ -199,10 +174,9 @@ def show(result: Json, console: Console) -> None:
     curve = [step["reward_mean"] for step in result["steps"] if step["reward_mean"] is not None]
     if len(curve) > 1:
         console.print(terminal_curve(curve, min(console.width, 100)), markup=False, highlight=False)
-    before, minutes = result["steps_before"], result["minutes"]
-    since = f", {before} of them before it was resumed, the others" * bool(before)
-    total = sum(minutes.values())
-    console.print(f"{result['steps_taken']} steps{since} in {minutes['training']:.1f} min, {total:.1f} min in all")
+    minutes = result["minutes"]
+    training = f"{minutes['training']:.1f} min of training, {sum(minutes.values()):.1f} min in all"
+    console.print(f"{result['steps_taken']} steps; since this start {training}")
     if result["best"] is not None:
         console.print(f"the best is {result['best']}")
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import aiohttp
+from rich.console import Console
 from rich.table import Table
 
 from ...core.config.address import without_secrets
 from ...core.errors import LightningError
-from ..formats import plain
+from ..formats import plain, print_json
 
 Outcome = Literal["ok", "warning", "failed"]
 STYLE = {"ok": "green", "warning": "yellow", "failed": "bold red"}
@@ -45,29 +46,50 @@ class Doubt(Finding):
     outcome = "warning"
 
 
-async def check(name: str, probe: Awaitable[str], fix: str) -> Check:
-    """Return the row's check. What the probe returns is well; errors mean that it failed."""
-    try:
-        return Check(name, "ok", await probe)
-    except Finding as finding:
-        return Check(name, finding.outcome, str(finding), finding.fix or fix)
-    except LightningError as error:
-        found = error.message
-    except (aiohttp.ClientError, TimeoutError) as error:
-        found = without_secrets(str(error)) or "no answer in time"
-    except OTHER_SHAPE:
-        found = "an answer has another shape than expected"
-    return Check(name, "failed", found, fix)
+class Broken(Exception):
+    """A check failed, and later ones would say nothing."""
 
 
-def checks_table(checks: Sequence[Check], widths: tuple[int, int] = (0, 0)) -> Table:
-    """Return a table with a line per check and the fix under it. `widths`: the least of the first two columns."""
-    table = Table.grid(padding=(0, 2))
-    for width in widths:
-        table.add_column(no_wrap=True, min_width=width)
-    table.add_column(overflow="fold")
-    for one in checks:
-        table.add_row(plain(one.outcome, STYLE[one.outcome]), plain(one.name), plain(one.found))
-        if one.fix:
-            table.add_row("", "", plain(f"→ {one.fix}"))
-    return table
+class Report:
+    """Makes checks, shows each at once, or all as JSON at the end. `stops`: a check that fails raises Broken."""
+
+    def __init__(self, *, as_json: bool, stops: bool = False) -> None:
+        self.checks: list[Check] = []
+        self._as_json, self._stops = as_json, stops
+
+    async def check(self, name: str, probe: Awaitable[str], fix: str) -> Check:
+        """Make a row's check. What the probe returns is well; errors mean that it failed."""
+        outcome: Outcome = "failed"
+        mend: str | None = fix
+        try:
+            outcome, found, mend = "ok", await probe, None
+        except Finding as finding:
+            outcome, found, mend = finding.outcome, str(finding), finding.fix or fix
+        except LightningError as error:
+            found = error.message
+        except (aiohttp.ClientError, TimeoutError) as error:
+            found = without_secrets(str(error)) or "no answer in time"
+        except OTHER_SHAPE:
+            found = "an answer has another shape than expected"
+        self.add(name, outcome, found, mend)
+        return self.checks[-1]
+
+    def add(self, name: str, outcome: Outcome, found: str, fix: str | None = None) -> None:
+        self.checks.append(Check(name, outcome, found, fix))
+        if not self._as_json:
+            table = Table.grid(padding=(0, 2))
+            table.add_column(no_wrap=True, min_width=7)
+            table.add_column(no_wrap=True, min_width=18)
+            table.add_column(overflow="fold")
+            table.add_row(plain(outcome, STYLE[outcome]), plain(name), plain(found))
+            if fix:
+                table.add_row("", "", plain(f"→ {fix}"))
+            Console(highlight=False).print(table)
+        if self._stops and outcome == "failed":
+            raise Broken
+
+    def end(self) -> bool:
+        """Print the JSON, if it is wanted, and return whether no check failed."""
+        if self._as_json:
+            print_json([asdict(check) for check in self.checks])
+        return all(check.outcome != "failed" for check in self.checks)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import suppress
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import aiohttp
-from rich.console import Console
 
 from ...core.config.address import shown, without_secrets
 from ...core.config.file import load_config
@@ -23,11 +19,7 @@ from ...core.config.upstreams import UpstreamConfig, below
 from ...core.errors import ConfigError
 from ...core.groups import Grouping
 from ...core.http import through
-from ...core.json_text import encode, loads
 from ...core.prices import require_litellm
-from ...proxy.gateway.attempts import Upstreams
-from ...proxy.gateway.upstream import Request, make_session
-from ...proxy.plugins import makers_of, plugins_of
 from ...serving.mode import publish_mode
 from ...store.opening import first_value, opened
 from ...store.sqlite.database import ROOM, has_room
@@ -35,20 +27,16 @@ from ...store.sqlite.file import lock_file
 from ...store.store import Store
 from ...store.versions import DECIDED
 from ...trainer.collect.groups import full_groups, what_is_missing
-from ...trainer.plan import make_plan
 from ..api_client import ApiClient, ApiError, ProxyNotThere
-from ..formats import print_json
-from ..plan import plan_line
 from ..put_back import put_back_left
 from ..signals import run_until_signal
 from ..vllm import other_port
-from .checks import Check, Doubt, Finding, check, checks_table
+from .checks import Doubt, Finding, Report
 from .vllm import REFUSED, VllmChecks
 
 TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
 REACH_S = 5.0
-LOW_DISK_GIB = 1.0
-NEWEST = 200  # rollouts whose rewards are looked for
+NEWEST = 200  # rollouts that are looked at for their rewards
 STARTING = (
     "start it with `lightning-proxy vllm`; if it is starting, wait until it prints `Application startup complete` (of "
     "`up`: in lightning-logs/vllm.log); or correct upstreams.base_url"
@@ -58,120 +46,90 @@ NO_REWARDS = (
 )
 OTHER_STORE = "answers, but its store is not this configuration's"
 ELSEWHERE = "run doctor where it was started, or with `--config` and its file"
-HEADERS = [(b"content-type", b"application/json"), (b"anthropic-version", b"2023-06-01")]
 
 
-def doctor(path: Path | None, model: str | None, *, as_json: bool) -> bool:
+def doctor(path: Path | None, *, as_json: bool) -> bool:
     """Print every check and return whether none failed."""
-    checks = run_until_signal(run_checks(path, model))
-    if as_json:
-        print_json([asdict(check) for check in checks])
-    else:
-        Console(highlight=False).print(checks_table(checks))
-    return not any(check.outcome == "failed" for check in checks)
+    report = Report(as_json=as_json)
+    run_until_signal(run_checks(path, report))
+    return report.end()
 
 
-async def run_checks(path: Path | None, model: str | None = None) -> list[Check]:
-    """Make all checks that are possible, and none behind a broken link. `model`: in place of policy.model."""
+async def run_checks(path: Path | None, report: Report) -> None:
+    """Make all checks that are possible, and none behind a broken link."""
     try:
-        config = load_config(path, {"policy.model": model})
+        config = load_config(path)
     except ConfigError as error:
-        return [Check("configuration", "failed", error.message, "correct it and run doctor again")]
-    checks = [Check("configuration", "ok", str(path) if path else "defaults and environment")]
-    memory = await check(
-        "memory", probe_memory(config), "lightning-proxy plan --gpus … shows what other cards would do"
-    )
-    checks += [memory] if memory.found else []
+        report.add("configuration", "failed", error.message, "correct it and run doctor again")
+        return
+    report.add("configuration", "ok", str(path) if path else "defaults and environment")
     mend = "start the server, or set store.url" if config.store.is_postgres else "make it writable, or set store.url"
-    checks.append(await check("store", probe_store(config.store), mend))
-    put_back: list[str] = []
+    await report.check("store", probe_store(config.store), mend)
     try:
-        await put_back_left(config, put_back.append)
+        await put_back_left(config, partial(report.add, "learn", "ok"))
     except ConfigError:
-        put_back.append("a `doctor --learn` is at work")
-    checks += [Check("learn", "ok", line) for line in put_back]
+        report.add("learn", "ok", "a `doctor --learn` is at work")
     async with open_session() as session, ApiClient.of(config) as api:
-        checks += [one async for one in check_running(config, session, api)]
-    return checks
+        await check_running(config, session, api, report)
 
 
 def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S))
 
 
-async def check_running(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> AsyncIterator[Check]:
+async def check_running(config: Config, session: aiohttp.ClientSession, api: ApiClient, report: Report) -> None:
     """Check what has been started: the proxy, model servers, the policy's among them, and what is trained on."""
     wrong = "use the configuration that the proxy was started with"
-    proxy = await check("proxy", probe_proxy(api, config.store), wrong)
-    yield proxy
+    proxy = await report.check("proxy", probe_proxy(api, config.store), wrong)
     if OTHER_STORE in proxy.found:
         return  # another system's: what this configuration says of vLLM is not about it
     answers, policy, policy_answers = proxy.outcome != "failed", config.policy_upstream, False
     for upstream in config.upstreams:
-        servers = await check_servers(config, session, upstream)
-        for one in servers:
-            yield one
-        reachable = servers[0].outcome == "ok" if servers else True
-        if upstream is policy:
-            policy_answers = reachable
-        elif reachable and (upstream.api_key is not None or upstream.kind == "litellm"):
-            yield await check(f"upstream {upstream.name}", probe_call(config, upstream), "check the provider's status")
+        reachable = await check_servers(config, session, upstream, report)
+        policy_answers |= reachable and upstream is policy
     if policy is None:
         found = "no upstream of kind vllm: calls are recorded but never trained on"
-        yield Check("policy", "warning", found, "add an upstream with kind: vllm to train")
+        report.add("policy", "warning", found, "add an upstream with kind: vllm to train")
     elif policy_answers:
-        async for one in VllmChecks(config, session, policy).run():
-            yield one
-    rows: list[tuple[str, Awaitable[str], str]] = []
+        await VllmChecks(config, session, policy).run(report)
     if answers and policy_answers:
         same = "give proxy, trainer and vLLM the same policy.publish, and start all of them again"
-        rows += [("publish mode", probe_mode(config, api), same)]
-        rows += [("alias", probe_alias(config, session, api), "look at the proxy's log")]
+        await report.check("publish mode", probe_mode(config, api), same)
+        await report.check("alias", probe_alias(config, session, api), "look at the proxy's log")
     if answers:
-        rows += [("rewards", probe_rewards(api), NO_REWARDS)]
+        await report.check("rewards", probe_rewards(api), NO_REWARDS)
     if answers and policy is not None and config.store.may_be_there:
-        rows += [("trainer", probe_trainer(config), "start it with `lightning-proxy train`")]
-        rows += [("next step", probe_step(config), "see the store's check above")]
-    for row in rows:
-        yield await check(*row)
+        await report.check("trainer", probe_trainer(config), "start it with `lightning-proxy train`")
+        await report.check("next step", probe_step(config), "see the store's check above")
     if answers:
         for line in (await api.policy()).get("warnings", ()):
-            yield Check("policy", "warning", line)
-
-
-async def probe_memory(config: Config) -> str:
-    """Return the memory plan; nothing on a machine without GPUs."""
-    plan = make_plan(config)
-    return plan_line(plan) if plan.cards else ""
+            report.add("policy", "warning", line)
 
 
 async def probe_store(config: StoreConfig) -> str:
     """Check that the store can be opened and written, or made, on a disk with room."""
-
-    async def require_writable() -> None:
-        async with opened(config, to_write=False):
-            pass  # one of another schema is not changed by looking
-        async with opened(config) as database:
-            await database.require_writable()
-
     if config.is_postgres:
-        await require_writable()
+        await _require_writable(config)
         return f"{config.where}, writable"
     path = config.path.absolute()
     directory, is_there = next(parent for parent in path.parents if parent.exists()), path.exists()
-    can_write = os.access(directory, os.W_OK | os.X_OK)
-    if not is_there and not (directory.is_dir() and can_write):
+    can_write = directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)
+    if not is_there and not can_write:
         raise Finding(f"{path} cannot be made: {directory} is not writable", "set store.url to another place")
     free = shutil.disk_usage(directory).free
     if free < ROOM or (can_write and not has_room(directory)):
         raise Finding(f"{directory}: the disk is full", "make room: calls and rewards are refused with 503")
     if is_there:
-        await require_writable()
-    found = f"{path}, writable" if is_there else f"{path} is not there yet: the first start makes it"
-    if free < LOW_DISK_GIB * 2**30:
-        few = f"{found}, but only {free / 2**30:.1f} GiB free"
-        raise Doubt(few, "make room: a full disk stops agents with 503")
-    return f"{found}, {free / 2**30:.0f} GiB free"
+        await _require_writable(config)
+    found = "writable" if is_there else "not there yet: the first start makes it"
+    return f"{path}, {found}, {free / 2**30:.0f} GiB free"
+
+
+async def _require_writable(config: StoreConfig) -> None:
+    async with opened(config, to_write=False):
+        pass  # one of another schema is not changed by looking
+    async with opened(config) as database:
+        await database.require_writable()
 
 
 async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
@@ -187,20 +145,25 @@ async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
     return f"{api.url}, policy version {policy['live_version']} live"
 
 
-async def check_servers(config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> list[Check]:
-    """Check that each of an upstream's servers answers; of litellm, that it is installed, which is said if not."""
+async def check_servers(
+    config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig, report: Report
+) -> bool:
+    """Check that each of an upstream's servers answers, and return whether the first does."""
     name = f"upstream {upstream.name}"
     if upstream.kind == "litellm":
-        try:
-            require_litellm(f"{name} of kind litellm")
-        except ConfigError as error:
-            return [Check(name, "failed", error.message, "install it, or remove the upstream")]
-        return []
+        await report.check(name, probe_litellm(name), "install it, or remove the upstream")
+        return True
     fix = "check the provider's status, or correct upstreams.base_url"
     if upstream.kind == "vllm":
         fix = other_port(config) or STARTING
     urls = dict.fromkeys((*upstream.urls, *upstream.published_to))
-    return [await check(name, probe_server(session, upstream, url), fix) for url in urls]
+    checks = [await report.check(name, probe_server(session, upstream, url), fix) for url in urls]
+    return checks[0].outcome == "ok"
+
+
+async def probe_litellm(name: str) -> str:
+    require_litellm(f"{name} of kind litellm")
+    return "litellm is installed"
 
 
 async def probe_server(session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> str:
@@ -216,42 +179,6 @@ async def probe_server(session: aiohttp.ClientSession, upstream: UpstreamConfig,
     if status >= 400:
         raise Finding(f"{shown(url)}/models answers HTTP {status}", "correct its base_url or api_key")
     return shown(url)
-
-
-async def probe_call(config: Config, upstream: UpstreamConfig) -> str:
-    """Make one call of one token, as an agent would: many providers check a key on calls alone."""
-    named = [upstream.model_map.get(model, model) for model in upstream.models] or [*upstream.model_map.values()]
-    model = next(iter(named), config.policy.model)
-    session = make_session()
-    upstreams = Upstreams(session, makers=makers_of(plugins_of(config)))
-
-    async def ask(method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        request = Request(method, path, b"", HEADERS, body, forward_authorization=False, identity=True)
-        return await upstreams.ask(upstream, request)
-
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            if model is None:
-                _, listed = await ask("GET", "/v1/models", b"")
-                with suppress(ValueError, LookupError, TypeError):
-                    model = str(loads(listed)["data"][0]["id"])
-            model = model or config.policy.alias
-            path = "/v1/messages" if upstream.api_key_header == "x-api-key" else "/v1/chat/completions"
-            body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-            status, answer = await ask("POST", path, encode(body))
-    finally:
-        await upstreams.close()
-        await session.close()
-    found = f"a call for {model!r} is answered with HTTP {status}"
-    said = f"{found}: {without_secrets(answer.decode(errors='replace'))[:200]}"
-    if status in REFUSED and upstream.api_key is not None:
-        raise Finding(f"it refuses its key: {said}", "correct its api_key")
-    if status in REFUSED:
-        fix = "set its api_key or the provider's environment variable, unless the agents bring keys"
-        raise Doubt(f"it wants another key: {said}", fix)
-    if status >= 400 and (named or status >= 429):
-        raise Doubt(said, "see what it says: calls of agents may end so, too")
-    return found
 
 
 async def probe_mode(config: Config, api: ApiClient) -> str:
@@ -306,8 +233,7 @@ async def probe_rewards(api: ApiClient) -> str:
     if rewarded < len(ended) / 2:
         raise Doubt(found)
     if all(r["task_id"] is None for r in ended):
-        fix = "send X-Task-Id: only rollouts of one task are compared"
-        raise Doubt(f"{found}, but none names its task", fix)
+        raise Doubt(f"{found}, but none names its task", "send X-Task-Id: only rollouts of one task are compared")
     return found
 
 

@@ -1,17 +1,15 @@
-"""`doctor --learn`: sees whether the user's own stack learns, by a few steps beside everything that is the user's."""
+"""`doctor --learn`: sees whether the user's own stack learns, by a training step in a second system."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from ...core.config.file import load_config
 from ...core.config.root import Config
@@ -23,12 +21,11 @@ from ...serving.vllm import VllmFleet, operator_session
 from ...store.opening import opened
 from ...store.store import Store
 from ...trainer.plugins import Run
-from ..formats import print_json
 from ..put_back import FRESH, alone, forget, journal_path, put_back, put_back_if_left
 from ..run.tasks import Task, read_tasks
 from ..signals import Interrupted, run_until_signal
 from ..train import prepared, quiet
-from .checks import Check, Finding, check, checks_table
+from .checks import Broken, Finding, Report
 from .doctor import check_servers, open_session
 from .vllm import VllmChecks
 
@@ -45,52 +42,21 @@ PROMPTS = (
 OWN_TASKS = [Task(f"doctor-{i}", json.dumps({"prompt": prompt})) for i, prompt in enumerate(PROMPTS)]
 
 
-class Broken(Exception):
-    """A check failed, and those after it would say nothing."""
-
-
-class Report:
-    """Shows checks, and keeps them."""
-
-    def __init__(self, show: Callable[[Check], None]) -> None:
-        self.checks: list[Check] = []
-        self._show = show
-
-    def __call__(self, check: Check) -> None:
-        """Show a check. Raise Broken if it failed."""
-        self.checks.append(check)
-        self._show(check)
-        if check.outcome == "failed":
-            raise Broken
-
-
-def learn_command(
-    path: Path | None, model: str | None, tasks: Path | None, command: Sequence[str], *, yes: bool, as_json: bool
-) -> bool:
-    """Print each check as it is made, and return whether none failed. `model`: in place of policy.model."""
-    console = Console(highlight=False)
-
-    def show(check: Check) -> None:
-        if not as_json:
-            console.print(checks_table([check], (7, 18)))
-
-    report = Report(show)
+def learn_command(path: Path | None, tasks: Path | None, command: Sequence[str], *, as_json: bool) -> bool:
+    """Print each check as it is made, and return whether none failed."""
+    report = Report(as_json=as_json, stops=True)
     chosen = OWN_TASKS if tasks is None else read_tasks(tasks)
     with suppress(Broken):
         try:
-            run_until_signal(learn(load_config(path, {"policy.model": model}), chosen, command, report, yes=yes))
+            run_until_signal(learn(load_config(path), chosen, command, report))
         except Interrupted:
             raise
         except LightningError as error:
-            report(Check("learn", "failed", error.message, "docs/running.md names what can be wrong"))
-    if as_json:
-        print_json([asdict(check) for check in report.checks])
-    return not any(check.outcome == "failed" for check in report.checks)
+            report.add("learn", "failed", error.message, "docs/running.md names what can be wrong")
+    return report.end()
 
 
-async def learn(
-    config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report, *, yes: bool = False
-) -> None:
+async def learn(config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report) -> None:
     """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back.
 
     Without a `command` a built-in agent works.
@@ -98,8 +64,7 @@ async def learn(
     if (upstream := config.policy_upstream) is None:
         names = ", ".join(upstream.name for upstream in config.upstreams)
         found = f"{names}: no upstream of kind vllm, so nothing can be trained"
-        fix = "add an upstream with kind: vllm; providers' models are recorded and never trained"
-        report(Check("policy", "failed", found, fix))
+        report.add("policy", "failed", found, "add an upstream with kind: vllm")
         return
     async with AsyncExitStack() as stack:
 
@@ -109,37 +74,33 @@ async def learn(
             config = prepared(config, Run())
             return "installed, and none works on this store"
 
-        report(await check("trainer", trainer(), "correct it: `lightning-proxy train` would say the same"))
+        await report.check("trainer", trainer(), "correct it: `lightning-proxy train` would say the same")
         quiet()
-        await put_back_if_left(config, lambda line: report(Check("learn", "ok", line)))
+        await put_back_if_left(config, partial(report.add, "learn", "ok"))
         async with open_session() as session:
-            for one in await check_servers(config, session, upstream):
-                report(one)
-            async for one in VllmChecks(config, session, upstream).run():
-                report(one)
+            await check_servers(config, session, upstream, report)
+            await VllmChecks(config, session, upstream).run(report)
         if publish_mode(config) == "merged":
             fix = "start `lightning-proxy serve`, which loads what is live, or vLLM again"
-            report(await check("weights", _weights(config, yes=yes), fix))
+            await report.check("weights", _weights(config), fix)
         await _learn(config, tasks, command, report)
 
 
-async def _weights(config: Config, *, yes: bool) -> str:
+async def _weights(config: Config) -> str:
     """Check that the server's weights, which will be others for a while, are those to come back to, and not in use."""
-    running = 0
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if config.store.may_be_there:
             async with opened(config.store, to_write=False) as database:
                 store = Store(database)
-                running = await store.rollouts.active(time.time() - ACTIVE_S)
+                if running := await store.rollouts.active(time.time() - ACTIVE_S):
+                    fix = "wait until they have ended: weights of this check would answer their calls"
+                    raise Finding(f"{running} rollouts run in {config.store.where}", fix)
                 problems = await Swap(store, fleet, "merged", config.policy.directory).problems()
                 if found := "; ".join(str(problem) for problem in problems.values() if problem is not None):
                     raise Finding(found)
         elif (label := await fleet.weight_version()) != FRESH:
             raise Finding(f"the server has weights of another store ({label})")
-    if running and not yes:
-        fix = "wait for them, or add --yes: their calls would be answered by weights of this check for some minutes"
-        raise Finding(f"{running} rollouts run in {config.store.where}", fix)
     return "the server's are replaced for some minutes (policy.publish: merged), and put back at the end"
 
 
@@ -163,8 +124,8 @@ def _apart(some: list[Served], others: list[Served]) -> float:
 
 
 async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report) -> None:
-    """Take the steps in a second system, and put everything back."""
-    from .steps import own_rate, second_system, take_steps
+    """Take the step in a second system, and put everything back."""
+    from .steps import second_system, take_step
 
     async with AsyncExitStack() as stack:
         second, journal = stack.enter_context(second_system(config, own_agent=bool(command)))
@@ -180,18 +141,16 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
             if [one[0] for one in before] != [one[0] for one in after] or apart > max(ALIKE, others / NEARER):
                 fix = "`lightning-proxy status` says what is served; a restart of vLLM has its own weights again"
                 raise Finding(f"the server answers otherwise than before, by {apart:.3g} nats", fix)
-            new = f"; the trained weights were {others:.3g} away" if trained else ""
-            left = "no weights or rollouts of this check are left"
-            return f"the server answers as before (to {apart:.1g} nats{new}); {left}"
+            return f"the server answers as before (to {apart:.1g} nats); no weights or rollouts of this check are left"
 
         journal.write(journal_path(config))
         try:
             async with AsyncExitStack() as swapping:
                 if journal.merged:  # else the user's proxy would load the live weights again
                     await swapping.enter_async_context(swap_lock(config.policy.directory))
-                model = await take_steps(second, journal.name, own_rate(config), command, tasks, report)
+                model = await take_step(second, journal.name, command, tasks, report)
                 trained += await _served(fleet, model)
         finally:
-            again = "run it again: a journal beside the store says what to put back"
+            again = "run it again: a journal next to the store says what to put back"
             with suppress(Broken):
-                report(await asyncio.shield(check("as before", undo(), again)))
+                await asyncio.shield(report.check("as before", undo(), again))

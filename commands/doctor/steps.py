@@ -1,4 +1,4 @@
-"""A second system beside the user's, and a few training steps in it on a synthetic reward. Needs torch.
+"""A second system next to the user's, and a training step in it on a synthetic reward. Needs torch.
 
 Each link is checked. The proxy, the store and the policy directory are the second system's own.
 """
@@ -8,19 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 import secrets
 import shutil
 import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import aiohttp
@@ -56,15 +53,14 @@ from ..run.runner import Runner, runner_for
 from ..run.tasks import Task
 from ..serve import uvicorn_options
 from ..system.processes import free_port
-from .checks import Check, Doubt, Finding, check
+from .checks import Doubt, Finding, Report
 
-REWARD = "doctor"  # the name of its rewards: those that an agent posts for itself do not count
-STEPS, GROUP_SIZE, TASKS = 3, 8, 4
+REWARD = "doctor"  # other rewards, such as an agent posts for itself, do not count
+GROUP_SIZE, TASKS = 8, 4
 CONCURRENCY = 16
 TOKENS = 12  # of each answer of the built-in agent
-# A few steps with less are too small for a server's answers to show.
+# A step with less is too small for a server's answers to show.
 LEAST_RATE = {"lora": 1e-4, "full": 1e-5}
-TINY = 1e-9  # a rate that is as good as none is not raised: it is what there is to find
 PUBLISH_S = 240.0
 SHUFFLES = 2000
 LARGEST_P = 0.01  # the largest p-value that counts
@@ -81,14 +77,14 @@ Json = dict[str, Any]
 def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, LearnJournal]]:
     """Make the directories and the configuration, and remove the directories at the end.
 
-    The store is beside the user's, and weights are below `policy.directory`, which the policy's servers see.
-    `own_agent`: the user's agent works, whose name and credit count.
+    The store is next to the user's, and weights are below `policy.directory`, which the policy's servers see.
+    `own_agent`: the user's agent works, so its name and credit count.
     """
     name = f"lightning-doctor-{secrets.token_hex(2)}"
-    beside = config.policy.directory if config.store.is_postgres else config.store.path.parent
+    place = config.policy.directory if config.store.is_postgres else config.store.path.parent
     weights = config.policy.directory.absolute() / name
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=beside.absolute()) as directory:
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=place.absolute()) as directory:
         try:
             weights.mkdir(parents=True)
             operator_headers(config.policy.directory)  # makes the key
@@ -110,10 +106,11 @@ def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) 
     sections["store"] = {"url": f"sqlite:///{directory / 'store.db'}"}
     sections["rewards"], sections["rollouts"] = {}, {}
     sections["policy"] |= {"directory": weights, "publish": publish_mode(config), "adapters": {}}
-    rate = own_rate(config)
+    shape = shape_of(model_config(str(config.policy.model)) or {})
+    rate = rate_of(config.trainer, shape.hidden if shape else WIDTH).value  # the user's
     sections["trainer"] |= {
         "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "reward_weights": {REWARD: 1},
-        "learning_rate": rate if rate < TINY else max(rate, LEAST_RATE[config.trainer.weights]),
+        "learning_rate": max(rate, LEAST_RATE[config.trainer.weights]),
         "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "dynamic_sampling": False,
         "lone_rollouts": "drop", "context_loss": None, "air": {}, "collapse": {"action": "off"}, "report_to": [],
         **({} if own_agent else {"agents": None, "agent_credit": "team"}),
@@ -122,12 +119,6 @@ def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) 
     if not own_agent or not all(name in TrainerConfig.functions["credit"] or ":" in name for name in named):
         sections["trainer"]["credit"] = "uniform"
     return Config.model_validate(sections)
-
-
-def own_rate(config: Config) -> float:
-    """Return the user's learning rate, which `auto` takes from the model's width."""
-    shape = shape_of(model_config(str(config.policy.model)) or {})
-    return rate_of(config.trainer, shape.hidden if shape else WIDTH).value
 
 
 @asynccontextmanager
@@ -156,10 +147,8 @@ class BuiltInAgent:
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         """Return 1, and write the reason to the log, if a call fails."""
         messages = [{"role": "user", "content": json.loads(env["LIGHTNING_TASK"])["prompt"]}]
-        url, headers = (
-            f"{env['OPENAI_BASE_URL']}/chat/completions",
-            {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"},
-        )
+        url = f"{env['OPENAI_BASE_URL']}/chat/completions"
+        headers = {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"}
         for _ in range(2):
             body = {"model": self._model, "messages": messages, "max_tokens": TOKENS, "temperature": 1.0}
             async with self._session.post(url, json=body, headers=headers) as answer:
@@ -174,17 +163,10 @@ class BuiltInAgent:
         pass
 
 
-async def take_steps(
-    second: Config,
-    name: str,
-    rate: float,
-    command: Sequence[str],
-    tasks: Sequence[Task],
-    report: Callable[[Check], None],
-) -> str:
-    """Start the second system, and take the steps. Return the name that the trained weights are served under.
+async def take_step(second: Config, name: str, command: Sequence[str], tasks: Sequence[Task], report: Report) -> str:
+    """Start the second system, and take a step. Return the name that the trained weights are served under.
 
-    `name`: of its adapters. `rate`: the learning rate of the user's own trainer.
+    `name`: of its adapters.
     """
     async with (
         served(second), ApiClient.of(second) as api, AsyncExitStack() as closing, aiohttp.ClientSession() as agents,
@@ -199,84 +181,57 @@ async def take_steps(
         swap = await swap_of(second, store, session)
         core = TrainerCore(second, store, engine, Run(), swap)
         loop = TrainingLoop(core, Publisher(second.policy, store, swap, engine, name), as_chat=as_chat)
-        await LearnSteps(core, api, runner, tasks[:TASKS], loop, rate).run(report)
+        await LearnStep(core, api, runner, tasks[:TASKS], loop).run(report)
         return str((await store.versions.live()).served_model)
 
 
-@dataclass(slots=True)
-class LearnSteps:
-    """The steps of a second system, whose trainer is `core`. `rate`: the learning rate of the user's own."""
+class LearnStep:
+    """A step of a second system. `core` is its trainer."""
 
-    core: TrainerCore
-    api: ApiClient
-    runner: Runner
-    tasks: Sequence[Task]
-    loop: TrainingLoop
-    rate: float
-    step: int = 0
-    piece: str = ""  # what is rewarded
-    rewards: dict[str, float] = field(default_factory=dict)  # by rollout
-    _rollouts: list[Json] = field(default_factory=list)  # of this step, and all below
-    _answers: dict[str, dict[str, str]] = field(default_factory=dict)  # by task and rollout
-    _batch: Batch = field(init=False)
-    _metrics: Json = field(default_factory=dict)
-    _before: list[float] = field(default_factory=list)
+    def __init__(
+        self, core: TrainerCore, api: ApiClient, runner: Runner, tasks: Sequence[Task], loop: TrainingLoop
+    ) -> None:
+        self._core, self._api, self._runner, self._tasks, self._loop = core, api, runner, tasks, loop
+        self._rollouts, self._rewards = list[Json](), dict[str, float]()  # rewards by rollout
+        self._batch: Batch
+        self._metrics: Json = {}
+        self._before: list[float] = []
 
-    async def run(self, report: Callable[[Check], None]) -> None:
-        """Take the steps. Of the first all checks are reported, of the others those that are not ok, and a line."""
-        rows = {
-            "agent": (self._work, "correct it; `run` shows more of it"),
-            "calls": (self._read, "docs/training.md says what is recorded; `doctor` names what a server lacks"),
-            "rewards": (self._reward, "look at the lines above: the proxy says why it refused them"),
-            "advantages": (self._advantages, FAULTS),
-            "rows": (self._rows, "give vLLM a --chat-template that leaves earlier turns as they were"),
-            "ratios": (self._ratios, FAULTS),
-            "likelier": (self._likelier, "run it again; if it stays so, look at your own trainer.loss or credit"),
-            "new weights": (self._publish, NOT_SERVED),
-        }
-        await self.loop.resume()
-        for self.step in range(1, STEPS + 1):
-            found = {}
-            for name, (probe, fix) in rows.items():
-                made = await check(name, probe(), fix)
-                found[name] = made.found
-                if self.step == 1 or made.outcome != "ok":
-                    report(made)
-                if name == "advantages" and made.outcome == "warning":
-                    return
-            if self.step > 1:
-                line = "; ".join(found[name] for name in ("rewards", "likelier", "new weights"))
-                report(Check(f"step {self.step}", "ok", line))
+    async def run(self, report: Report) -> None:
+        """Take the step, and report each check."""
+        await self._loop.resume()
+        for name, probe, fix in (
+            ("agent", self._work, "correct it; `run` shows more of it"),
+            ("calls", self._read, "docs/training.md says what is recorded; `doctor` names what a server lacks"),
+            ("rewards", self._reward, "look at the lines above: the proxy says why it refused them"),
+            ("advantages", self._advantages, FAULTS),
+            ("ratios", self._ratios, FAULTS),
+            ("likelier", self._likelier, "run it again; if it stays so, look at your own trainer.loss or credit"),
+            ("new weights", self._publish, NOT_SERVED),
+        ):
+            await report.check(name, probe(), fix)
 
     async def _work(self) -> str:
         """Let the agent work on every task."""
-        options = RunOptions(GROUP_SIZE, CONCURRENCY, timeout_s=self.core.config.run.timeout_s)
-        results = await run_tasks(self.api, self.tasks, self.runner, options)
+        options = RunOptions(GROUP_SIZE, CONCURRENCY, timeout_s=self._core.config.run.timeout_s)
+        results = await run_tasks(self._api, self._tasks, self._runner, options)
         require_success(results)
         ended = [result for result in results if not result.failed]
-        self._rollouts = [await self.api.rollout(result.rollout_id) for result in ended]
+        self._rollouts = [await self._api.rollout(result.rollout_id) for result in ended]
         calls = sum(len(rollout["calls"]) for rollout in self._rollouts)
         if not calls:
             fix = "have it call OPENAI_BASE_URL, which `doctor` and `run` set"
             raise Finding(f"{len(ended)} runs ended, and made no call through the proxy", fix)
         lost = "" if len(ended) == len(results) else f"; {len(results) - len(ended)} runs failed"
-        return f"{len(ended)} rollouts of {len(self.tasks)} tasks made {calls} calls{lost}"
+        return f"{len(ended)} rollouts of {len(self._tasks)} tasks made {calls} calls{lost}"
 
     async def _read(self) -> str:
         """Check that calls arrived with their tokens."""
-        from transformers import AutoTokenizer
-
         calls = [call for rollout in self._rollouts for call in rollout["calls"]]
         if all(call["policy_version"] is None for call in calls):
             asked = Counter(str(call["request"].get("model")) for call in calls).most_common(1)[0][0]
             found = f"the calls ask for {asked!r}, which is not the policy's model: they cannot be trained on"
-            raise Finding(found, f"have the agent ask for the model {self.core.config.policy.alias!r}")
-        tokenizer = AutoTokenizer.from_pretrained(str(self.core.config.policy.model))
-        self._answers = {}
-        for rollout in self._rollouts:
-            sampled = [call["response_token_ids"] or [] for call in rollout["calls"] if call["trainable"]]
-            text = " ".join(str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in sampled)
-            self._answers.setdefault(rollout["task_id"], {})[rollout["rollout_id"]] = text
+            raise Finding(found, f"have the agent ask for the model {self._core.config.policy.alias!r}")
         reasons = Counter(str(call["untrainable_reason"]) for call in calls if not call["trainable"])
         good = len(calls) - reasons.total()
         found = f"{good} of {len(calls)} calls have the tokens that were sampled, and how likely each was"
@@ -285,51 +240,40 @@ class LearnSteps:
         return found
 
     async def _reward(self) -> str:
-        """Post the rewards, and check that they arrived."""
-        groups = [[pieces(text) for text in answers.values()] for answers in self._answers.values()]
-        if not any(0 < sum(self.piece in found for found in group) < len(group) for group in groups):
-            self.piece = piece_of(groups)  # the model may have learnt the one before
-        answers = {name: text for of_task in self._answers.values() for name, text in of_task.items()}
-        given = {name: float(self.piece in pieces(text)) for name, text in answers.items()}
-        body = [{"rollout_id": name, "reward": reward, "name": REWARD} for name, reward in given.items()]
-        await self.api.request("POST", "/reward", body)
-        self.rewards |= given
-        aim = f'1 for an answer with the {"letter" if len(self.piece) == 1 else "word"} "{self.piece}"'
-        if missing := [name for name in given if (await self.api.rollout(name))["reward"] is None]:
-            raise Finding(f"{aim}; {len(missing)} of {len(given)} rewards did not arrive")
-        return f"{aim}; {len(given)} rewards arrived, {fmean(given.values()):.2f} on average"
+        """Reward half of each task's different answers, and check that the rewards arrived."""
+        answers: dict[str, dict[str, tuple[int, ...]]] = {}  # the sampled tokens by task and rollout
+        for rollout in self._rollouts:
+            sampled = tuple(token for call in rollout["calls"] for token in call["response_token_ids"] or ())
+            answers.setdefault(rollout["task_id"], {})[rollout["rollout_id"]] = sampled
+        for of_task in answers.values():
+            different = sorted({*of_task.values()})
+            middle = different[len(different) // 2]
+            self._rewards |= {name: float(sampled >= middle) for name, sampled in of_task.items()}
+        body = [{"rollout_id": name, "reward": reward, "name": REWARD} for name, reward in self._rewards.items()]
+        await self._api.request("POST", "/reward", body)
+        if missing := [name for name in self._rewards if (await self._api.rollout(name))["reward"] is None]:
+            raise Finding(f"{len(missing)} of {len(body)} rewards did not arrive")
+        return f"1 for half of the different answers to each task; {len(body)} rewards arrived"
 
     async def _advantages(self) -> str:
-        """Check that the rewards tell siblings apart. In later steps the model may answer alike."""
-        batch = await self.loop.collector.next_batch(self.loop.base, fewer=True)
+        """Check that the rewards tell siblings apart."""
+        batch = await self._loop.collector.next_batch(self._loop.base, fewer=True)
         if batch is None:
-            dropped = Counter([(await self.api.rollout(rollout))["dropped"] for rollout in self.rewards])
+            dropped = Counter([(await self._api.rollout(rollout))["dropped"] for rollout in self._rewards])
             why = dropped.most_common(1)[0][0]
-            if self.step > 1:
-                found = f"the answers are all alike after step {self.step - 1}: {why}"
-                raise Doubt(found, "trainer.learning_rate is high for this model")
             alike = "sample at temperature 1, with other tasks: siblings that all answer alike teach nothing"
             raise Finding(f"there is nothing to learn from: {why}", alike if "equal" in str(why) else None)
         self._batch = batch
         nonzero = sum(any(sample.advantages) for sample in batch.samples)
         return f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"
 
-    async def _rows(self) -> str:
-        """Check that the calls of a conversation are one row."""
-        counts = self._batch.metrics
-        if counts["forks_drift"] + counts["forks_edited"] > counts["calls_merged"]:
-            found = "a second call does not begin with the tokens of the first: a row for each call (slower, not wrong)"
-            drifts = counts["forks_drift"] > counts["forks_edited"]
-            raise Doubt(found, "set policy.token_continuity: exact" if drifts else None)
-        return f"{len(self._batch.samples)}, into which {counts['calls_merged']:.0f} later calls are merged"
-
     async def _ratios(self) -> str:
         """Take the step. Check that the trainer finds the sampled tokens as likely as the server said they were."""
-        engine = self.core.engine
+        engine = self._core.engine
         self._before = await self._logprobs()
         await in_thread(engine.forward_backward, self._batch)
         self._metrics = metrics = await in_thread(engine.optim_step)
-        kl, allowed = metrics.get("kl", 0.0), tolerance(engine.settings, self.core.config.policy)
+        kl, allowed = metrics.get("kl", 0.0), tolerance(engine.settings, self._core.config.policy)
         mean = f"{metrics['ratio_mean']:.4f} on average"
         if fix := wrong_sampler(kl, allowed):
             raise Finding(f"with unchanged weights they are not 1, but {mean} ({nats_apart(kl):.2g} nats off)", fix)
@@ -340,7 +284,7 @@ class LearnSteps:
     async def _logprobs(self) -> list[float]:
         """Of each row, the log-probability of its sampled tokens by the trainer's present weights."""
         samples = self._batch.samples
-        found = await in_thread(self.core.engine.logprobs, [sample.token_ids for sample in samples])
+        found = await in_thread(self._core.engine.logprobs, [sample.token_ids for sample in samples])
         return [math.fsum(np.multiply(row, sample.mask)) for row, sample in zip(found, samples, strict=True)]
 
     async def _likelier(self) -> str:
@@ -350,23 +294,19 @@ class LearnSteps:
         for sample, old, new in zip(self._batch.samples, self._before, after, strict=True):
             of_task = changes.setdefault(sample.task_id, {})
             of_task[sample.rollout_id] = of_task.get(sample.rollout_id, 0.0) + new - old
-        groups = [([self.rewards[name] for name in task], [*task.values()]) for task in changes.values()]
-        (nats, p), rate = likelier(groups), self.core.engine.rate.value
-        if not any(change for _, of_task in groups for change in of_task):
-            fix = "set a larger trainer.learning_rate (docs/training.md has usual ones)"
-            raise Finding(f"the step moved no weight: trainer.learning_rate is {rate:g}", fix)
-        gained = f"{nats:+.3g} nats (p = {p:.2g})"
-        if (nats <= 0 or p > LARGEST_P) and self.step == 1:  # later, too few siblings may differ for a test
+        groups = [([self._rewards[name] for name in task], [*task.values()]) for task in changes.values()]
+        nats, p = likelier(groups)
+        gained = f"{nats:+.3g} nats (p = {p:.2g}), at a learning rate of {self._core.engine.rate.value:g}"
+        if nats <= 0 or p > LARGEST_P:
             raise Finding(f"a step did not make what was rewarded likelier: {gained}")
-        own = "" if rate == self.rate else f", at a learning rate of {rate:g} (yours is {self.rate:g})"
-        return f"a step made what was rewarded likelier than the rest: {gained}{own}"
+        return f"a step made what was rewarded likelier than the rest: {gained}"
 
     async def _publish(self) -> str:
         """Check that the server answers with the step's weights, and not with those before."""
         try:
             async with asyncio.timeout(PUBLISH_S):
-                await self.loop.conclude(self._batch, self._metrics)
-                self._metrics |= await self.loop.verify_live()
+                await self._loop.conclude(self._batch, self._metrics)
+                self._metrics |= await self._loop.verify_live()
         except TimeoutError:
             fix = "the lines above say what it waits for; look at vLLM's log"
             raise Finding(f"they are not live after {PUBLISH_S:.0f} s", fix) from None
@@ -378,30 +318,10 @@ class LearnSteps:
         return f"the server answers with them and not with the old ones: {shown}"
 
 
-def pieces(text: str) -> set[str]:
-    """Return the words of a text, and its letters."""
-    words = re.findall(r"[^\W_]+", text.lower())
-    return {*words, *"".join(words)}
-
-
-def piece_of(groups: Sequence[Sequence[set[str]]]) -> str:
-    """Return the word or letter that tells siblings apart best: which of each task half the answers have.
-
-    >>> piece_of([[pieces(text) for text in ("a red fox", "a grey fox", "one red ant", "fox")]])
-    'red'
-    """
-
-    def spread(piece: str) -> tuple[float, int]:
-        shares = [sum(piece in found for found in group) / len(group) for group in groups]
-        return sum(share * (1 - share) for share in shares), len(piece)
-
-    return max(sorted({piece for group in groups for found in group for piece in found}), key=spread, default="")
-
-
 def likelier(groups: Sequence[tuple[Sequence[float], Sequence[float]]], seed: int = 0) -> tuple[float, float]:
     """Return by how many nats an answer gained on its siblings for each point of reward, and the p-value of that.
 
-    Each group has rewards, and the changes of the answers' log-probabilities. The p-value is that of a permutation
+    Each group has rewards, and the changes of the answers' log-probabilities. The p-value is from a permutation
     test: how often rewards that are shuffled among siblings do as well.
 
     >>> likelier([([1, 0, 1, 0], [0.5, 0.1, 0.5, 0.1])])[0]

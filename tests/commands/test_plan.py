@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands import train as train_module
-from lightning_proxy.commands.doctor.doctor import probe_memory
 from lightning_proxy.commands.system.system import Launch, running_system
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.root import Config
@@ -124,9 +123,3 @@ def test_a_trainer_without_a_vllm_beside_it_has_the_card_to_itself(on: Any) -> N
     for found in (alone, away):
         assert found.cards and not found.vllm and (found.config.trainer.max_sample_tokens or 0) > 4096
     assert alone.trainer_devices == (0,)
-
-
-async def test_doctor_says_what_the_plan_says(on: Any) -> None:
-    assert "on one card" in await probe_memory(on("Qwen3-4B", [24.0]))
-    with pytest.raises(ConfigError, match="does not fit"):
-        await probe_memory(on("Qwen2.5-7B", [24.0]))

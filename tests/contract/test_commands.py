@@ -126,7 +126,7 @@ WRONG = {
     "serve --upstream ftp://h": "upstreams.0: base_url",
     "init new.yaml --upstream ftp://h": "upstreams.0: base_url",
     "store migrate sqlite:///a.db sqlite:///b.db": "one of the two has to be",
-    "doctor --yes": "--learn",
+    "doctor --tasks tasks.jsonl": "--learn",
     "experiment none.yaml": "none.yaml",
 }
 

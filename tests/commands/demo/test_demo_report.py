@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ BEFORE, AFTER = (
     {"mean_reward": mean, "rollouts": 160, "passed": passed} for mean, passed in ((0.03, 0.0), (0.9, 0.85))
 )
 RESULT = {
-    "variant": "demo", "seed": 0, "steps_taken": 3, "steps_before": 1, "version": 3, "best": None, "rollouts": 192,
+    "variant": "demo", "seed": 0, "steps_taken": 3, "version": 3, "best": None, "rollouts": 192,
     "held_out": {"before": BEFORE, "after": AFTER}, "minutes": {"start": 2.0, "training": 10.0},
     "steps": [{"reward_mean": mean, "rollouts": 64} for mean in (0.1, 0.4, 0.8)],
 }  # fmt: skip
@@ -32,7 +31,7 @@ def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
     show(RESULT, Console(file=output, width=100))
     assert "85%" in output.getvalue()
     assert "mean training reward" in output.getvalue()
-    assert "3 steps, 1 of them before it was resumed, the others in 10.0 min, 12.0 min in all" in output.getvalue()
+    assert "3 steps; since this start 10.0 min of training, 12.0 min in all" in output.getvalue()
     assert "\x1b" not in output.getvalue()
     assert max(len(line) for line in output.getvalue().splitlines()) <= 100
 
@@ -66,12 +65,10 @@ def test_a_package_that_the_demo_lacks_is_named_before_it_starts(
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_demo_that_is_stopped_says_what_was_reached_and_where_the_model_is(
+def test_a_demo_that_is_stopped_says_how_to_go_on_and_where_the_model_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def stopped(work: Demo) -> dict[str, Any]:
-        (work.directory / "before.json").write_text(json.dumps({"rows": [BEFORE | {"complete": True}]}))
-        work._steps, work._newest = 2, [0.5] * 64
         await publish(work.directory)
         raise Interrupted("stopped")
 
@@ -89,7 +86,6 @@ def test_a_demo_that_is_stopped_says_what_was_reached_and_where_the_model_is(
     with pytest.raises(Interrupted):
         demo(DemoOptions(directory=tmp_path / "demo", model=tmp_path / "model"))
     said = capsys.readouterr().out
-    assert "reached: 2 of 90 steps; mean reward of held-out tasks before 0.030; of the newest rollouts 0.500" in said
     assert f"policy version 1 (live): {tmp_path / 'demo' / 'weights'}" in said
     assert "policy export 1 DIR" in said
     assert f"go on: lightning-proxy demo --resume --dir {tmp_path / 'demo'}\n" in said

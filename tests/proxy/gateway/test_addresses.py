@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from lightning_proxy.commands.doctor.checks import Report
 from lightning_proxy.commands.doctor.doctor import check_servers
 from lightning_proxy.core.config.address import secrets_in, shown, without_secrets
 from lightning_proxy.core.config.section import check_url
@@ -55,7 +56,9 @@ async def test_a_key_in_an_address_is_in_no_answer_record_or_log(
                     async with system.session.post(to, data=body, allow_redirects=False) as got:
                         said += str(got.headers) + await got.text()
                         assert got.status == wanted, said
-                said += str(await check_servers(system.config, system.session, other))
+                report = Report(as_json=True)
+                await check_servers(system.config, system.session, other, report)
+                said += str(report.checks)
             for path in ("/rollouts/r", "/readyz"):
                 said += json.dumps(await system.call("GET", path))
     assert f"key={KEY}".encode() in asked[0] and b"Basic " in asked[0], "it is sent"
