@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
 from ...core.config.section import Count, FeatureSection, Number, Positive, Section
 
 
 class MethodConfig(Section):
-    """What every method of fine-tuning has."""
-
     epochs: Count = 3
     learning_rate: Positive = 5e-5
-    batch_tokens: Count = 2048
-    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
 
 class SftConfig(MethodConfig):
@@ -28,7 +20,6 @@ class DpoConfig(MethodConfig):
     margin: Positive = 0.1
     pairs_per_task: Count = 4
     beta: Positive = 0.1
-    batch_tokens: Count = 8192
 
 
 class KtoConfig(MethodConfig):
@@ -36,7 +27,6 @@ class KtoConfig(MethodConfig):
     up_weight: Positive = 1.0
     down_weight: Positive = 1.0
     beta: Positive = 0.1
-    batch_tokens: Count = 1024
 
 
 class TuneConfig(FeatureSection):

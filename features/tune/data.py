@@ -5,18 +5,15 @@ The original is only read. A store that is in use is copied as of one moment.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import sqlite3
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ...commands.files import lines
+from ...commands.files import lines, written
 from ...core.config.root import Config
 from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError, InvalidRequest
@@ -24,7 +21,7 @@ from ...core.records import CallEnd, CallStart, Choice, Reward, RolloutName, che
 from ...core.tools import tool_calls
 from ...proxy.gateway.recorder import Recorder
 from ...store.opening import opened
-from ...store.sqlite.file import copy_store, ended_after, is_sqlite, new_store
+from ...store.sqlite.file import copy_store, is_sqlite, new_store
 from ...store.store import Store
 
 log = logging.getLogger(__name__)
@@ -37,24 +34,19 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """Return the store to train on in `directory`, made from `source` if missing. Warn if `source` has changed.
+    """Return the store to train on in `directory`, made from `source` if it is missing.
 
     Raises ConfigError if `source` cannot be read, or is not what the store was made from.
     """
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
-        made = json.loads(note.read_text())
-        if str(source) != made["source"]:
-            raise ConfigError(
-                f"{directory} holds a run over {made['source']}, not over {source}: name another directory (--dir)"
-            )
-        with suppress(OSError, sqlite3.Error):  # the copy is all that is needed
-            if _content(source) != made["content"]:
-                log.warning(
-                    "%s has changed since %s was made from it; the run keeps the data that it began with, so that it "
-                    "can be resumed: name another directory (--dir) to train on the new data too", source, directory,
-                )  # fmt: skip
+        made = json.loads(note.read_text())["source"]
+        if str(source) != made:
+            raise ConfigError(f"{directory} holds a run over {made}, not over {source}: name another directory (--dir)")
+        log.info(
+            "the run in %s keeps the data that it began with; name another directory (--dir) for newer data", directory
+        )
         return StoreConfig(url=f"sqlite:///{target}")
     if (directory / "checkpoints").is_dir():
         raise ConfigError(f"{directory} holds the checkpoints of another trainer: name another directory (--dir)")
@@ -65,15 +57,12 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
         config = StoreConfig(url=f"sqlite:///{path}")
         if is_sqlite(source):
             copy_store(source, path)
-            content = _content(path)
             async with opened(config) as database:
                 await Store(database).steps.forget_all()
         else:
-            content = _content(source)
             await _import(source, config)
-    part = note.with_name(f".{note.name}.part")
-    part.write_text(json.dumps({"source": str(source), "content": content}))
-    part.replace(note)
+    with written(note) as part:
+        part.write_text(json.dumps({"source": str(source)}))
     return StoreConfig(url=f"sqlite:///{target}")
 
 
@@ -90,17 +79,6 @@ def check_store(config: Config) -> None:
             f"{directory} holds an offline run: set store.url to sqlite:///{own} to continue from it, "
             "or policy.directory to another directory"
         )
-
-
-def _content(source: Path) -> str | list[float]:
-    """What changes when there is more to train on: of a store how many rollouts have ended, and when the newest did."""
-    if is_sqlite(source):
-        return [*ended_after(source, 0)]
-    with source.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# Exports -------------------------------------------------------------------------------------------------------------
 
 
 async def _import(source: Path, config: StoreConfig) -> None:

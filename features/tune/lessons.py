@@ -2,7 +2,7 @@
 
 Reading claims nothing: RL can still train on these rollouts. `sft` takes the best answers to each task, as RAFT does
 (https://arxiv.org/abs/2304.06767), and no copies: different answers teach more (https://arxiv.org/abs/2308.01825).
-`dpo` takes pairs of siblings whose rewards differ, `kto` every row with whether its rollout is a good one.
+`dpo` takes pairs of siblings with rewards that differ, `kto` every row with whether its rollout is a good one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ...trainer.types import Sample, Sampling, Sift, Sifted
 from .config import DpoConfig, KtoConfig, SftConfig, TuneConfig
 
 PAGE = 500
+HELD_OUT = 0.1  # of the tasks, which are only measured on
 # The counts of what is left out, and their words in an error.
 LEFT_OUT = {
     "calls_untrainable": "calls without tokens to learn from",
@@ -97,7 +98,7 @@ class LessonReader:
         choose = {"sft": self._best, "dpo": self._pairs, "kto": self._thumbs}[self._method]
         order = sorted(tasks, key=lambda task: _mixed(self._config.seed, *task))
         chosen = [found for task in order if (found := await choose(tasks[task]))]
-        held = int(self._section.held_out * len(chosen))
+        held = int(HELD_OUT * len(chosen))
         held_out, train = ([one for of_task in part for one in of_task] for part in (chosen[:held], chosen[held:]))
         if len(train) < (2 if self._method == "kto" else 1):
             raise NothingToLearn(self._why([one.reward or 0.0 for of_task in tasks.values() for one in of_task]))
@@ -113,13 +114,12 @@ class LessonReader:
             "samples": len(rows),
         }
         counts, liked = self._seen.counts, sum(one.up for one in train)
-        if self._method == "sft":
-            metrics["calls_untokenised"] = counts["calls_untokenised"]
-        elif self._method == "dpo":
-            pairs = {"pairs": len(train), "pairs_held_out": len(held_out)}
-            metrics |= pairs | {"pairs_other_prompt": counts["pairs_other_prompt"]}
-        else:
-            metrics |= {"thumbs_up": liked, "thumbs_down": len(train) - liked}
+        pairs = {"pairs": len(train), "pairs_held_out": len(held_out)}
+        metrics |= {
+            "sft": {"calls_untokenised": counts["calls_untokenised"]},
+            "dpo": pairs | {"pairs_other_prompt": counts["pairs_other_prompt"]},
+            "kto": {"thumbs_up": liked, "thumbs_down": len(train) - liked},
+        }[self._method]
         return Lessons(tuple(train), tuple(held_out), {name: float(value) for name, value in metrics.items()})
 
     async def _rewarded(self, among: Collection[str] | None) -> dict[tuple[Any, ...], list[Rollout]]:
@@ -212,14 +212,13 @@ class LessonReader:
 
     def _why(self, rewards: Sequence[float]) -> str:
         """What was found, what the method takes of it, and what had to be left out."""
-        config = self._section
-        if self._method == "sft":
-            least = "above 0" if config.min_reward is None else f"of at least {config.min_reward:g}"
-            rule = f"imitates those with a reward {least} (tune.sft.min_reward, --min-reward)"
-        elif self._method == "dpo":
-            rule = f"compares siblings whose rewards differ by {config.margin:g} or more (tune.dpo.margin)"
-        else:
-            rule = "needs two rows to learn from"
+        config = self._config.section(TuneConfig)
+        least = "above 0" if config.sft.min_reward is None else f"of at least {config.sft.min_reward:g}"
+        rule = {
+            "sft": f"imitates those with a reward {least} (tune.sft.min_reward, --min-reward)",
+            "dpo": f"compares siblings with rewards that differ by {config.dpo.margin:g} or more (tune.dpo.margin)",
+            "kto": "needs two rows to learn from",
+        }[self._method]
         seen = f"; theirs are from {min(rewards):g} to {max(rewards):g}" if rewards else ""
         reasons = [f"{self._seen.counts[name]} {what}" for name, what in LEFT_OUT.items() if self._seen.counts[name]]
         left_out = f"; left out: {', '.join(reasons)}" if reasons else ""

@@ -29,8 +29,8 @@ from .config import TuneConfig
 from .lessons import Example, prompt_of
 
 IGNORED = -100  # the label of a token that is not in the loss
-# Of rows that are computed together. Attention costs the square of a block of packed rows.
-PASS_TOKENS = 1024
+BATCH_TOKENS = {"sft": 512, "dpo": 8192, "kto": 1024}  # of an optimizer step, prompts included
+PASS_TOKENS = 1024  # of pairs that are computed together
 Row = tuple[Sequence[int], Sequence[int]]  # token ids, and a mask of those that were sampled
 
 
@@ -72,34 +72,31 @@ class ThumbTrainer(GivenRows, KTOTrainer):
     """A KTOTrainer over rows of token ids."""
 
 
-def _packed(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
-    """Rows whose answers alone have labels, to be packed into blocks. In a block they do not see each other."""
+def _packed(_: LightningTrainer, lessons: Sequence[Example]) -> Rows:
+    """Rows with labels for their answers alone, to be packed into blocks. In a block they do not see each other."""
     samples = [one.rows[0] for one in lessons]
-    lengths, most = [len(sample.token_ids) for sample in samples], trainer.settings.section(TuneConfig).sft.batch_tokens
-    block = max(*lengths, min(PASS_TOKENS, most))
+    lengths = [len(sample.token_ids) for sample in samples]
     labels = [[t if m else IGNORED for t, m in zip(s.token_ids, s.mask, strict=True)] for s in samples]
     dataset = Dataset.from_dict({"input_ids": [list(s.token_ids) for s in samples], "labels": labels})
-    settings = {"packing": True, "max_length": block, "gradient_accumulation_steps": max(1, most // block)}
-    return Rows(dataset, settings, sum(lengths))
+    return Rows(dataset, {"packing": True, "max_length": max(*lengths, BATCH_TOKENS["sft"])}, sum(lengths))
 
 
 def _paired(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
-    """Chosen rows, each beside its rejected one."""
-    config = trainer.settings.section(TuneConfig).dpo
+    """Chosen rows, each with its rejected one."""
     chosen, rejected = ([(one.rows[i].token_ids, one.rows[i].mask) for one in lessons] for i in (0, 1))
     longest = 2 * max(len(ids) for ids, _ in (*chosen, *rejected))
-    pairs = max(1, config.batch_tokens // longest)
+    pairs = max(1, BATCH_TOKENS["dpo"] // longest)
     together = max(1, min(PASS_TOKENS // longest, pairs))
     settings = {
         "per_device_train_batch_size": together,
         "gradient_accumulation_steps": max(1, pairs // together),
-        "beta": config.beta,
+        "beta": trainer.settings.section(TuneConfig).dpo.beta,
     }
     return referred(trainer, chosen, rejected, settings)
 
 
 def _lent(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
-    """Rows, each beside its prompt with the answer of the row before; the first is lent the last one's.
+    """Rows, each with its own prompt before the answer of the row before; the first is lent the last one's.
 
     An optimizer step is one pass: KTO's KL is its mean.
     """
@@ -113,7 +110,7 @@ def _lent(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
         lent.append((ids[:most], mask[:most]))
     own = [(sample.token_ids, sample.mask) for sample in samples]
     settings = {
-        "per_device_train_batch_size": max(2, config.batch_tokens // max(len(ids) for ids, _ in (*own, *lent))),
+        "per_device_train_batch_size": max(2, BATCH_TOKENS["kto"] // max(len(ids) for ids, _ in (*own, *lent))),
         "beta": config.beta,
         "desirable_weight": config.up_weight,
         "undesirable_weight": config.down_weight,
@@ -128,7 +125,7 @@ def referred(
     settings: dict[str, Any],
     **columns: Sequence[Any],
 ) -> Rows:
-    """Return rows, each beside another, with the log-probabilities of their answers under the present weights."""
+    """Return rows, each with another, and with the log-probabilities of their answers under the present weights."""
     scores, count = answer_logprobs(trainer, [*rows, *others]), len(rows)
     dataset = Dataset.from_dict({
         "ids": [list(ids) for ids, _ in rows],

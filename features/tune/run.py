@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from ...commands.files import written
 from ...core.errors import ConfigError, LightningError, StoreUnavailable
 from ...store.training import Step
 from ...trainer.loop import TrainingLoop
@@ -124,14 +125,13 @@ class TuningRun:
                 if lessons is not None and lessons.digest == note["digest"]:
                     log.info("resuming the run in %s", directory)
                     return lessons
-            log.warning("the run in %s begins anew: its rollouts, settings or weights have changed", directory)
+            log.warning("the run in %s starts over: its rollouts, settings or weights have changed", directory)
             shutil.rmtree(directory)
         lessons = await reader.read()
         directory.mkdir(parents=True, exist_ok=True)
         note = {"settings": settings, "rollouts": lessons.rollout_ids, "digest": lessons.digest}
-        part = directory / f".{NOTE}.part"
-        part.write_text(json.dumps(note))
-        part.replace(directory / NOTE)
+        with written(directory / NOTE) as part:
+            part.write_text(json.dumps(note))
         return lessons
 
 

@@ -30,7 +30,7 @@ METRICS = {
         ("pairs_held_out", "count", "pairs of held-out tasks"),
         ("pairs_other_prompt", "count", "pairs left out: their answers begin after different prompts"),
         ("preference_margin", "1", "beta times the growth of log-odds, chosen to rejected; mean over the last epoch"),
-        ("preference_accuracy", "share", "pairs whose log-odds grew; mean over the last epoch"),
+        ("preference_accuracy", "share", "pairs with log-odds that grew; mean over the last epoch"),
     ),
     **group(
         "kto",
@@ -39,7 +39,7 @@ METRICS = {
     ),
     **group(
         "preferences",
-        ("held_out_accuracy_before", "share", "held-out comparisons whose better answer is likelier, before the run"),
+        ("held_out_accuracy_before", "share", "held-out comparisons won by the better answer, before the run"),
         ("held_out_accuracy", "share", "the same after the run"),
         ("held_out_margin_before", "nats", "mean log-probability of better minus worse held-out answers, before"),
         ("held_out_margin", "nats", "the same after the run"),

@@ -82,14 +82,6 @@ def _remove(store: Path) -> None:
         store.with_name(store.name + suffix).unlink(missing_ok=True)
 
 
-def ended_after(store: Path, at: float) -> tuple[int, float]:
-    """Return how many rollouts ended after this time, and when the newest did (Unix time). Raises sqlite3.Error."""
-    with closing(only_read(store)) as connection:
-        statement = "SELECT COUNT(*), COALESCE(MAX(ended_at), 0) FROM rollouts WHERE ended_at > :at"
-        (count, newest) = connection.execute(statement, {"at": at}).fetchone()
-        return count, newest
-
-
 def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
     """Open a store to read it unchanged, for any thread. Nothing is written. Raise sqlite3.Error or OtherSchema."""
     connection = only_read(store, wait_s)

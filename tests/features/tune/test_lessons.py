@@ -53,7 +53,7 @@ class Recorded:
         agents: Sequence[str | None] = (None,), reason: str | None = None, prompt: Sequence[int] = PROMPT,
         key_id: str | None = None,
     ) -> None:  # fmt: skip
-        """A rollout whose turns answer with `answers`, by `agents` in turn; every turn adds two tokens of context."""
+        """A rollout that answers in turn with `answers`, by `agents` in turn; every turn adds two tokens of context."""
         ids = tuple(prompt)
         async with Recorder(self.store, merged=False) as recorder:
             for turn, answer in enumerate(answers):
@@ -76,7 +76,7 @@ class Recorded:
 
     async def read(self, method: str, among: Any = None, shown_by: Any = None, agents: Any = (), **own: Any) -> Lessons:
         team = {"agents": agents} if agents else {}
-        settings = TrainerConfig.model_validate({method: {"held_out": 0.0, **own}, **team})
+        settings = TrainerConfig.model_validate({method: own, **team})
         trainer: Any = SimpleNamespace(settings=settings, tokenizer=shown_by, max_tokens=100, vocabulary=None)
         return await LessonReader(method, self.store, trainer).read(among)
 
@@ -172,11 +172,14 @@ async def test_whole_answers_of_trained_agents_are_learned_however_sampled_and_n
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
-async def test_tasks_are_held_out_whole_and_always_the_same(r: Recorded, method: str) -> None:
+async def test_tasks_are_held_out_whole_and_always_the_same(
+    r: Recorded, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.features.tune.lessons.HELD_OUT", 0.3)
     for task in range(10):
         for sibling in range(2):
             await r.rollout(f"{task}-{sibling}", f"t{task}", float(sibling), (10 + sibling,))
-    lessons, again = [await r.read(method, held_out=0.3) for _ in range(2)]
+    lessons, again = [await r.read(method) for _ in range(2)]
     tasks = [{row.task_id for one in part for row in one.rows} for part in (lessons.train, lessons.held_out)]
     assert [len(part) for part in tasks] == [7, 3] and not tasks[0] & tasks[1]
     assert lessons.digest == again.digest
@@ -192,7 +195,7 @@ async def test_rollouts_that_teach_nothing_are_an_error_that_says_why(r: Recorde
     await r.rollout("b", "t1", -2.0, (10,))
     with pytest.raises(NothingToLearn, match="2 rollouts .*; theirs are from -2 to 0; .* above 0 .tune.sft"):
         await r.read("sft")
-    with pytest.raises(NothingToLearn, match="siblings whose rewards differ by 3 or more .tune.dpo.margin"):
+    with pytest.raises(NothingToLearn, match="siblings with rewards that differ by 3 or more .tune.dpo.margin"):
         await r.read("dpo", margin=3.0)
     await r.rollout("c", "t1", 1.0, (10,), reason="redacted")
     with pytest.raises(NothingToLearn, match="left out: 1 calls without tokens to learn from"):

@@ -36,7 +36,7 @@ from support.training import OWN_ADAPTERS, bench
 
 METHODS = ("sft", "dpo", "kto")
 OF_TIME = {"step_s", "trained_tokens_per_s", "computed_tokens_per_s"}
-RATES: dict[str, Any] = {name: {"learning_rate": 0.005, "epochs": 2, "held_out": 0.0} for name in METHODS}
+RATES: dict[str, Any] = {name: {"learning_rate": 0.005, "epochs": 2} for name in METHODS}
 
 
 def row(name: str, context: tuple[int, ...], *answer: int) -> Sample:
@@ -84,7 +84,10 @@ def test_the_loss_of_sft_is_the_cross_entropy_of_the_answers_tokens(base: Path, 
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_held_out_answers_that_are_better_become_the_likelier_ones(base: Path, tmp_path: Path, method: str) -> None:
+def test_held_out_answers_that_are_better_become_the_likelier_ones(
+    base: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(methods.BATCH_TOKENS, method, 64)
     chance = random.Random(1)
 
     def one(name: str, prompt: tuple[int, ...], up: bool) -> Sample:
@@ -98,7 +101,7 @@ def test_held_out_answers_that_are_better_become_the_likelier_ones(base: Path, t
         lessons += [Example((better, worse))] if method == "dpo" else [Example((better,)), Example((worse,), False)]
     held = len(lessons) * 3 // 4
     given = Lessons(tuple(lessons[:held]), tuple(lessons[held:]), {})
-    trainer = made(base, tmp_path, method, beta=0.5, epochs=6, batch_tokens=64)
+    trainer = made(base, tmp_path, method, beta=0.5, epochs=6)
     metrics = tune(method, trainer, given, tmp_path / "run", never)
     assert metrics is not None
     assert metrics["held_out_accuracy_before"] < 0.8 < 0.9 <= metrics["held_out_accuracy"]
@@ -119,18 +122,20 @@ def test_pairs_that_are_computed_together_train_the_same_weights(
         return dpo.collate(rows)
 
     monkeypatch.setitem(methods.METHODS, "dpo", dpo._replace(collate=collate))
+    monkeypatch.setitem(methods.BATCH_TOKENS, "dpo", 4 * 12)
     pairs = Lessons(LESSONS["dpo"].train[:2] * 2, (), {})
     for most in (1, 2):
         monkeypatch.setattr(methods, "PASS_TOKENS", most * 12)
-        trainer = made(base, tmp_path / str(most), "dpo", batch_tokens=4 * 12, epochs=2)
+        trainer = made(base, tmp_path / str(most), "dpo", epochs=2)
         assert tune("dpo", trainer, pairs, tmp_path / str(most) / "run", never) is not None
         weights.append(trainer.adapter())
     assert together == [1] * 8 + [2] * 4
     assert all(torch.allclose(weight, weights[1][name], atol=1e-4) for name, weight in weights[0].items())
 
 
-def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path, "dpo", learning_rate=1e30, batch_tokens=1)
+def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(methods.BATCH_TOKENS, "dpo", 1)
+    trainer = made(base, tmp_path, "dpo", learning_rate=1e30)
     with pytest.raises(LightningError, match=r"diverged .* lower tune.dpo.learning_rate"):
         tune("dpo", trainer, LESSONS["dpo"], tmp_path / "run", never)
     assert not (tmp_path / "run").exists()
@@ -145,10 +150,12 @@ def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_run_goes_on_from_each_of_its_checkpoints_and_where_it_was_stopped(
-    base: Path, tmp_path: Path, method: str, epochs: int
+    base: Path, tmp_path: Path, method: str, epochs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(methods.BATCH_TOKENS, method, 6)
+
     def run(out: Path, stopped: Callable[[], bool] = never) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        trainer = made(base, tmp_path, method, epochs=epochs, batch_tokens=6, learning_rate=0.01)
+        trainer = made(base, tmp_path, method, epochs=epochs, learning_rate=0.01)
         metrics = tune(method, trainer, LESSONS[method], out, stopped)
         assert set(trainer.model.peft_config) == {"default"}
         return metrics or {}, trainer.adapter()
@@ -248,7 +255,7 @@ async def test_a_run_that_was_killed_while_it_was_concluded_is_one_version(
         assert all(torch.allclose(w, weights[name], atol=1e-6) for name, w in b.trainer.adapter().items())
 
 
-async def test_a_stopped_run_is_resumed_with_its_own_lessons_and_begins_anew_where_they_have_changed(
+async def test_a_stopped_run_is_resumed_with_its_own_lessons_and_starts_over_where_they_have_changed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[tuple[int, bool]]()
@@ -274,7 +281,8 @@ async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-    async with bench(base, tmp_path, **RATES | {"sft": {"epochs": 2, "held_out": 0.5}}) as b:
+    monkeypatch.setattr("lightning_proxy.features.tune.lessons.HELD_OUT", 0.5)
+    async with bench(base, tmp_path, **RATES | {"sft": {"epochs": 2}}) as b:
         await b.groups("t1", "t2")
         claim, failures = b.store.steps.claim, [StoreUnavailable("database is locked")]
 
