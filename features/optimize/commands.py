@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...commands.command_line import WORK, Command, Concurrency, Json, Outputs, Preload, Tasks, configuration
+from ...commands.command_line import WORK, Command, Concurrency, Json, Tasks, configuration
 
 
 def optimize(
@@ -26,15 +26,8 @@ def optimize(
     budget: Annotated[
         int, typer.Option(metavar="N", min=1, help="rollouts of the search, and calls of the reflecting model at most")
     ] = 200,
-    validation: Annotated[int, typer.Option(metavar="N", min=1, help="tasks to compare prompts on")] = 16,
-    beam: Annotated[int, typer.Option(metavar="N", min=1, help="apo: prompts kept for the next round")] = 4,
-    branch: Annotated[int, typer.Option(metavar="N", min=1, help="apo: new prompts from each")] = 4,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="apo: rounds")] = 3,
-    seed: Annotated[int, typer.Option(metavar="N", help="another seed is another search")] = 0,
     concurrency: Concurrency = 8,
     promote: Annotated[bool, typer.Option("--promote", help="make the best prompt live")] = False,
-    preload: Preload = "",
-    logs: Outputs = None,
     as_json: Json = False,
 ) -> None:
     """Search for a better prompt. The agent changes nothing: the proxy puts the prompts in.
@@ -42,16 +35,20 @@ def optimize(
     Rollouts are of mode eval: no weights are trained on them. Every prompt that is tried is a version, and the best
     one is compared with the first on held-out tasks. The same command resumes where it was stopped.
     """
-    from .command import OptimizeRequest
-    from .command import optimize as run
-    from .search import Sizes
+    from ...commands.formats import print_json
+    from ...commands.signals import run_until_signal
+    from .search import optimized, summary
 
-    modules = preload.split(",") if preload else []
-    request = OptimizeRequest(
-        method, prompt, tasks, held_out, command, modules, reflect, reflect_url, budget, validation,
-        Sizes(beam, branch, rounds), seed, concurrency, promote, logs, as_json,
+    found = run_until_signal(
+        optimized(
+            configuration(context), command, method=method, prompt=prompt, tasks=tasks, held_out=held_out,
+            reflect=reflect, reflect_url=reflect_url, budget=budget, concurrency=concurrency, promote=promote,
+        )
     )  # fmt: skip
-    run(configuration(context), request)
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(summary(found, promoted=promote), err=True)
 
 
 def add_to(commands: typer.Typer) -> None:

@@ -1,13 +1,10 @@
-"""Searches for a better prompt, by GEPA or APO: tasks, scores and reflections in, the best prompt out.
-
-One look at each validation task is little: of true rates 0.20 and 0.85, both may be right on 3 of 6 tasks. So the
-search looks again at the best versions as long as they cannot be told apart and budget is left.
+"""Searches for a better prompt, by GEPA or APO, and judges the best one by held-out tasks.
 
 `gepa`: reflective mutation, and a Pareto front over tasks (arXiv 2507.19457), by its authors' package.
 `apo`: textual gradients and beam search (ProTeGi, arXiv 2305.03495). A critic reads a few rollouts and says what is
 wrong with the prompt, the textual gradient. An editor rewrites the prompt. The best prompts enter the next round.
 
-A search always runs from its beginning. What it did before, its store and its file of reflections know, so it repeats
+A search always runs from its beginning. The store and the file of reflections have what it did before, so it repeats
 that at no cost.
 """
 
@@ -19,27 +16,39 @@ import json
 import os
 import random
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
-from statistics import fmean, pvariance
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
+
+from rich.console import Console
 
 from ...commands.api_client import ApiClient
-from ...commands.run.run import RolloutResult, RunOptions, run_tasks
-from ...commands.run.runner import Runner
-from ...commands.run.tasks import Task
+from ...commands.run.command import programs, run_options
+from ...commands.run.report import ProgressView
+from ...commands.run.run import RunOptions, run_tasks
+from ...commands.run.runner import Runner, runner_for
+from ...commands.run.tasks import Task, read_tasks
+from ...commands.system.processes import make_directory
+from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
-from ...core.prices import Used, import_litellm, used
+from ...core.prices import Prices, Used, import_litellm, require_litellm, used
+from ...core.statistics import compare
 from ...core.tools import calls_in
 from ...proxy.dialects.transcript import chat_turns, text
 from ...store.sqlite.file import make_private
 
-NEAR = 2.0  # standard errors, within which one mean is not better than another
-AT_MOST = 4  # versions that are looked at again
+SEED = 0
+HELD_OUT = 5  # one task in five is held out, where no file has them
+VALIDATION = 16  # tasks to compare prompts on, if half of the tasks are that many
+BATCH = 4  # runs that a critic reads
+BEAM, BRANCH, ROUNDS = 4, 4, 3  # of apo: prompts kept for the next round, new prompts from each, rounds
 TIMEOUT_S = 300.0
 MOST = 6_000  # characters of one text
 CRITIC = """You improve the prompt of an agent. This is the prompt:
@@ -68,7 +77,7 @@ A critic, who has read runs of the agent, says:
 
 Rewrite the prompt so that it answers the critique. Keep what works, and every placeholder. Answer with the new prompt
 alone, between <prompt> and </prompt>."""
-Json = Mapping[str, Any]
+Json = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -91,37 +100,112 @@ class Candidate(NamedTuple):
     mean: float
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Tasks to learn from, tasks to compare candidates on, and tasks that the search never sees."""
+async def optimized(
+    config: Config, command: list[str], *, method: str, prompt: str, tasks: Path, held_out: Path | None, reflect: str,
+    reflect_url: str | None, budget: int, concurrency: int, promote: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what a search found; LightningError if it fails. What was tried until then is kept.
 
-    lessons: list[Task]
-    validation: list[Task]
-    held_out: list[Task]
+    `mean_…` are over the validation tasks. `held_out`: how far the best is above the first on the held-out tasks, on
+    which `before` and `after` are the means. `reflect_usd`: of the reflecting model; None without a price.
+    """
+    require_litellm(f"--reflect {reflect}")
+    lessons, validation, unseen = split(tasks, held_out)
+    view = ProgressView(Console(stderr=True))
+    directory = make_directory(config.policy.directory / "optimize", "policy.directory")
+    runner, api = runner_for(config, command, [], view.say), ApiClient.of(config, patience_s=60)
+    async with programs(api, runner, view):
+        own = (await api.request("GET", f"/prompts/{quote(prompt, safe='')}"))["text"]
+        # The same request has the same name, and so resumes.
+        request = [
+            method,
+            prompt,
+            own,
+            command,
+            reflect,
+            *([task.line for task in some] for some in (lessons, validation)),
+        ]
+        run = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:12]
+        reflection = Reflection(reflect, reflect_url, directory / f"{run}.jsonl", budget)
+        options = run_options(config, 1, concurrency, "eval", None)
+        failed_reward = config.trainer.failed_reward or 0.0
+        job = Search(api, runner, options, view, prompt, run, budget, lessons, validation, failed_reward)
+        await job.open()
+        await (apo_search if method == "apo" else gepa_search)(job, reflection, own)
+        if not job.tried:
+            raise ConfigError(f"--budget {budget} is less than one look at the validation tasks")
+        first, best = next(iter(job.tried.values())), job.best
+        before, after = [
+            [score.reward for score in await job.scores(one.version, unseen, held_out=True)] for one in (first, best)
+        ]
+        metrics = {"method": method, "run": run, "validation": best.mean, "held_out": fmean(after)}
+        await job.version_of(best.text, metrics=metrics, promote=promote)
+    spent, price = reflection.used, Prices(config.prices).of(reflect)
+    return {
+        "prompt": prompt, "run": run, "version": best.version, "rollouts": job.taken, "tried": len(job.tried),
+        "mean_before": first.mean, "mean_after": best.mean, "before": fmean(before), "after": fmean(after),
+        "held_out": None if best is first else asdict(compare(after, before, SEED)),
+        "reflect_tokens": spent.input + spent.output, "reflect_usd": None if price is None else price.of(spent),
+    }  # fmt: skip
+
+
+def split(file: Path, held_out: Path | None) -> tuple[list[Task], list[Task], list[Task]]:
+    """Return tasks to learn from, to compare prompts on, and to judge by; ConfigError if they are too few."""
+    tasks = read_tasks(file)
+    random.Random(SEED).shuffle(tasks)
+    size = 0 if held_out else len(tasks) // HELD_OUT
+    unseen, tasks = read_tasks(held_out) if held_out else tasks[:size], tasks[size:]
+    size = min(VALIDATION, len(tasks) // 2)
+    if not size or not unseen:
+        raise ConfigError(
+            f"{file} has too few tasks: some to learn from, some to compare prompts on, and some held out"
+        )
+    return tasks[size:], tasks[:size], unseen
+
+
+def summary(found: dict[str, Any], *, promoted: bool) -> str:
+    """Return the result in words."""
+    usd = "" if found["reflect_usd"] is None else " ({reflect_usd:.4g} USD)"
+    lines = [
+        "{tried} versions of {prompt} tried in {rollouts} rollouts (run {run})",
+        "validation tasks: {mean_before:.3f} before, {mean_after:.3f} with version {version}",
+        "the reflecting model used {reflect_tokens:,} tokens" + usd,
+    ]
+    if found["held_out"] is None:
+        lines.append("no version was better than the first one")
+    else:
+        lines += [
+            "held-out tasks: {before:.3f} before, {after:.3f} after: {held_out[difference]:+.3f} "
+            "[{held_out[interval][low]:+.3f}, {held_out[interval][high]:+.3f}] over {held_out[tasks]} tasks, "
+            "p {held_out[p]:.2g}",
+            "version {version} is live"
+            if promoted
+            else "make it live: lightning-proxy prompts promote {prompt} {version}",
+        ]
+    return "\n".join(lines).format_map(found)
 
 
 class Search:
     """Tries versions of a prompt. Rollouts are kept in the store under the name of the `run`.
 
-    A version that was tried on a task is not tried on it again, but by another look. `budget`: rollouts that the search
-    may take, those of an earlier start included. `tell` is called with each candidate that is better than all before.
+    A version that was tried on a task is not tried on it again. `budget`: rollouts that the search may take, with those
+    of an earlier start.
     """
 
     def __init__(
-        self, api: ApiClient, runner: Runner, options: RunOptions, *, prompt: str, run: str, budget: int,
-        failed_reward: float, split: Split, seed: int, tell: Callable[[Candidate], None],
-        on_result: Callable[[RolloutResult], None],
+        self, api: ApiClient, runner: Runner, options: RunOptions, view: ProgressView, prompt: str, run: str,
+        budget: int, lessons: list[Task], validation: list[Task], failed_reward: float,
     ) -> None:  # fmt: skip
-        self.split, self.seed, self.prompt, self.budget = split, seed, prompt, budget
-        self._api, self._runner, self._options = api, runner, options
-        self._run, self._failed_reward, self._tell, self._on_result = run, failed_reward, tell, on_result
-        self._known = defaultdict[tuple[int, str], list[Score]](list)  # one for each look
+        self.prompt, self.budget, self.lessons, self.validation = prompt, budget, lessons, validation
+        self._api, self._runner, self._options, self._view = api, runner, options, view
+        self._run, self._failed_reward, self._bar = run, failed_reward, view.bar("search", budget)
+        self._known: dict[tuple[int, str], Score] = {}  # by version and task
         self.tried: dict[int, Candidate] = {}
         self.taken = 0  # rollouts of the search
 
     async def open(self) -> None:
         """Read what earlier starts of the run have tried; end the rollouts that they left running."""
-        route = f"/prompts/{self.prompt}/rollouts"
+        route = f"/prompts/{quote(self.prompt, safe='')}/rollouts"
         for one in (await self._api.request("GET", route, params={"run": self._run}))["data"]:
             if one["status"] == "running":
                 await self._api.end_rollout(one["rollout_id"], "discarded", "the optimisation was stopped")
@@ -130,85 +214,56 @@ class Search:
                 failed = one["status"] == "failed"
                 if failed or one["reward"] is not None:  # another one takes the place of one without a reward
                     self._add(one["version"], one["task_id"], one["rollout_id"], one["reward"], failed)
+        if self.taken:
+            self._view.say(f"run {self._run} resumes: {self.taken} of {self.budget} rollouts are done")
 
     @property
     def best(self) -> Candidate:
         """Return the best candidate so far; of equals, the first."""
         return max(self.tried.values(), key=lambda one: (one.mean, -one.version))
 
-    async def version_of(self, text: str, parent: int | None = None, comment: str | None = None) -> int:
+    async def version_of(self, text: str, **more: Any) -> int:
         """Return the version with this text; it is added if there is none."""
-        body = {"name": self.prompt, "text": text, "parent": parent, "comment": comment}
+        body = {"name": self.prompt, "text": text, **more}
         return int((await self._api.request("POST", "/prompts", body))["version"])
 
-    async def scores(
-        self, version: int, tasks: Sequence[Task], look: int = 0, *, held_out: bool = False
-    ) -> list[Score]:
-        """Return the version's rewards on the tasks, in their order, at its `look`th look.
+    async def scores(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
+        """Return the version's rewards on the tasks, in their order. Raise BudgetSpent before it runs any.
 
-        Raise BudgetSpent before it runs any. `held_out`: it is no part of the search, and not of its budget.
+        `held_out`: it is no part of the search, and not of its budget.
         """
-        missing = [task for task in tasks if len(self._known[version, task.task_id]) <= look]
+        # By name: gepa pads a batch to its size with a task that it has already.
+        missing = {task.task_id: task for task in tasks if (version, task.task_id) not in self._known}
         if not held_out and len(missing) > max(self.budget - self.taken, 0):
             raise BudgetSpent
+
+        def show(_: object) -> None:
+            self._bar.show(self.taken, self.best.mean if self.tried else None, 0)
+
         choice = {"prompts": {self.prompt: version}, "metadata": {"optimize": self._run, "held_out": held_out}}
         options = replace(self._options, choice=choice)
-        for one in await run_tasks(self._api, missing, self._runner, options, self._on_result):
+        for one in await run_tasks(self._api, missing.values(), self._runner, options, show):
             self.taken += not held_out
             self._add(version, one.task_id, one.rollout_id, one.reward, one.failed)
-        return [self._known[version, task.task_id][look] for task in tasks]
+        return [self._known[version, task.task_id] for task in tasks]
 
     def _add(self, version: int, task_id: str, rollout_id: str, reward: float | None, failed: bool) -> None:
         if reward is None and not failed:
             raise LightningError(f"rollout {rollout_id} has no reward: the agent posts one to /reward before it ends")
-        self._known[version, task_id].append(Score(rollout_id, self._failed_reward if reward is None else reward))
+        self._known[version, task_id] = Score(rollout_id, self._failed_reward if reward is None else reward)
 
     async def validate(self, version: int, text: str) -> Candidate:
         """Return the version with its mean reward over the validation tasks. Raise BudgetSpent."""
         if version not in self.tried:
-            scores = await self.scores(version, self.split.validation)
-            self._weigh(Candidate(version, text, fmean(one.reward for one in scores)))
+            mean = fmean(score.reward for score in await self.scores(version, self.validation))
+            candidate = self.tried[version] = Candidate(version, text, mean)
+            if self.best is candidate:
+                self._view.say(f"version {version}: {mean:.3f} on {len(self.validation)} tasks")
         return self.tried[version]
-
-    def _weigh(self, candidate: Candidate) -> None:
-        before = self.best.version if self.tried else None
-        self.tried[candidate.version] = candidate
-        if self.best.version != before:
-            self._tell(self.best)
 
     async def lesson(self, score: Score) -> dict[str, str]:
         """Return what a reflecting model is shown of a rollout."""
         return lesson_of(await self._api.rollout(score.rollout_id))
-
-    async def look_again(self) -> None:
-        """Look again at versions that cannot be told from the best one, the least seen first, until budget is spent."""
-        looks = dict.fromkeys(self.tried, 1)
-        with suppress(BudgetSpent):
-            while (version := self._unsure(looks)) is not None:
-                await self.scores(version, self.split.validation, looks[version])
-                looks[version] += 1
-                mean = fmean(map(fmean, self._seen(version, looks[version])))
-                self._weigh(self.tried[version]._replace(mean=mean))
-
-    def _seen(self, version: int, looks: int) -> list[list[float]]:
-        """The rewards of a version, for each validation task."""
-        return [[one.reward for one in self._known[version, task.task_id][:looks]] for task in self.split.validation]
-
-    def _unsure(self, looks: dict[int, int]) -> int | None:
-        """The version to look at next; None if the best one is clear, or if looking again shows the same."""
-        tasks = [task for version, n in looks.items() for task in self._seen(version, n)]
-        again = [task for task in tasks if len(task) > 1]
-        spread = fmean(map(pvariance, again)) if again else pvariance([one for task in tasks for one in task])
-        size, best = len(self.split.validation), self.best
-
-        def near(one: Candidate) -> bool:
-            error = (spread / size * (1 / looks[one.version] + 1 / looks[best.version])) ** 0.5
-            return best.mean - one.mean <= NEAR * error
-
-        ranked = sorted(self.tried.values(), key=lambda one: (-one.mean, one.version))
-        close = [one.version for one in ranked if near(one)][:AT_MOST]
-        chosen = min(close, key=lambda version: looks[version])
-        return None if len(close) == 1 or (spread == 0 and looks[chosen] > 1) else chosen
 
 
 class Reflection:
@@ -222,18 +277,16 @@ class Reflection:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
         self._uses: Counter[str] = Counter()
         self._answers: dict[str, Any] = {}
-        for line in file.read_text().splitlines() if file.exists() else ():
+        make_private(file)
+        for line in file.read_text().splitlines():
             with suppress(ValueError):  # the last one may have been cut off
                 kept = json.loads(line)
                 self._answers[kept["key"]] = kept
 
     @property
     def used(self) -> Used:
-        """Return the tokens of all answers, if they told."""
-        total = Used()
-        for kept in self._answers.values():
-            total = total.plus(used(kept["usage"]) or Used())
-        return total
+        """Return the tokens of all answers, as far as the model counts them."""
+        return reduce(Used.plus, (used(kept["usage"]) or Used() for kept in self._answers.values()), Used())
 
     async def ask(self, text: str) -> str:
         """Return the model's answer; LightningError if it gives none, BudgetSpent if it may not be asked again."""
@@ -243,12 +296,15 @@ class Reflection:
         if key not in self._answers:
             if len(self._answers) >= self._most:
                 raise BudgetSpent
-            answer, usage = await self._complete(text)
-            self._answers[key] = {"key": key, "answer": answer, "usage": usage}
-            await asyncio.to_thread(self._keep, self._answers[key])
+            kept = {"key": key, **await self._complete(text)}
+            with self._file.open("a") as file:
+                file.write(json.dumps(kept, default=str) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self._answers[key] = kept
         return str(self._answers[key]["answer"])
 
-    async def _complete(self, text: str) -> tuple[str, Any]:
+    async def _complete(self, text: str) -> dict[str, Any]:
         litellm = import_litellm()
         from openai import OpenAIError
 
@@ -263,14 +319,7 @@ class Reflection:
         if not isinstance(content, str) or not content.strip():
             raise LightningError(f"{self._model} answered nothing")
         usage = getattr(answer, "usage", None)
-        return content, usage and usage.model_dump()
-
-    def _keep(self, answer: Any) -> None:
-        make_private(self._file)
-        with self._file.open("a") as file:
-            file.write(json.dumps(answer, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        return {"answer": content, "usage": usage and usage.model_dump()}
 
 
 def lesson_of(rollout: Json) -> dict[str, str]:
@@ -291,7 +340,7 @@ def lesson_of(rollout: Json) -> dict[str, str]:
 
 def _done(message: Json) -> Iterator[str]:
     if message["role"] not in ("system", "developer", "user"):
-        if said := text(dict(message)):
+        if said := text(message):
             yield f"{message['role']}: {said}"
         yield from (f"calls {one.name}({one.arguments})" for one in calls_in(message))
 
@@ -313,24 +362,12 @@ def _feedback(rollout: Json) -> Iterator[str]:
         yield f"the agent failed: {rollout['reason']}"
 
 
-BATCH = 4  # runs that a critic reads
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How wide and long the search is: prompts kept each round, new ones of each, rounds."""
-
-    beam: int
-    branch: int
-    rounds: int
-
-
-async def apo_search(job: Search, reflection: Reflection, own: str, sizes: Sizes) -> None:
+async def apo_search(job: Search, reflection: Reflection, own: str) -> None:
     """Try prompts until the rounds are over or the budget is spent; all versions tried are in `job.tried`."""
-    rng = random.Random(job.seed)
+    rng = random.Random(SEED)
 
     async def edited(parent: Candidate) -> str:
-        tasks = rng.sample(job.split.lessons, min(BATCH, len(job.split.lessons)))
+        tasks = rng.sample(job.lessons, min(BATCH, len(job.lessons)))
         lessons = [await job.lesson(score) for score in await job.scores(parent.version, tasks)]
         runs = ("<run>\nasked: {Inputs}\n{Generated Outputs}\n{Feedback}\n</run>".format_map(one) for one in lessons)
         critique = await reflection.ask(CRITIC.format(prompt=parent.text, runs="\n\n".join(runs)))
@@ -338,13 +375,13 @@ async def apo_search(job: Search, reflection: Reflection, own: str, sizes: Sizes
 
     with suppress(BudgetSpent):
         beam = [await job.validate(await job.version_of(own), own)]
-        for round_ in range(1, sizes.rounds + 1):
+        for round_ in range(1, ROUNDS + 1):
             for parent in list(beam):
-                for _ in range(sizes.branch):
+                for _ in range(BRANCH):
                     new = await edited(parent)
-                    version = await job.version_of(new, parent.version, f"apo, round {round_}")
+                    version = await job.version_of(new, parent=parent.version, comment=f"apo, round {round_}")
                     beam.append(await job.validate(version, new))
-            beam = sorted(set(beam), key=lambda one: (-one.mean, one.version))[: sizes.beam]
+            beam = sorted(set(beam), key=lambda one: (-one.mean, one.version))[:BEAM]
 
 
 def between(answer: str) -> str | None:
@@ -353,11 +390,8 @@ def between(answer: str) -> str | None:
     return found[1] if found else None
 
 
-async def gepa_search(job: Search, reflection: Reflection, own: str, sizes: Sizes) -> None:
-    """Try prompts until the budget is spent; all versions tried are in `job.tried`. ConfigError without the package.
-
-    The package runs in a thread.
-    """
+async def gepa_search(job: Search, reflection: Reflection, own: str) -> None:
+    """Try prompts until the budget is spent; all versions tried are in `job.tried`. The package runs in a thread."""
     try:
         import gepa
     except ImportError:
@@ -367,15 +401,15 @@ async def gepa_search(job: Search, reflection: Reflection, own: str, sizes: Size
         await asyncio.to_thread(
             gepa.optimize,
             seed_candidate={job.prompt: own},
-            trainset=list(job.split.lessons),
-            valset=list(job.split.validation),
+            trainset=job.lessons,
+            valset=job.validation,
             adapter=adapter,
             reflection_lm=adapter.reflect,
             reflection_minibatch_size=BATCH,
             skip_perfect_score=False,
             max_metric_calls=job.budget,
             logger=SimpleNamespace(log=lambda _: None),  # the command shows how it goes
-            seed=job.seed,
+            seed=SEED,
         )
     except _Ended as ended:
         if not isinstance(ended.__cause__, BudgetSpent):
@@ -399,22 +433,19 @@ class _Adapter:
     def evaluate(self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False) -> Any:
         from gepa.core.adapter import EvaluationBatch
 
-        scores = self._wait(self._scores(batch, candidate[self._job.prompt]))
+        text = candidate[self._job.prompt]
+        version = self._wait(self._job.version_of(text, comment="gepa"))
+        if batch == self._job.validation:
+            self._wait(self._job.validate(version, text))
+        scores = self._wait(self._job.scores(version, batch))
         traces = [self._wait(self._job.lesson(score)) for score in scores] if capture_traces else None
         return EvaluationBatch(outputs=scores, scores=[score.reward for score in scores], trajectories=traces)
-
-    async def _scores(self, batch: Sequence[Task], text: str) -> list[Score]:
-        version = await self._job.version_of(text, comment="gepa")
-        if [*batch] == self._job.split.validation:
-            await self._job.validate(version, text)
-        return await self._job.scores(version, batch)
 
     def make_reflective_dataset(self, candidate: Json, evaluated: Any, components: list[str]) -> Json:
         return dict.fromkeys(components, evaluated.trajectories)
 
-    def reflect(self, prompt: Any) -> str:
-        text = prompt if isinstance(prompt, str) else "\n\n".join(str(one["content"]) for one in prompt)
-        return self._wait(self._reflection.ask(text))
+    def reflect(self, prompt: str) -> str:
+        return self._wait(self._reflection.ask(prompt))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self.is_over:
