@@ -1,4 +1,4 @@
-"""`prompts list|show|add|diff|promote|rollback`: the texts that take the place of an agent's own."""
+"""`prompts list|show|add|promote|rollback`: the texts that take the place of an agent's own."""
 
 from __future__ import annotations
 
@@ -21,19 +21,28 @@ def names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=names)]
-Version = Annotated[int, typer.Argument(metavar="N")]
 
 
 @app.command("list")
 def list_prompts(context: typer.Context, as_json: Json = False) -> None:
-    """List the prompts with their versions. A star marks the live one."""
+    """List the prompts with their versions. A star marks the live one; rewards are means of its rollouts."""
+    from ...commands.formats import number, plain, print_json, print_view, table
+
     answer = _ask(context, "GET", "/prompts")
     if as_json:
-        _print(answer)
-    elif answer["data"]:
-        _table(answer["data"])
-    else:
-        typer.echo("no prompts yet: `lightning-proxy prompts add NAME FILE` adds the first one")
+        return print_json(answer)
+    if not answer["data"]:
+        return typer.echo("no prompts yet: `lightning-proxy prompts add NAME FILE` adds the first one")
+    shown = table("prompt", "version", "", "agent", "role", "train", "eval", expand=True)
+    shown.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
+    for prompt in answer["data"]:
+        agent, role = prompt["match"]["agent"] or "any", prompt["match"]["role"]
+        for one in prompt["versions"]:
+            rewards = [number(one["rewards"].get(mode, {}).get("mean")) for mode in ("train", "eval")]
+            text = plain(" ".join(one["text"].split())[:200])
+            live = "*" if one["live"] else ""
+            shown.add_row(prompt["name"], str(one["version"]), live, agent, role, *rewards, text)
+    return print_view(shown)
 
 
 @app.command()
@@ -41,11 +50,9 @@ def show(
     context: typer.Context,
     name: Name,
     version: Annotated[int | None, typer.Option(metavar="N", help="a version", show_default="the live one")] = None,
-    as_json: Json = False,
 ) -> None:
     """Print a prompt's text, and nothing else: it can go into a file."""
-    prompt = _ask(context, "GET", _path(name) + ("" if version is None else f"?version={version}"))
-    _print(prompt) if as_json else typer.echo(prompt["text"])
+    typer.echo(_ask(context, "GET", _path(name) + ("" if version is None else f"?version={version}"))["text"])
 
 
 @app.command()
@@ -53,11 +60,12 @@ def add(
     context: typer.Context,
     name: Name,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="its text, in UTF-8; `-` reads standard input")],
-    agent: Annotated[str | None, typer.Option(help="whose message it is (X-Agent-Name)", show_default="any")] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="the agent (X-Agent-Name) of the message", show_default="any")
+    ] = None,
     role: Annotated[Literal["system", "user"] | None, typer.Option(help="the role of the message")] = None,
     comment: Annotated[str | None, typer.Option(help="why it was made")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="make it live")] = False,
-    as_json: Json = False,
 ) -> None:
     """Add a prompt, or a version of one. The first version is the agent's own text, and live."""
     from ...core.errors import LightningError
@@ -71,64 +79,21 @@ def add(
         body["match"] = {"agent": agent, "role": role or "system"}
     prompt = _ask(context, "POST", "/prompts", body)
     live = "it is live" if prompt["version"] == prompt["live_version"] else f"{prompt['live_version']} is live"
-    _print(prompt) if as_json else typer.echo(f"prompt {name} version {prompt['version']}; {live}")
+    typer.echo(f"prompt {name} version {prompt['version']}; {live}")
 
 
 @app.command()
-def diff(context: typer.Context, name: Name, a: Version, b: Version) -> None:
-    """Show which lines two versions do not share."""
-    from difflib import unified_diff
-
-    from rich.console import Console
-
-    from ...commands.formats import plain
-    from ...commands.show.rollout_view import STYLES
-
-    first, second = (_ask(context, "GET", f"{_path(name)}?version={n}")["text"].splitlines() for n in (a, b))
-    console = Console(highlight=False, soft_wrap=True)
-    for line in unified_diff(first, second, f"{name} {a}", f"{name} {b}", lineterm=""):
-        console.print(plain(line, STYLES.get(line[0], "")))
-    if first == second:
-        typer.echo("the versions are the same", err=True)
-
-
-@app.command()
-def promote(context: typer.Context, name: Name, version: Version, as_json: Json = False) -> None:
+def promote(context: typer.Context, name: Name, version: Annotated[int, typer.Argument(metavar="N")]) -> None:
     """Make a version live now. Rollouts that have begun keep theirs."""
-    _change(context, name, "promote", {"version": version}, as_json)
+    prompt = _ask(context, "POST", f"{_path(name)}/promote", {"version": version})
+    typer.echo(f"prompt {name} version {prompt['live_version']} is live")
 
 
 @app.command()
-def rollback(context: typer.Context, name: Name, as_json: Json = False) -> None:
+def rollback(context: typer.Context, name: Name) -> None:
     """Make the version before the live one live again."""
-    _change(context, name, "rollback", None, as_json)
-
-
-def _change(context: typer.Context, name: str, what: str, body: dict[str, int] | None, as_json: bool) -> None:
-    prompt = _ask(context, "POST", f"{_path(name)}/{what}", body)
-    _print(prompt) if as_json else typer.echo(f"prompt {name} version {prompt['live_version']} is live")
-
-
-def _table(prompts: list[dict[str, Any]]) -> None:
-    """Print a line for each version; rewards are means over the rollouts that kept it."""
-    from ...commands.formats import number, plain, print_view, table
-
-    shown = table("prompt", "version", "", "agent", "role", "train", "eval", expand=True)
-    shown.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
-    for prompt in prompts:
-        agent, role = prompt["match"]["agent"] or "any", prompt["match"]["role"]
-        for one in prompt["versions"]:
-            rewards = [number(one["rewards"].get(mode, {}).get("mean")) for mode in ("train", "eval")]
-            text = plain(" ".join(one["text"].split())[:200])
-            live = "*" if one["live"] else ""
-            shown.add_row(prompt["name"], str(one["version"]), live, agent, role, *rewards, text)
-    print_view(shown)
-
-
-def _print(answer: Any) -> None:
-    from ...commands.formats import print_json
-
-    print_json(answer)
+    prompt = _ask(context, "POST", f"{_path(name)}/rollback")
+    typer.echo(f"prompt {name} version {prompt['live_version']} is live")
 
 
 def _path(name: str) -> str:

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from ...core.json_text import dumps, encode
 from ...core.records import CallStart, RolloutName, check_id
 from ...core.redact import MASK, Redactor
-from ...proxy.api.bodies import INTEGER, Body, Id, Limit, PathId
+from ...proxy.api.bodies import INTEGER, Body, Id, Listed, PathId
 from ...proxy.api.requests import AdminRoute, AgentRoute, ControlRequest, UserRoute
 from ...proxy.api.rollouts import RolloutDetail, RolloutsBody
 from ...proxy.gateway.call import Question
 from ...proxy.gateway.recorder import Statement
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
 from ...store.store import Store
-from .table import (
-    CALL_PROMPT,
-    ROLLOUT_PROMPT_KEPT,
-    Kept,
-    Placed,
-    Prompt,
-    PromptTable,
-    PromptVersion,
-    Role,
-    TriedOut,
-)
+from .table import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Placed, Prompt, PromptTable, PromptVersion, Role, TriedOut
 
 LOOK_S = 0.5  # between looks for the first prompt; then every call looks
-Outcome = Literal["placed", "unmatched"]
+MOST_CHARACTERS = 1_000_000
 Json = dict[str, Any]
 Place = tuple[str | int, ...]  # the way from a request to a text in it
 _ROLES = {"system": ("system", "developer"), "user": ("user",)}
@@ -48,8 +38,6 @@ _LISTS = {"chat/completions": "messages", "messages": "messages", "responses": "
 router = APIRouter(tags=["prompts"], route_class=UserRoute)
 agents = APIRouter(tags=["prompts"], route_class=AgentRoute)
 admins = APIRouter(tags=["prompts"], route_class=AdminRoute)
-
-MOST_CHARACTERS = 1_000_000
 Version = Annotated[int, Field(strict=True, ge=1, lt=2**31), INTEGER]
 
 
@@ -61,13 +49,10 @@ class _Put(NamedTuple):
 
 
 class PromptRewriter:
-    """All prompts. As long as there is none, a call costs nothing more.
+    """All prompts. As long as there is none, a call costs nothing more."""
 
-    `count` is called for each call, while there are prompts, with whether one was put into it.
-    """
-
-    def __init__(self, table: PromptTable, redactor: Redactor, count: Callable[[Outcome], None]) -> None:
-        self._table, self._redactor, self._count = table, redactor, count
+    def __init__(self, table: PromptTable, redactor: Redactor) -> None:
+        self._table, self._redactor = table, redactor
         self._stamp: Any = None
         self._looked = -LOOK_S
         self._prompts: list[Prompt] = []
@@ -79,8 +64,6 @@ class PromptRewriter:
         the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.
         """
         await self._refresh()
-        if not self._prompts:
-            return question
         placed: list[_Put] = []
         body = original = question.body
         for prompt in self._prompts:
@@ -96,7 +79,6 @@ class PromptRewriter:
                 continue  # it began with the agent's own text, before there was this prompt
             placed.append(_Put(prompt, version or prompt.live, place, sent))
             body = put(body, place, prompt.text_of(placed[-1].version))
-        self._count("placed" if placed else "unmatched")
         if not placed:
             return question
         if any(text_at(body, one.place) != one.sent for one in placed):
@@ -112,15 +94,18 @@ class PromptRewriter:
 
     def _statements(self, placed: Sequence[_Put], original: Json, start: CallStart) -> list[Statement]:
         statements, kept = list[Statement](), self._redactor.value(original, "request")
-        for one in placed:
-            row: Json = {"rollout_id": start.rollout.rollout_id, "call_id": start.call_id, "name": one.prompt.name}
-            row |= {"version": one.version, "place": dumps(one.place)}
-            row["sent_version"], row["sent"] = one.prompt.version_of(one.sent), None
-            if row["sent_version"] is None:
+        for prompt, version, place, text in placed:
+            if (sent_version := prompt.version_of(text)) is not None:
+                sent = None
+            else:
                 try:
-                    row["sent"] = text_at(kept, one.place)
+                    sent = text_at(kept, place)
                 except (TypeError, LookupError):  # it is redacted
-                    row["sent"] = MASK
+                    sent = MASK
+            row: Json = {
+                "rollout_id": start.rollout.rollout_id, "call_id": start.call_id, "name": prompt.name,
+                "version": version, "place": dumps(place), "sent_version": sent_version, "sent": sent,
+            }  # fmt: skip
             statements += [(ROLLOUT_PROMPT_KEPT, row), (CALL_PROMPT, row)]
         return statements
 
@@ -198,7 +183,7 @@ class PromptVersionBody(Body):
 
 
 class PromptSeen(BaseModel):
-    """`version` and `text`: those of the rollout that asks; without one, or before it keeps any, the live ones."""
+    """`version` and `text`: of the rollout that asks; without one, or before it keeps any, the live ones."""
 
     name: str
     match: Match
@@ -208,22 +193,10 @@ class PromptSeen(BaseModel):
     versions: list[PromptVersion]
 
 
-class PromptList(BaseModel):
-    data: list[PromptSeen]
-
-
-class TriedOutList(BaseModel):
-    data: list[TriedOut]
-
-
-class KeptList(BaseModel):
-    data: list[Kept]
-
-
-@router.get("/prompts", response_model=PromptList)
+@router.get("/prompts", response_model=Listed[PromptSeen])
 async def list_prompts(request: ControlRequest) -> dict[str, Any]:
     """All prompts, by name, with their versions."""
-    return {"data": [await _view(request, prompt) for prompt in await _table(request).all()]}
+    return {"data": [await _seen(request, prompt) for prompt in await _table(request).all()]}
 
 
 @agents.get("/prompts/{name}", response_model=PromptSeen)
@@ -245,38 +218,28 @@ async def get_prompt(
         if version is None:
             await table.pin([rollout_id], {name: prompt.live})
             version = await table.kept_by(rollout_id, name)
-    return await _view(request, prompt, version)
+    return await _seen(request, prompt, version)
 
 
-@router.get("/prompts/{name}/rollouts", response_model=TriedOutList)
-async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None = None) -> dict[str, Any]:
-    """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run` names one of them.
+@router.get("/prompts/{name}/rollouts", response_model=Listed[TriedOut])
+async def list_tried_out(request: ControlRequest, name: PathId, run: Id) -> dict[str, Any]:
+    """The rollouts in which an optimisation, named by its `run`, has tried versions of a prompt, oldest first.
 
-    Those that were opened with the key that asks, an admin's or an evaluator's.
+    Only the rollouts that were opened with the key that asks, an admin's or an evaluator's are listed.
     """
     caller, table = request.caller, _table(request)
     await table.get(check_id(name, "name"))
     return {"data": await table.tried_out(name, run, own=caller.own, key_id=caller.key_id)}
 
 
-@router.get("/prompts/{name}/versions/{version}/rollouts", response_model=KeptList)
-async def list_kept(
-    request: ControlRequest, name: PathId, version: Annotated[int, Path(ge=1, lt=2**31)], limit: Limit = 100
-) -> dict[str, Any]:
-    """The newest rollouts that kept a version."""
-    sees, table = request.caller.sees, _table(request)
-    await table.get(check_id(name, "name"), version)
-    return {"data": await table.kept(name, version, limit, own=sees is not None, key_id=sees)}
-
-
 @admins.post("/prompts", response_model=PromptSeen)
 async def post_prompt(request: ControlRequest, body: PromptBody) -> dict[str, Any]:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
-    match = body.match.model_dump() if body.match else {}
-    version = await _table(request).add(**body.model_dump(exclude={"match"}), **match)
+    match = body.match and (body.match.agent, body.match.role)
+    version = await _table(request).add(body.name, body.model_dump(), match, promote=body.promote)
     if body.promote:
         request.caller.log_change(f"version {version} of prompt {body.name} was promoted")
-    return await _view(request, await _table(request).get(body.name), version)
+    return await _seen(request, await _table(request).get(body.name), version)
 
 
 @admins.post("/prompts/{name}/promote", response_model=PromptSeen)
@@ -284,7 +247,7 @@ async def promote_prompt(request: ControlRequest, name: PathId, body: PromptVers
     """Make a version live now. Rollouts that have begun keep theirs."""
     await _table(request).promote(check_id(name, "name"), body.version)
     request.caller.log_change(f"version {body.version} of prompt {name} was promoted")
-    return await _view(request, await _table(request).get(name))
+    return await _seen(request, await _table(request).get(name))
 
 
 @admins.post("/prompts/{name}/rollback", response_model=PromptSeen)
@@ -292,25 +255,20 @@ async def rollback_prompt(request: ControlRequest, name: PathId) -> dict[str, An
     """Make the version before the live one live again."""
     await _table(request).rollback(check_id(name, "name"))
     request.caller.log_change(f"prompt {name} was rolled back")
-    return await _view(request, await _table(request).get(name))
+    return await _seen(request, await _table(request).get(name))
 
 
-async def _view(request: ControlRequest, prompt: Prompt, version: int | None = None) -> dict[str, Any]:
+async def _seen(request: ControlRequest, prompt: Prompt, version: int | None = None) -> dict[str, Any]:
     """The prompt as the caller may see it: code that the policy runs can read its rollout's key."""
-    caller, views, version = request.caller, list[PromptVersion](), version or prompt.live
+    caller, versions, version = request.caller, list[PromptVersion](), version or prompt.live
     if caller.rollout_id is None:
         rewards = await _table(request).rewards(prompt.name, own=caller.own, key_id=caller.sees)
-        views = [replace(one, rewards=rewards.get(one.version, {})) for one in prompt.versions]
-    if caller.own:
-        views = [replace(one, metrics={}, comment=None) for one in views]
+        hidden: Json = {"metrics": {}, "comment": None} if caller.own else {}
+        versions = [replace(one, rewards=rewards.get(one.version, {}), **hidden) for one in prompt.versions]
     return {
-        "name": prompt.name,
-        "match": {"agent": prompt.agent, "role": prompt.role},
-        "live_version": prompt.live,
-        "version": version,
-        "text": prompt.text_of(version),
-        "versions": views,
-    }
+        "name": prompt.name, "match": {"agent": prompt.agent, "role": prompt.role}, "live_version": prompt.live,
+        "version": version, "text": prompt.text_of(version), "versions": versions,
+    }  # fmt: skip
 
 
 def _table(request: ControlRequest) -> PromptTable:
@@ -340,9 +298,7 @@ class PromptsPlugin(ProxyPlugin):
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        counter = core.metrics.counter("prompts", "Calls that a prompt was put into, and that fitted none", "outcome")
-        count = lambda outcome: counter.labels(outcome).inc()  # noqa: E731
-        yield Hooks(rewrite=PromptRewriter(PromptTable(core.store.database), core.redactor, count).put)
+        yield Hooks(rewrite=PromptRewriter(PromptTable(core.store.database), core.redactor).put)
 
     async def check_rollouts(self, store: Store, added: OpenedWithPrompts) -> None:
         for name, version in added.prompts.items():

@@ -2,7 +2,7 @@
 -- Prompts that are put in the place of an agent's own, which changes nothing.
 CREATE TABLE prompts (
     name       TEXT PRIMARY KEY,
-    agent      TEXT,                              -- whose message it is; NULL: only its text tells
+    agent      TEXT,                              -- of the message; NULL: only its text tells
     role       TEXT NOT NULL,                     -- system | user
     created_at REAL NOT NULL
 ) WITHOUT ROWID;

@@ -60,25 +60,18 @@ SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
 """
-PROMPT_KEPT = """
-SELECT rollouts.rollout_id, rollouts.task_id, mode, status, reward, created_at
-FROM rollout_prompts JOIN rollouts USING (rollout_id)
-WHERE name = :name AND version = :version AND (NOT :own OR rollouts.key_id IS :key_id)
-ORDER BY rollouts.n DESC LIMIT :limit
-"""
 # Oldest first. Whoever opens rollouts can name a run: only the asker's own count, and those of keys that give evidence.
 PROMPT_RUN = r"""
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata ->> '$.held_out', 0) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
-WHERE name = :name AND (:every OR metadata ->> '$.optimize' = :run) AND metadata ->> '$.optimize' IS NOT NULL
+WHERE name = :name AND metadata ->> '$.optimize' = :run
     AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
 /* PostgreSQL:
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata::json ->> 'held_out' NOT IN ('false', '0'), FALSE) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
-WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
-        (:every OR metadata::json ->> 'optimize' = :run) AND metadata::json ->> 'optimize' IS NOT NULL END
+WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN metadata::json ->> 'optimize' = :run END
     AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
 */
 """
@@ -149,18 +142,6 @@ class TriedOut:
     held_out: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A rollout that kept a version."""
-
-    rollout_id: str
-    task_id: str | None
-    mode: str
-    status: str
-    reward: float | None
-    created_at: float
-
-
 class PromptTable(Records):
     """The tables of prompts. They are small but for what is kept of rollouts and calls.
 
@@ -190,42 +171,32 @@ class PromptTable(Records):
         return tuple(await self._db.quick(PROMPTS_CHANGED) or ())
 
     async def add(
-        self,
-        name: str,
-        text: str,
-        *,
-        agent: str | None = None,
-        role: Role | None = None,
-        parent: int | None = None,
-        comment: str | None = None,
-        metrics: Mapping[str, Any],
-        promote: bool = False,
+        self, name: str, made: Mapping[str, Any], match: tuple[str | None, Role] | None, *, promote: bool
     ) -> int:
-        """Add a version and return its number; that of the version which has this text already, if one has.
+        """Add a version and return its number. A text that a version has already is that version.
 
-        The first version of a new name is live, a further one only if `promote`. Conflict where the prompt is another
-        agent's message: `role` None stands for that of the prompt.
+        `made`: its text, parent, comment and metrics. The first version of a new name is live, a further one only if
+        `promote`. `match`: the agent and the role. Conflict where the prompt is another message.
         """
-        row: dict[str, Any] = {"name": name, "text": text, "parent": parent, "comment": comment, "at": time.time()}
-        row["metrics"] = dumps({**metrics})
+        agent, role = match or (None, "system")
+        row = {**made, "name": name, "agent": agent, "role": role, "metrics": dumps(made["metrics"]), "at": time.time()}
 
         async def work(db: Transaction) -> int:
-            await db.all(PROMPT_NEW, row | {"agent": agent, "role": role or "system"})
+            await db.all(PROMPT_NEW, row)
             (kept,) = await db.all(PROMPT_OF_NAME, row)
-            if role is not None and (kept["agent"], kept["role"]) != (agent, role):
-                whose = "any agent" if kept["agent"] is None else repr(kept["agent"])
-                message = f"the {kept['role']} message of {whose}; choose another name"
+            if match is not None and (kept["agent"], kept["role"]) != match:
+                message = f"the {kept['role']} message of {kept['agent'] or 'any agent'}; choose another name"
                 raise Conflict(f"prompt {name!r} is another message: {message}", param="match")
             version = await db.one(PROMPT_VERSION_OF_TEXT, row) or await db.one(PROMPT_VERSION_NEW, row)
             assert version is not None
             row["version"] = version["version"]
-            if metrics:
+            if made["metrics"]:
                 await db.all(PROMPT_METRICS, row)
             if kept["live"] is None or (promote and kept["live"] != row["version"]):
                 await db.all(PROMPT_LOG, row)
             return int(row["version"])
 
-        return await self._db.write(work, len(text))
+        return await self._db.write(work, len(row["text"]))
 
     async def promote(self, name: str, version: int) -> None:
         """Make a version the live one; NotFound if there is no such version."""
@@ -273,17 +244,9 @@ class PromptTable(Records):
             found[row["version"]][row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
         return found
 
-    async def kept(self, name: str, version: int, limit: int, *, own: bool, key_id: str | None) -> list[Kept]:
-        """Return the newest rollouts that kept a version."""
-        return await self._db.records(
-            Kept, PROMPT_KEPT, name=name, version=version, limit=limit, own=own, key_id=key_id
-        )
-
-    async def tried_out(self, name: str, run: str | None, *, own: bool, key_id: str | None) -> list[TriedOut]:
+    async def tried_out(self, name: str, run: str, *, own: bool, key_id: str | None) -> list[TriedOut]:
         """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first.
 
-        Without a run, those of every optimisation. Unless `own`, those of keys that give evidence count, too.
+        Unless `own`, those of keys that give evidence count, too.
         """
-        return await self._db.records(
-            TriedOut, PROMPT_RUN, name=name, run=run or "", every=run is None, own=own, key_id=key_id
-        )
+        return await self._db.records(TriedOut, PROMPT_RUN, name=name, run=run, own=own, key_id=key_id)

@@ -22,7 +22,7 @@ ADDS = {"id": "k1", "type": "function", "function": {"name": "add", "arguments":
 LOOKS = [*filter(is_there, (
     "rollouts list", "rollouts list --json", "rollouts list --grep add --json", "rollouts show one:1 --json",
     "rollouts diff one:1 two", "policy list --json", "costs --by rollout --json", "store info --json", "export -",
-    "export - --kind sft", "export - --kind atif", "prompts list --json", "prompts diff writer 1 2",
+    "export - --kind sft", "export - --kind atif", "prompts list --json",
 ))]  # fmt: skip
 
 

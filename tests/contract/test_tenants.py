@@ -70,7 +70,6 @@ ROUTES: dict[str, Route] = {
     "post /prompts": Route(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}, feature="prompts"),
     "get /prompts/{name}": Route(200, 200, 200, 200, True, feature="prompts"),
     "get /prompts/{name}/rollouts": Route(200, 200, 200, 403, query="?run=run", feature="prompts"),
-    "get /prompts/{name}/versions/{version}/rollouts": Route(200, 200, 200, 403, True, feature="prompts"),
     "post /prompts/{name}/promote": Route(401, 401, 404, 401, body=VERSION, feature="prompts"),
     "post /prompts/{name}/rollback": Route(401, 401, 409, 401, feature="prompts"),
     "get /feed": Route(200, 200, 200, 403, True, query="?cursor=0", feature="page"),

@@ -70,7 +70,7 @@ function Status({ of: { status, publish, best, error, promotion } }) {
   return html`<span title=${outcome}><${Badge} kind=${STATUS_KIND[status]}>${status}<//> <small>${publish}</small>${best && html` <${Badge} kind="good">best<//>`}${error && html` · <small class="dropped" title=${error}>${error}</small>`}</span>`;
 }
 
-// What a version earned on held-out tasks, with the 95 % interval where it was evaluated beside training.
+// What a version earned on held-out tasks, with the 95 % interval where it was evaluated during training.
 function HeldOut({ of: { rewards, evaluation } }) {
   if (!evaluation) return html`<${Mean} of=${rewards?.eval} />`;
   const { reward, low, high, difference, error } = evaluation;

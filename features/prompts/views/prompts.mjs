@@ -1,19 +1,13 @@
-// Prompts: their versions, which one is live, and each text beside the one before it.
-import { route, useData } from "./data.mjs";
-import { Badge, Empty, Facts, Loaded, LongText, Mean, Panel, Reward, RolloutLink, Start, Table, TaskLink, Time, html, to, useEffect } from "./parts.mjs";
-import { RolloutStatus } from "./rollouts.mjs";
+// Prompts: their versions, which one is live, and each text next to the one before it.
+import { useData } from "./data.mjs";
+import { Badge, Empty, Facts, Loaded, LongText, Mean, Panel, Table, Time, html, to } from "./parts.mjs";
 
-const EVERY_MS = 15_000; // their rewards are summed up over all rollouts
 const LIVE = html`<${Badge} kind="accent">live<//>`;
 
 export const filled = ["/prompts", {}, ({ data }) => data.length > 0];
 
 export function View({ more: [name, number] }) {
   const prompts = useData("/prompts", {}, ["step", "version"]);
-  useEffect(() => {
-    const timer = setInterval(prompts.reload, EVERY_MS);
-    return () => clearInterval(timer);
-  }, []);
   return html`<h1 class="hidden">Prompts</h1><${Loaded} of=${prompts}>${({ data }) => {
     if (data.length === 0) return html`<${Empty}>No prompts yet. <code>lightning-proxy prompts add NAME FILE</code> adds the agent's own text as version 1.<//>`;
     if (name === undefined) return data.map((prompt) => html`<${Prompt} key=${prompt.name} prompt=${prompt} />`);
@@ -38,7 +32,7 @@ function Prompt({ prompt: { name, match, versions } }) {
     <//>`;
 }
 
-// One version: its text beside that of the one it came from, and the rollouts that kept it.
+// One version: its text next to the one that it came from.
 function Version({ name, of, versions }) {
   const { version, text, live, created_at, parent, comment, rewards, metrics } = of;
   const before = versions.find((one) => one.version === (parent ?? version - 1));
@@ -51,11 +45,11 @@ function Version({ name, of, versions }) {
     ...metrics,
   };
   return html`<div class="title-line"><h2>${name} version ${version}</h2> ${live && LIVE} <a href="#/prompts">all prompts</a></div>
-    <div class="beside">
+    <div class="two">
       ${before && html`<${Panel} title=${`Version ${before.version}`}><${Marked} text=${before.text} other=${text} mark="del" /><//>`}
       <${Panel} title=${`Version ${version}`}>${before ? html`<${Marked} text=${text} other=${before.text} mark="ins" />` : html`<${LongText}>${text}<//>`}<//>
     </div>
-    <div class="grid"><${Panel} title="About this version"><${Facts} of=${facts} /><//><${Kept} name=${name} version=${version} /></div>`;
+    <${Panel} title="About this version"><${Facts} of=${facts} /><//>`;
 }
 
 // A text whose lines between those that it shares with the other, at the beginning and at the end, are marked.
@@ -69,20 +63,4 @@ function Marked({ text, other, mark }) {
   const part = (from, to) => own.slice(from, to).map((line) => `${line}\n`).join("");
   const last = own.length - same;
   return html`<pre class="said" dir="auto" tabindex="0">${part(0, first)}${first < last && html`<${mark}>${part(first, last)}<//>`}${part(last)}</pre>`;
-}
-
-const KEPT = [
-  { name: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
-  { name: "reward", num: true, cell: ({ reward }) => html`<${Reward} value=${reward} />` },
-  { name: "status", cell: ({ status }) => html`<${RolloutStatus} status=${status} />` },
-  { name: "task", cell: ({ task_id }) => html`<${TaskLink} id=${task_id} />` },
-  { name: "mode" },
-  { name: "opened", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
-];
-
-function Kept({ name, version }) {
-  const kept = useData(route`/prompts/${name}/versions/${version}/rollouts`);
-  return html`<${Panel} title="Rollouts that kept it" note="The newest 100." wide><${Loaded} of=${kept}>${({ data }) => (data.length === 0
-    ? html`<${Empty}>None yet. <${Start} /><//>`
-    : html`<${Table} label="Rollouts" columns=${KEPT} rows=${data} rowKey=${({ rollout_id }) => rollout_id} />`)}<//><//>`;
 }
