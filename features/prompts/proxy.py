@@ -235,7 +235,7 @@ async def list_tried_out(request: ControlRequest, name: PathId, run: Id) -> dict
 @admins.post("/prompts", response_model=PromptSeen)
 async def post_prompt(request: ControlRequest, body: PromptBody) -> dict[str, Any]:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
-    match = body.match and (body.match.agent, body.match.role)
+    match = None if body.match is None else (body.match.agent, body.match.role)
     version = await _table(request).add(body.name, body.model_dump(), match, promote=body.promote)
     if body.promote:
         request.caller.log_change(f"version {version} of prompt {body.name} was promoted")
