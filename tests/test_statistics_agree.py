@@ -81,10 +81,3 @@ def test_promotion_weighs_a_drop_as_eval_does(versus: dict[str, Any]) -> None:
     (numbers,) = weighed.evidence["metrics"].values()
     evidence = versus["evidence"]
     assert (numbers["e_drop"], numbers["e_safe"]) == pytest.approx((evidence["e_drop"], evidence["e_safe"]))
-
-
-def test_the_evaluation_beside_training_has_the_interval_of_eval(versus: dict[str, Any]) -> None:
-    evaluator = pytest.importorskip("lightning_proxy.features.evaluation.evaluator")
-    found = evaluator._above_first(MEANS[1], (0, MEANS[0]))
-    interval = versus["interval"]
-    assert [*found.values()] == pytest.approx([versus["difference"], interval["low"], interval["high"]])

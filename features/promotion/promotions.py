@@ -37,8 +37,10 @@ INSERT INTO promotions (version, against, status, began_at) VALUES (:version, :a
 BEGUN = "UPDATE policy_versions SET status = 'candidate', verified = 1 WHERE version = :version"
 REJECTED = "UPDATE policy_versions SET status = 'rejected', error = :reason WHERE version = :version"
 KEPT = "SELECT version FROM promotion_rollouts WHERE rollout_id = :rollout_id AND promotion = :n"
+# One that has a version already, or is held out, stays with the live one.
 KNOWN = f"""
-SELECT task_id, key_id, evidence, policy_version IS NOT NULL OR mode = 'eval' AS comes_late, ({KEPT}) AS kept
+SELECT COALESCE(task_id, :task_id) AS task_id, key_id, evidence,
+    COALESCE(({KEPT}), CASE WHEN policy_version IS NOT NULL OR mode = 'eval' THEN :against END) AS kept
 FROM rollouts WHERE rollout_id = :rollout_id
 """
 IS_EVIDENCE = "promotion = :n AND compared = 1 AND promotion_rollouts.evidence = 1"
@@ -75,7 +77,6 @@ SELECT rewards.*, rewards.value AS reward
 FROM promotion_rollouts JOIN rewards ON rewards.rollout_id = promotion_rollouts.rollout_id
 WHERE {IS_EVIDENCE} AND rewards.evidence = 1 ORDER BY reward_id
 """
-OTHERS = "SELECT 1 FROM promotion_rollouts WHERE promotion = :n AND evidence = 0 AND compared = 1 LIMIT 1"
 STAMP = f"""
 SELECT (SELECT MAX(reward_id) FROM rewards) AS rewards, COUNT(*) AS begun,
     SUM(CASE WHEN status <> 'running' THEN 1 ELSE 0 END) AS ended
@@ -184,30 +185,25 @@ class Promotions:
 
         At most `max_rollouts` are compared. One that comes after that, or comes late, stays with the live version.
         """
-        row: dict[str, Any] = {"n": test.n, "rollout_id": rollout.rollout_id, "task_id": rollout.task_id}
-        row |= {"agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id, "at": time.time()}
+        row: dict[str, Any] = {"n": test.n, "against": test.against, "rollout_id": rollout.rollout_id}
+        row |= {"task_id": rollout.task_id, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
         known = await self._db.one(KNOWN, row)
-        if known is not None and (known["kept"] is not None or known["comes_late"]):
-            return test.against if known["kept"] is None else int(known["kept"])
-        task_id, key_id, evidence = rollout.task_id, rollout.key_id, rollout.evidence
-        if known is not None:
-            task_id, key_id, evidence = known["task_id"] or task_id, known["key_id"], bool(known["evidence"])
-        # In whose name it is counted, and whether it is evidence already.
-        of_task = row | {"task_id": task_id, "evidence": evidence}
-        of_task["opened_by"] = "" if evidence else key_id or NO_STORED_KEY
+        if known is not None and known["kept"] is not None:
+            return int(known["kept"])
+        own = row | {"evidence": rollout.evidence} | dict(known or {})  # it may have been opened before its first call
+        own["opened_by"] = "" if own["evidence"] else own["key_id"] or NO_STORED_KEY
 
         async def work(db: Transaction) -> int:
             if (kept := await db.one(KEPT, row)) is not None:
                 return int(kept["version"])
-            ((place, compared, is_tested),) = await db.all(PLACE, of_task)
+            ((place, compared, is_tested),) = await db.all(PLACE, own)
             gate = config.section(PromotionConfig)
             if not is_tested or compared >= gate.max_rollouts:
                 return test.against
-            chosen = choose(test, task_id, place, config.trainer.group_size, gate.share)
+            chosen = choose(test, own["task_id"], place, config.trainer.group_size, gate.share)
             version = test.against if chosen is None else chosen
-            side = {"place": place, "version": version, "compared": chosen is not None}
-            await db.all(ROLLOUT_SEEN, row | {"evidence": evidence, "pin": version})
-            await db.all(ASSIGN, of_task | side)
+            await db.all(ROLLOUT_SEEN, row | {"evidence": own["evidence"], "pin": version, "at": time.time()})
+            await db.all(ASSIGN, own | {"place": place, "version": version, "compared": chosen is not None})
             return version
 
         return await self._db.write(work)
@@ -225,10 +221,6 @@ class Promotions:
             posted[row["rollout_id"]].append(read(Reward, row, reward=row["value"], retrain=False))
         return [read(Observed, row, rewards=tuple(posted[row["rollout_id"]])) for row in rollouts]
 
-    async def has_others(self, test: Promotion) -> bool:
-        """Return whether rollouts of the test are no evidence, because of the keys that opened and rewarded them."""
-        return await self._db.one(OTHERS, {"n": test.n}) is not None
-
     async def found(self, test: Promotion, evidence: Mapping[str, Any]) -> None:
         """Keep the numbers of a test that continues."""
         await self._db.commit([(FOUND, [{"n": test.n, "evidence": dumps({**evidence})}])])
@@ -237,13 +229,13 @@ class Promotions:
         """Make the version live, or take it back, together with the numbers. False if the test had ended before."""
         row: dict[str, Any] = {"n": test.n, "version": test.version, "outcome": outcome, "reason": reason}
         row |= {"evidence": dumps({**evidence}), "at": time.time()}
+        statements = GO_LIVE if outcome == "promoted" else (REJECTED,)
 
         async def work(db: Transaction) -> bool:
-            if not await db.all(PROMOTION_DECIDED, row):
-                return False
-            for statement in GO_LIVE if outcome == "promoted" else (REJECTED,):
+            is_ours = bool(await db.all(PROMOTION_DECIDED, row))
+            for statement in statements if is_ours else ():
                 await db.all(statement, row)
-            return True
+            return is_ours
 
         return await self._db.write(work)
 

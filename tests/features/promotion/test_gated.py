@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.errors import PublishError
-from lightning_proxy.features.promotion import gated
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.serving.swap import Swap
 from support.training import Bench, DeafServer, HonestServer, bench, require_seen_clearly
@@ -153,23 +152,6 @@ async def test_a_version_made_live_by_hand_ends_the_test_and_training_goes_on_fr
         assert (await swap.rollback()).version == 0, "not a version that was never live"
 
 
-async def test_only_every_nth_step_is_tested(base: Path, tmp_path: Path) -> None:
-    async with behind_a_gate(base, tmp_path, promote_every=2) as b:
-        loop = await step(b, None)
-        assert await statuses(b) == {0: "live"}
-        for _ in range(3):
-            await step(b, loop)
-        assert await steps(b) == [(0, None), (0, 1), (1, None), (1, None)]
-        await decide(b, "promoted")
-        await loop.run(asyncio.Event(), once=True)
-        assert (await steps(b))[3] == (1, 2)
-        await step(b, loop)
-        await decide(b, "promoted")
-        again = b.loop(promote_every=2)
-        await again.run(asyncio.Event(), once=True)
-        assert (again.base, (await steps(b))[4]) == (2, (2, None)), "one step since is too few"
-
-
 async def test_training_waits_where_it_is_too_far_ahead_of_what_is_live(base: Path, tmp_path: Path) -> None:
     async with behind_a_gate(base, tmp_path, max_staleness=1) as b:
         loop = await step(b, None)
@@ -192,14 +174,3 @@ async def test_weights_that_are_not_served_are_never_tested(base: Path, tmp_path
         assert await statuses(b) == {0: "live", 1: "failed"}
         assert await Promotions(b.store.database).now() is None
         assert [server.label.split("-")[0] for server in b.replicas] in ([], ["0"])
-
-
-async def test_a_test_that_no_proxy_weighs_is_told_once(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(gated, "UNSEEN_S", 0.0)
-    async with behind_a_gate(base, tmp_path) as b:
-        loop = await step(b, None)
-        for _ in range(2):
-            await loop.run(asyncio.Event(), once=True)
-    assert caplog.text.count("no proxy weighs policy version 1") == 1
