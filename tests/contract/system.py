@@ -8,7 +8,6 @@ does goes through HTTP, the command line, files, environment variables and `ligh
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import json
 import multiprocessing
@@ -21,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from lightning_proxy.cli import app
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.proxy.app import create_app
+from support.command_line import Done as Done
+from support.command_line import lightning as lightning
 from support.stores import store_url
 
 Json = dict[str, Any]
@@ -62,19 +63,6 @@ class Answer:
     def error(self) -> Json:
         error: Json = self.json["error"]
         return error
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command of the command line left."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.stdout)
 
 
 @dataclass
@@ -146,31 +134,6 @@ class Proxy:
             capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "80"} | environment,
         )  # fmt: skip
         return Done(done.returncode, done.stdout, done.stderr)
-
-
-_one_command = threading.Lock()  # streams and working directory belong to the whole process
-
-
-def lightning(*arguments: str | Path, cwd: Path) -> Done:
-    """Run `lightning-proxy` to its end, in this process. No signal stops it."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="", write_through=True) for _ in range(2))
-    loop = asyncio.SelectorEventLoop
-    with ExitStack() as stack:
-        stack.enter_context(_one_command)
-        stack.enter_context(patch.dict(os.environ, {"COLUMNS": "80"}))
-        for name in ("add_signal_handler", "remove_signal_handler"):  # only the main thread can be told of them
-            stack.enter_context(patch.object(loop, name, lambda *_: None))
-        stack.enter_context(redirect_stdout(out))
-        stack.enter_context(redirect_stderr(err))
-        stack.enter_context(chdir(cwd))
-        try:
-            app([*map(str, arguments)], prog_name="lightning-proxy")
-        except SystemExit as end:
-            code = end.code
-    assert isinstance(code, int | None), code
-    for stream in (out, err):
-        stream.seek(0)
-    return Done(code or 0, out.read(), err.read())
 
 
 def write_config(directory: Path, upstream: str, port: int, **sections: Any) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.raw import HOST, Upstream, connect, send, statuses
+from contract.raw import HOST, Upstream, send, statuses
 from contract.system import Proxy, in_this_process, played
 
 KEY = "sk-upstream-5c1dD0nTl3akM3pl34s3"
@@ -115,23 +115,6 @@ def test_a_request_that_asks_for_an_upgrade_is_answered_without_one(proxy: Proxy
         assert statuses(send(proxy.url, one[:cut], one[cut:] + one, answers=2)) == [200, 200]
     assert [seen.body for seen in upstream.seen] == [BODY] * 8
     assert all(not {"upgrade", "connection", "http2-settings"} & seen.headers.keys() for seen in upstream.seen)
-
-
-def test_a_websocket_is_refused_in_words(proxy: Proxy, upstream: Upstream) -> None:
-    socket = b"Connection: Upgrade\r\nUpgrade: WebSocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZQ==\r\n\r\n"
-    answers = send(proxy.url, b"GET /v1/realtime HTTP/1.1\r\n" + HOST + socket)
-    assert statuses(answers) == [426] and b"WebSockets are not forwarded" in answers[0] and upstream.seen == []
-
-
-def test_a_client_of_http_1_0_sees_that_an_answer_broke_off(proxy: Proxy, upstream: Upstream) -> None:
-    upstream.headers, upstream.breaks = {"Content-Type": "text/event-stream"}, True
-    upstream.pieces = [b'data: {"choices":[]}\n\n']
-    with connect(proxy.url) as one:
-        length = b"Content-Length: %d\r\n\r\n" % len(AS_STREAM)
-        one.sendall(b"POST /v1/chat/completions HTTP/1.0\r\n" + HOST + TYPE + length + AS_STREAM)
-        with pytest.raises(ConnectionResetError):
-            while one.recv(2**16):
-                pass
 
 
 STRANGERS = rb"""

@@ -191,18 +191,6 @@ def test_json_is_the_same_data_as_the_apis(proxy: Proxy) -> None:
         assert ok(proxy.run(*command.split(), "--json")).json, command
 
 
-def test_people_get_lines_of_whole_ids_and_a_conversation(proxy: Proxy) -> None:
-    name = "a-rollout-with-a-rather-long-name-of-its-own-that-fits-no-terminal-of-80-columns"
-    ask(proxy, name, "what is it?", task="people", reward=0.25)
-    listed = ok(proxy.run("rollouts", "list", "--task", "people")).stdout.splitlines()
-    assert len(listed) == 2 and listed[1].split()[:2] == [name, "people"]
-    shown = ok(proxy.run("rollouts", "show", name)).stdout
-    words = ("what is it?", "by base with", "version 0", "3 + 2 tokens", "trainable", "0.25")
-    assert [word for word in words if word not in shown] == []
-    status = ok(proxy.run("status")).stdout
-    assert [word for word in ("ready", "version 0", "next step") if word not in status] == []
-
-
 def test_lists_are_filtered_and_sorted(proxy: Proxy) -> None:
     for name, reward in (("l1", 0.1), ("l2", 0.9), ("l3", 0.5), ("l4", None)):
         ask(proxy, name, f"question {name}", task="lists", reward=reward)
@@ -387,14 +375,6 @@ def test_doctor_names_what_is_down_and_makes_no_store(tmp_path: Path) -> None:
         assert done.returncode == 1 and found.keys() >= failed.keys()
         assert all(fix in found[name]["fix"] for name, fix in failed.items()), found
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_doctor_sees_that_another_system_answers(proxy: Proxy, tmp_path: Path) -> None:
-    port = proxy.url.rpartition(":")[2]
-    (tmp_path / "config.yaml").write_text(f"store: {{url: 'sqlite:///s.db'}}\nproxy: {{port: {port}}}\n")
-    found = {check["name"]: check for check in lightning("doctor", "--json", cwd=tmp_path).json}
-    assert {name for name, check in found.items() if check["outcome"] != "ok"} == {"proxy"}, "no other part is blamed"
-    assert "its store is not this configuration's" in found["proxy"]["found"]
 
 
 # Of Qwen3-4B.

@@ -107,12 +107,6 @@ def outcomes(proxy: Proxy) -> dict[str, int]:
     return {labels.split('"')[1]: int(float(value)) for labels, value in found}
 
 
-def test_as_text_a_conversation_drifts_into_several_rows(tmp_path: Path) -> None:
-    with drifting(tmp_path, "text") as proxy:
-        talk(proxy, 3, [])
-        assert (rows(proxy), outcomes(proxy)) == (3, {})
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_is_one_row_and_its_text_is_the_same(proxy: Proxy, stream: bool) -> None:
     messages = talk(proxy, 4, [], stream=stream)

@@ -110,20 +110,6 @@ def test_transitions_go_out_as_the_api_has_them(filled: Proxy) -> None:
     assert (last["policy_version"], last["done"], last["usage"]["completion_tokens"]) == (0, True, 2)
 
 
-def test_what_is_exported_is_chosen(filled: Proxy) -> None:
-    def exported(*options: str) -> list[str]:
-        rows = rows_of(ok(filled.run("export", "-", "--kind", "sft", *options)).stdout)
-        return sorted(row["rollout_id"] for row in rows)
-
-    assert exported() == ["one:1"], "what is held out, running or discarded is asked for by name"
-    assert exported("--mode", "all") == ["one:1", "two"]
-    assert exported("--status", "running") == ["running"]
-    assert exported("--status", "all") == ["given-up", "one:1", "running"]
-    assert exported("--min-reward", "0.75", "--mode", "all") == ["two"]
-    assert exported("--task", "t1", "--since", "1h") == ["one:1"]
-    assert exported("--since", "2999-01-01") == []
-
-
 @pytest.mark.parametrize("kind", ["transitions", "sft"])
 def test_parquet_holds_the_same_rows(filled: Proxy, kind: str, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")

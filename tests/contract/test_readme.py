@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import pytest
 
 from contract.system import free_port, wait_until
 from support.models import save_spelling_model
-from support.paths import EXAMPLES, ROOT, load_module
+from support.paths import EXAMPLES, ROOT
 
 FIVE = (ROOT / "README.md").read_text().partition("## Five steps")[2].partition("\n## ")[0]
 STEPS = re.split(r"^\*\*\d\. ", FIVE, flags=re.MULTILINE)[1:]
@@ -33,33 +32,9 @@ def tasks(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (ADDITION / name).read_text().splitlines()]
 
 
-def test_there_are_five_steps_of_at_most_three_lines_and_the_environment_is_made_before_it_is_used() -> None:
-    assert len(STEPS) == 5 and all(len(commands(step)) <= 3 for step in range(1, 6))
-    assert commands(1)[0] == "make setup && . .venv/bin/activate"
-
-
 def test_the_agent_that_is_shown_is_the_one_that_runs() -> None:
     (shown,) = re.findall(r"```python\n(.*?)```", STEPS[2], re.S)
     assert shown == (ADDITION / "agent.py").read_text()
-
-
-def test_no_held_out_sum_is_trained_on_in_either_order_and_all_steps_are_full() -> None:
-    trained, held_out = tasks("tasks.jsonl"), tasks("held_out.jsonl")
-    sums = [{tuple(sorted(re.findall(r"\d", task["question"]))) for task in part} for part in (trained, held_out)]
-    assert not sums[0] & sums[1]
-    for task in trained + held_out:
-        question, a, b, answer = task["question"], *re.findall(r"\d", task["question"]), task["answer"]
-        assert question == f"What is {a} + {b}? Answer with the equation."
-        assert answer == f"{a} + {b} = {int(a) + int(b)}"
-    (repeat,) = re.findall(r"--repeat (\d+)", STEPS[3])
-    assert len(trained) * int(repeat) % 8 == 0, "else the last groups wait for others"
-
-
-def test_its_reward_tells_wrong_answers_apart() -> None:
-    reward = load_module(ADDITION / "agent.py").reward
-    better = ["3 + 4 = 7", "3 + 4 = 7.", "3 + 4 = 8", "3+4=7", "The answer is 7", "Hello!"]
-    worth = [reward(text, better[0]) for text in better]
-    assert worth[0] == 1 and all(a > b for a, b in itertools.pairwise(worth))
 
 
 @pytest.mark.long

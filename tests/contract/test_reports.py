@@ -367,19 +367,6 @@ def test_a_version_of_another_kind_is_not_answered_and_not_ready(world: Proxy, t
         assert proxy.chat("other").status == 200
 
 
-def test_tasks_that_are_never_or_always_solved_are_told_on_any_scale(tmp_path: Path) -> None:
-    with in_this_process(tmp_path) as proxy:
-        low, high = -1.0, 250.0
-        for task, rewards in {"hard": [low, low], "easy": [high], "some": [low, high]}.items():
-            opened = proxy.post("/rollouts", {"task_id": task, "n": len(rewards)}).json
-            for one, reward in zip(opened, rewards, strict=True):
-                proxy.post("/reward", {"rollout_id": one["rollout_id"], "reward": reward})
-        proxy.post("/rollouts", {"task_id": "new"})
-        found = {task["task_id"]: task["solved"] for task in proxy.get("/tasks")["data"]}
-        assert found == {"hard": "never", "easy": "always", "some": "sometimes", "new": None}
-        assert [task["solved"] for task in proxy.get("/tasks?task_id=hard")["data"]] == ["never"]
-
-
 def test_other_weights_at_the_next_start_count_for_what_was_recorded_before(tmp_path: Path) -> None:
     with in_this_process(tmp_path, trainer={"reward_weights": WEIGHTS}) as proxy:
         play(proxy)
@@ -400,15 +387,3 @@ def test_rewards_that_do_not_count_are_named(tmp_path: Path) -> None:
         said = " ".join(proxy.run("doctor").stdout.split())
         assert "0 of the newest 2 ended training rollouts have one" in said
         assert "they have rewards named score: give these names weights in trainer.reward_weights" in said
-
-
-def test_a_failed_rollout_has_the_reward_that_failures_have_in_training(tmp_path: Path) -> None:
-    expected = {"completed": None, "failed": -1.0, "discarded": None}
-    with in_this_process(tmp_path, trainer={"failed_rollouts": -1.0}) as proxy:
-        for status in expected:
-            proxy.chat(status)
-            proxy.post(f"/rollouts/{status}/end", {"status": status})
-        assert by_id(proxy.get("/rollouts")["data"]) == expected
-    expected["failed"] = -2.0
-    with in_this_process(tmp_path, trainer={"failed_rollouts": -2.0}) as proxy:
-        wait_until(lambda: by_id(proxy.get("/rollouts")["data"]) == expected, 30, "the new reward counts")

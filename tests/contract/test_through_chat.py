@@ -116,14 +116,6 @@ def test_what_only_the_responses_route_could_do_is_refused_where_that_does_not_k
     assert answer.error["param"] == "previous_response_id" and model.asked == {}
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_an_error_in_no_shape_of_vllms_reaches_the_agent_as_it_is(path: str, tmp_path: Path) -> None:
-    with scripted(tmp_path) as model:
-        for status, body in ((503, {"detail": "no worker"}), (429, {"error": "slow down"}), (502, {})):
-            answer = ask(model, "r", wire(status, body), path)
-            assert (answer.status, answer.json) == (status, body)
-
-
 BEGUN: Json = {"id": "x", "choices": [{"index": 0, "delta": {"content": "h"}, "finish_reason": None}]}
 
 

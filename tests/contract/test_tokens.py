@@ -68,11 +68,6 @@ def test_an_answer_that_may_be_cut_says_so(model: Scripted) -> None:
     assert call_of(model, answer({"finish_reason": "length"}))["trainable"], "to the agent's own limit"
 
 
-def test_another_model_is_not_the_policy(model: Scripted) -> None:
-    call = call_of(model, answer(), model="m")
-    assert (call["untrainable_reason"], call["policy_version"]) == ("the model is not the policy", None)
-
-
 def test_an_answer_of_any_shape_reaches_the_agent_and_the_record(model: Scripted) -> None:
     for body in (None, 1, "x", [1], {}, {"choices": 3}, {"choices": [3, {"message": 1}]}, {"usage": [1]}):
         rollout = uuid.uuid4().hex
@@ -155,14 +150,3 @@ def check_numbers(name: str, path: str, stream: bool, model: Scripted) -> None:
         assert exactly(call["tool_calls"][0]["arguments"]) == {"n": THERE}
     shown = model.proxy.call("GET", f"/rollouts/{rollout}/transitions").body
     assert shown.count(b'"n":' + NUMBERS.encode()) == 2, "in the state and in the action"
-
-
-def test_numbers_of_metadata_events_and_rewards_come_back(model: Scripted) -> None:
-    opened = exactly(model.proxy.post("/rollouts", f'{{"metadata":{{"n":{NUMBERS}}}}}'.encode()).body)
-    rollout = opened[0]["rollout_id"]
-    event = f'{{"kind":"action","name":"a","arguments":{NUMBERS},"result":{NUMBERS}}}'
-    assert model.proxy.post(f"/rollouts/{rollout}/events", event.encode()).status == 200
-    model.proxy.post("/reward", f'{{"rollout_id":"{rollout}","reward":0.1234567890123456789}}'.encode())
-    found = exactly(model.proxy.call("GET", f"/rollouts/{rollout}").body)
-    assert found["metadata"] == {"n": THERE} and float(found["reward"][1]) == 0.1234567890123456789
-    assert [found["events"][0][name] for name in ("arguments", "result")] == [THERE, THERE]

@@ -24,7 +24,7 @@ def told(call_id: str | None, text: str, **more: Any) -> Json:
 
 
 DONE = said("done")
-GO, X, N = user("go"), "X", "functions.get_the_current_weather:0"
+GO, X = user("go"), "X"
 
 
 def use(call_id: str, **given: Any) -> Json:
@@ -100,17 +100,3 @@ def test_a_client_that_sends_the_request_again_changes_nothing(model: Scripted, 
     model.ask(CHAT, follow, 503, **named)
     model.ask(CHAT, follow, DONE, **named, **again)
     assert results_of(model.proxy.rollout(rollout)) == [[None], ["1"]]  # the agent was answered by the second
-
-
-def test_many_agents_that_count_alike_at_once(models: list[Scripted], rollout: str) -> None:
-    """More than are kept in memory, by two proxies in turn, three turns each."""
-    histories = {f"{i}": [user(f"task {i}")] for i in range(12)}
-    for turn in range(3):
-        for i, (who, history) in enumerate(histories.items()):
-            answer = calls((N, {"turn": turn}))
-            models[i % 2].ask(CHAT, {"messages": history}, answer, X_Rollout_Id=rollout)
-            history += [answer, told(N, f"{who} in {turn}")]
-    for i, history in enumerate(histories.values()):
-        models[(i + 1) % 2].ask(CHAT, {"messages": history}, DONE, X_Rollout_Id=rollout)
-    expected = [[f"{i} in {turn}"] for turn in range(3) for i in range(12)]
-    assert results_of(models[0].proxy.rollout(rollout)) == expected

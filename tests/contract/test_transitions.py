@@ -23,7 +23,6 @@ from contract.scripted import (
     user,
 )  # fmt: skip
 from contract.system import Proxy, free_port
-from contract.vllm import ANSWER, PROMPT
 
 GO, DONE = user("go"), said("done")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -72,12 +71,6 @@ def test_each_call_and_each_result_is_a_transition(model: Scripted, rollout: str
     assert [one["action"] for one in found] == [llm[0], *made, llm[1], llm[2]]
     assert [one["reward"] for one in found] == [0.25, 0, 0, 0, 1]
     assert [one["done"] for one in found] == [False, False, False, False, True]
-
-
-def test_a_sampled_answers_action_and_state_have_its_tokens(proxy: Proxy, rollout: str) -> None:
-    proxy.chat(rollout)
-    (only,) = transitions(proxy, rollout)
-    assert (only["action"]["token_ids"], only["state"]["prompt_token_ids"]) == (ANSWER, PROMPT)
 
 
 def test_agents_that_take_turns_have_transitions_in_the_order_of_their_calls(model: Scripted, rollout: str) -> None:
@@ -260,13 +253,6 @@ def check_call(path: str, stream: bool, model: Scripted) -> None:
     assert only["state"] == shown | {"prompt_token_ids": []}
 
 
-def test_each_of_several_answers_is_kept(proxy: Proxy, rollout: str) -> None:
-    proxy.chat(rollout, n=2)
-    (call,) = proxy.rollout(rollout)["calls"]
-    assert [choice["token_ids"] for choice in call["choices"]] == [ANSWER, ANSWER]
-    assert "n > 1" in call["untrainable_reason"]
-
-
 HISTORIES: dict[str, list[Any]] = {
     "values that Python takes for equal": [[{"strict": v}, {"turn": t}] for t, v in enumerate([True, 1, True, 1.0, 1])],
     "branches and edits": [
@@ -287,33 +273,6 @@ def test_requests_are_read_back_as_they_were_sent(model: Scripted) -> None:
         assert json.dumps([call["request"]["messages"] for call in found]) == json.dumps(histories), name
         assert json.dumps([one["state"]["messages"] for one in states]) == json.dumps(histories), name
         assert [call["seq"] for call in found] == list(range(len(found)))
-
-
-DATA = "data:image/png;base64," + "iVBORw0KGgo" * 5_000
-PARTS: dict[str, Json] = {
-    CHAT: {"messages": [user([
-        {"type": "text", "text": "see"},
-        {"type": "image_url", "image_url": {"url": DATA, "detail": "low"}},
-        {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
-        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}}])]},
-    RESPONSES: {"input": [user([
-        {"type": "input_text", "text": "What is this?"},
-        {"type": "input_image", "image_url": DATA, "detail": "low"},
-        {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}])]},
-    MESSAGES: {"max_tokens": 5, "messages": [user([
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
-        {"type": "document", "source": {"type": "url", "url": "https://example.org/a.pdf"}, "title": "é"}])]},
-}  # fmt: skip
-
-
-def test_images_sound_and_files_reach_the_model_and_the_record(model: Scripted) -> None:
-    for path, parts in PARTS.items():
-        rollout = uuid.uuid4().hex
-        bodies = [{"model": "m", **parts, **more} for more in ({}, {"temperature": 0.5})]
-        for body in bodies:
-            model.ask(f"/rollouts/{rollout}{path}", body, DONE if path == CHAT else [])
-            assert {name: model.asked[name] for name in body} == body
-        assert [call["request"] for call in model.proxy.rollout(rollout)["calls"]] == bodies
 
 
 def test_once_an_evaluation_always_one(proxy: Proxy, rollout: str) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +37,12 @@ def calling(call_id: str, given: str = "{}", name: str = "now") -> Json:
     return said(None, tool_calls=[{"id": call_id, "type": "function", "function": function}])
 
 
-def made(call_id: str, name: str = "now", **given: Any) -> Json:
-    """What an answer with one tool call has."""
-    return {"tool_calls": calling(call_id, json.dumps(given), name)["tool_calls"]}
-
-
-def told(call_id: str, text: str) -> Json:
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
-
-
 def chat(*messages: Json, answer: Any) -> Turn:
     return CHAT, {"messages": list(messages)}, answer
 
 
 def responses(*items: Json, answer: Any, **more: Any) -> Turn:
     return RESPONSES, {"input": list(items), **more}, answer
-
-
-def text(words: str) -> Json:
-    return {"type": "text", "text": words}
 
 
 def message(item_id: str, words: str) -> Json:
@@ -76,13 +61,6 @@ def output(call_id: str, words: str) -> Json:
 
 Q, ON = user("What time is it, 0a1b2c3d?"), user("go on")
 DONE = said("done")
-SAID, HALF, SYSTEM = (
-    "The lighthouse of Bergen was built in 1881 by two brothers",
-    "\ud83d",
-    {"role": "system", "content": "You are a careful assistant."},
-)
-
-
 FIRST, FOLLOW = chat(Q, answer=said("hello")), chat(Q, said("hello"), ON, answer=DONE)
 
 
@@ -129,12 +107,6 @@ def test_a_retry_of_a_first_request_goes_where_it_failed(model: Scripted, key: s
     assert len({*found}) == 4 and {*again} == {*found[1:3]}
 
 
-def test_a_rollout_that_has_ended_is_not_tried_again(model: Scripted, key: str) -> None:
-    (first,) = model.rollouts([chat(Q, answer=503)], key)
-    model.proxy.post(f"/rollouts/{first}/end", {"status": "failed"})
-    assert model.rollouts([chat(Q, answer=503)], key) != [first]
-
-
 def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, key: str) -> None:
     found = []
     for turn in (FIRST, FOLLOW):
@@ -172,62 +144,3 @@ def test_conversations_of_short_json_stay_whole(tools: Json, model: Scripted) ->
                 kept = said(json.dumps({"age": float(turn), "name": name}, separators=(",", ":")))
                 history += [kept, user(f"{name} is older now")]
         assert sorted(found.values()) == [3] * 4, (names, edits)
-
-
-WORDS = ["amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur"]
-
-
-class Agent:
-    """One run of an agent program, which does what agents do to their histories; it notes where its calls went."""
-
-    def __init__(self, model: Scripted, key: str, seed: int) -> None:
-        self.model, self.key, self.random, self.found = model, key, random.Random(seed), list[str]()
-
-    def sentence(self) -> str:
-        return " ".join(self.random.choices(WORDS, k=8))
-
-    def ask(self, messages: list[Json], answer: Json | None = None) -> Json:
-        answer = answer or said(self.sentence())
-        self.found += self.model.rollouts([(CHAT, {"messages": messages}, answer)], self.key)
-        return answer
-
-    def chat(self) -> None:
-        """Several turns, one of them asked again from an earlier point."""
-        messages = [SYSTEM, user(self.sentence())]
-        for turn in range(4):
-            messages.append(self.ask(messages))
-            if turn == 2:
-                self.ask([*messages[:-2], user(self.sentence())])
-            messages.append(user(self.sentence()))
-
-    def tools(self) -> None:
-        """Tool calls, each order given to a sub-agent that has a conversation of its own."""
-        messages = [SYSTEM, user(self.sentence())]
-        for _ in range(3):
-            order, call_id = self.sentence(), f"call_{uuid.UUID(int=self.random.getrandbits(128)).hex}"
-            messages.append(self.ask(messages, said(None, **made(call_id, "delegate", order=order))))
-            found = self.ask([{"role": "system", "content": "You are a worker."}, user(order)])
-            messages.append(told(call_id, found["content"]))
-
-    def summary(self) -> None:
-        """A history that is cut: its beginning becomes a summary, the last turns stay."""
-        messages = [SYSTEM, user(self.sentence())]
-        for turn in range(5):
-            messages += [self.ask(messages), user(self.sentence())]
-            if turn == 2:
-                messages = [SYSTEM, user("So far: " + self.sentence()), *messages[-2:]]
-
-
-def test_of_many_agents_at_once_each_calls_are_found_to_be_one_run(models: list[Scripted], key: str) -> None:
-    """Precision and recall over pairs of calls."""
-    agents = [Agent(models[i % 2], key, i) for i in range(45)]
-    with ThreadPoolExecutor(9) as pool:
-        list(pool.map(lambda i: (agents[i].chat, agents[i].tools, agents[i].summary)[i % 3](), range(45)))
-    calls = [(i, rollout) for i, agent in enumerate(agents) for rollout in agent.found]
-    pairs = Counter((one[0] == other[0], one[1] == other[1]) for one, other in combinations(calls, 2))
-    right = pairs[True, True]
-    assert (
-        len(calls) > 200
-        and right / (right + pairs[False, True]) >= 0.99
-        and right / (right + pairs[True, False]) >= 0.99
-    )

@@ -149,22 +149,6 @@ def test_an_agent_that_asks_for_a_model_by_name_is_found_out(lora: Proxy, tmp_pa
     assert done.returncode == 1 and "was answered by version 0" in told(done) and not held_out.rows()["1"]["complete"]
 
 
-def test_versions_are_compared_by_what_was_recorded_of_them(lora: Proxy, tmp_path: Path) -> None:
-    ok(Evaluation(lora, tmp_path, *TASKS).run("0,1"))
-    found = ok(lora.run("policy", "compare", "0", "1", "--json")).json
-    mean = found["metrics"]["mean"]
-    assert (mean["a"], mean["b"], mean["difference"]) == (0.5, 1.0, 0.5)
-    route = lora.get("/policy/compare?a=0&b=1&mode=eval")
-    assert (found["interval"], found["mean_a"], found["mean_b"]) == (route["interval"], 0.5, 1.0)
-    tokens = found["metrics"]["tokens"]
-    assert (tokens["a"], tokens["b"], tokens["difference"]) == (2, 2, 0)
-    shown = [line.split() for line in ok(lora.run("policy", "compare", "0", "1")).stdout.splitlines()]
-    assert ["reward", "0.5", "1", "0.5"] in [line[:4] for line in shown]
-    assert {"tokens", "latency,"} <= {line[0] for line in shown if line}
-    done = lora.run("policy", "compare", "0", "9")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "no policy version 9" in done.stderr, done
-
-
 @torch.no_grad()
 def logits(directory: Path, base: Path) -> Any:
     if (directory / "adapter_config.json").exists():
