@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 import os
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from typer.main import get_command
+
 from lightning_proxy.cli import app
 
+_command = functools.cache(lambda: get_command(app))  # to make it takes longer than most commands do
 _one_at_a_time = threading.Lock()  # the streams and the working directory belong to the whole process
 
 
@@ -42,7 +46,7 @@ def lightning(*arguments: str | Path, cwd: Path | None = None) -> Done:
         if cwd is not None:
             stack.enter_context(chdir(cwd))
         try:
-            app([*map(str, arguments)], prog_name="lightning-proxy")
+            _command()([*map(str, arguments)], prog_name="lightning-proxy")
         except SystemExit as end:
             code = end.code
     assert isinstance(code, int | None), code
