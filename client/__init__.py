@@ -4,36 +4,10 @@ No agent needs it to be recorded or trained. Beyond the standard library it impo
 """
 
 from .control import answer
-from .errors import ClientError, NoRollout, ProxyUnreachable, Refused
-from .program import task
-from .scope import (
-    Rollout,
-    agent,
-    current,
-    emit_action,
-    emit_note,
-    emit_reward,
-    emit_state,
-    event_hooks,
-    follow,
-    rollout,
-)
+from .program import ClientError, NoRollout, ProxyUnreachable, Refused, task
+from .scope import Rollout, agent, current, emit_action, emit_note, emit_reward, emit_state, follow, rollout
 
 __all__ = [
-    "ClientError",
-    "NoRollout",
-    "ProxyUnreachable",
-    "Refused",
-    "Rollout",
-    "agent",
-    "answer",
-    "current",
-    "emit_action",
-    "emit_note",
-    "emit_reward",
-    "emit_state",
-    "event_hooks",
-    "follow",
-    "rollout",
-    "task",
-]
+    "ClientError", "NoRollout", "ProxyUnreachable", "Refused", "Rollout", "agent", "answer", "current", "emit_action",
+    "emit_note", "emit_reward", "emit_state", "follow", "rollout", "task",
+]  # fmt: skip

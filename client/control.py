@@ -12,11 +12,10 @@ from urllib.error import HTTPError, URLError
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 from uuid import uuid4
 
-from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, stop_after_delay, stop_any
-from tenacity.stop import stop_base
+from tenacity import RetryCallState, Retrying, retry_if_exception_type
 from tenacity.wait import wait_random_exponential
 
-from .errors import ClientError, ProxyUnreachable, Refused
+from .program import ClientError, ProxyUnreachable, Refused
 
 ANSWER_S = 30.0  # timeout of one try
 PATIENCE_S = 60.0
@@ -26,9 +25,9 @@ _BACKOFF = wait_random_exponential(multiplier=0.1, max=10)
 
 
 class _Again(Exception):
-    """This try failed, but the next may succeed. `after_s` is the wait that the proxy asked for.
+    """This try failed, but the next may succeed.
 
-    `connected`: something answered at its address.
+    `after_s`: the wait that the proxy asked for; `connected`: something answered at its address.
     """
 
     def __init__(self, why: str, after_s: float = 0.0, *, connected: bool = True) -> None:
@@ -37,19 +36,11 @@ class _Again(Exception):
         self.connected = connected
 
 
-class _NothingThere(stop_after_delay):
-    """Stop after this time if nothing answers at the address."""
-
-    def __call__(self, retry_state: RetryCallState) -> bool:
-        error = retry_state.outcome.exception() if retry_state.outcome else None
-        return isinstance(error, _Again) and not error.connected and super().__call__(retry_state)
-
-
 @dataclass(frozen=True, slots=True)
 class Control:
     """The control API of the proxy at `url`. A request is retried for up to `patience_s` seconds.
 
-    `find_s`: how long `find` looks for something that listens there.
+    `find_s`: how long the first request looks for something that listens there.
     """
 
     url: str
@@ -57,56 +48,47 @@ class Control:
     patience_s: float = PATIENCE_S
     find_s: float = PATIENCE_S
 
-    def post(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
+    def post(self, path: str, body: Any, headers: Mapping[str, str], *, first: bool = False) -> Any:
         """Post and return the answer's JSON. A retry counts once. Raises Refused or ProxyUnreachable."""
-        return self._patiently(self._request(path, body, headers), f"so this was not recorded: POST {path}")
+        try:
+            data = json.dumps(body, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ClientError(f"this cannot be sent as JSON: {error}") from None
+        own = {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
+        return self._answer("POST", path, data, {**own, **headers}, self.find_s if first else self.patience_s)
 
     def get(self, path: str, headers: Mapping[str, str]) -> Any:
         """Return the answer's JSON. Raises Refused or ProxyUnreachable."""
-        return self._patiently(Request(self.url + path, headers={**self._authorization(), **headers}), f"GET {path}")
+        return self._answer("GET", path, None, headers, self.patience_s)
 
-    def _patiently(self, request: Request, what: str) -> Any:
+    def _answer(self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], find_s: float) -> Any:
+        authorization = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        request = Request(self.url + path, data, {**authorization, **headers}, method=method)
+
+        def is_over(state: RetryCallState) -> bool:
+            return (state.seconds_since_start or 0.0) >= (self.patience_s if _again(state).connected else find_s)
+
+        tries = Retrying(retry=retry_if_exception_type(_Again), stop=is_over, wait=_wait, reraise=True)
         try:
-            return _tries(stop_after_delay(self.patience_s))(_send, request)
-        except RetryError as error:
-            why = error.last_attempt.exception()
+            return tries(_send, request, min(ANSWER_S, max(find_s, 0.1)))
+        except _Again as why:
             raise ProxyUnreachable(
-                f"the proxy at {self.url} could not be reached for {self.patience_s:g} s, {what}: {why}"
+                f"no proxy answers at {self.url}, so this was not done: {method} {path}: {why}. Start it with "
+                "`lightning-proxy serve`, or say where it is (LIGHTNING_URL, or url=…)"
             ) from why
 
-    def find(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
-        """Post like `post`, as the first request to the proxy: give up after `find_s` if nothing listens."""
-        request = self._request(path, body, headers)
-        tries = _tries(stop_any(stop_after_delay(self.patience_s), _NothingThere(self.find_s)))
-        try:
-            return tries(_send, request, min(ANSWER_S, max(self.find_s, 0.1)))
-        except RetryError as error:
-            why = error.last_attempt.exception()
-            raise ProxyUnreachable(
-                f"no proxy answers at {self.url} ({why}): start it with `lightning-proxy serve`, or say where it is "
-                f"(LIGHTNING_URL, or url=…)"
-            ) from why
 
-    def _request(self, path: str, body: Any, headers: Mapping[str, str]) -> Request:
-        own = self._authorization() | {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
-        return Request(self.url + path, _encode(body), {**own, **headers}, method="POST")
-
-    def _authorization(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+def _again(state: RetryCallState) -> _Again:
+    error = state.outcome.exception() if state.outcome else None
+    assert isinstance(error, _Again)
+    return error
 
 
-def _tries(stop: stop_base) -> Retrying:
-    return Retrying(retry=retry_if_exception_type(_Again), stop=stop, wait=_wait, reraise=False)
+def _wait(state: RetryCallState) -> float:
+    return max(_BACKOFF(state), _again(state).after_s)
 
 
-def _encode(body: Any) -> bytes:
-    try:
-        return json.dumps(body, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        raise ClientError(f"this cannot be sent as JSON: {error}") from None
-
-
-def _send(request: Request, timeout_s: float = ANSWER_S) -> Any:
+def _send(request: Request, timeout_s: float) -> Any:
     try:
         with _opener().open(request, timeout=timeout_s) as answer:
             return json.loads(answer.read() or b"null")
@@ -134,11 +116,6 @@ def _failure(status: int, raw: bytes, retry_after: str) -> Exception:
     if status in AGAIN:
         return _Again(f"{status}: {message}", float(retry_after) if retry_after.isdecimal() else 0.0)
     return Refused(status, message, param)
-
-
-def _wait(state: RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome else None
-    return max(_BACKOFF(state), error.after_s if isinstance(error, _Again) else 0.0)
 
 
 def answer(call: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a program that works on a rollout finds in its environment. Standard library only."""
+"""What a program that works on a rollout finds in its environment, and the client's errors. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,33 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from .errors import NoRollout
-
-NAMES = ("NO_PROXY", "no_proxy")  # some programs read the one, some the other
 ADDRESSES = ("LIGHTNING_URL", "OPENAI_BASE_URL")
 TASK, TASK_FILE = "LIGHTNING_TASK", "LIGHTNING_TASK_FILE"
-# Of another rollout, if they are inherited. A token would go beside the rollout's ANTHROPIC_API_KEY.
+# Of another rollout, if they are inherited. A token would be sent together with the rollout's ANTHROPIC_API_KEY.
 STALE = {"LIGHTNING_ROLLOUT_ID", TASK, TASK_FILE, "ANTHROPIC_AUTH_TOKEN"}
 # Linux starts no program with a longer variable, or with more of all, which `ulimit -s` may lower.
 LONGEST, MOST = 128 * 1024, 6 * 1024**2
+
+
+class ClientError(Exception):
+    """The base of all errors here. Its text says what was wrong and what to do."""
+
+
+class NoRollout(ClientError, RuntimeError):
+    """Something was emitted outside of any rollout."""
+
+
+class ProxyUnreachable(ClientError):
+    """No proxy listens there, or it only asked to try again for `patience_s` seconds."""
+
+
+class Refused(ClientError):
+    """The proxy answered with an error and recorded nothing. Sending it again would not help."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.param = param
 
 
 def task() -> Any:
@@ -27,6 +45,19 @@ def task() -> Any:
     if TASK_FILE in os.environ:
         return json.loads(Path(os.environ[TASK_FILE]).read_text(encoding="utf-8"))
     raise NoRollout(f"there is no {TASK}: start this program by `lightning-proxy run --tasks FILE -- PROGRAM`")
+
+
+def names_of(url: str, base_url: str, api_key: str, rollout_id: str) -> dict[str, str]:
+    """Return the variables by which a program's clients call the model, and the client names its rollout."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,  # what llama-index reads
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # Anthropic's client adds it
+        "ANTHROPIC_API_KEY": api_key,
+        "LIGHTNING_URL": url,
+        "LIGHTNING_ROLLOUT_ID": rollout_id,
+    }
 
 
 def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> dict[str, str]:
@@ -47,19 +78,13 @@ def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> d
 
 
 def reached_directly(env: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
-    """Return a program's variables with the hosts of the proxy's addresses in NO_PROXY, beside those that are there."""
-    hosts = {one: None for name in ADDRESSES if name in env for one in _spellings(urlsplit(env[name]).hostname or "")}
-    return {**env, **{name: _with(there.get(name) or there.get(other, ""), hosts) for name, other in _PAIRS}}
-
-
-_PAIRS = (NAMES, NAMES[::-1])
-
-
-def _with(listed: str, hosts: Mapping[str, None]) -> str:
-    kept = [one.strip() for one in listed.split(",") if one.strip()]
-    return listed if "*" in kept else ",".join([*kept, *(host for host in hosts if host not in kept)])
-
-
-def _spellings(host: str) -> list[str]:
-    """An address of IPv6 stands with and without brackets: programs differ in what they look for."""
-    return [host, f"[{host}]"] if ":" in host else [host] if host else []
+    """Return a program's variables, with the hosts of the proxy's addresses added to NO_PROXY in both spellings."""
+    hosts = [urlsplit(env[name]).hostname or "" for name in ADDRESSES if name in env]
+    # An address of IPv6 stands with and without brackets: programs differ in what they look for.
+    added = [name for host in hosts if host for name in ([host, f"[{host}]"] if ":" in host else [host])]
+    found = dict(env)
+    for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):  # programs read either
+        listed = there.get(name) or there.get(other, "")
+        kept = [one.strip() for one in listed.split(",") if one.strip()]
+        found[name] = listed if "*" in kept else ",".join(dict.fromkeys([*kept, *added]))
+    return found

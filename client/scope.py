@@ -13,14 +13,12 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
 from uuid import uuid4
 
 from .control import FIND_S, PATIENCE_S, Control
-from .errors import ClientError, NoRollout, Refused
-from .program import reached_directly
+from .program import ClientError, NoRollout, Refused, names_of, reached_directly
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 CONFLICT = 409
@@ -57,33 +55,21 @@ class Rollout:
     @property
     def environ(self) -> dict[str, str]:
         """The variables for a program that the agent starts: `subprocess.run(…, env=os.environ | run.environ)`."""
-        found = {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_BASE": self.base_url,  # what llama-index reads
-            "OPENAI_API_KEY": self._key,
-            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": self._key,
-            "LIGHTNING_URL": self.control.url,
-            "LIGHTNING_ROLLOUT_ID": self.rollout_id,
-        }
+        found = names_of(self.control.url, self.base_url, self._key, self.rollout_id)
         found |= {"LIGHTNING_API_KEY": self.control.api_key} if self.control.api_key else {}
         return reached_directly(found, os.environ)
 
     def openai(self, **options: Any) -> Any:
         """An `openai.OpenAI` whose calls belong to the rollout."""
-        from openai import OpenAI
+        from openai import DefaultHttpxClient, OpenAI
 
-        from .direct import Http
-
-        return OpenAI(**{"http_client": Http(), **self._options(options)})
+        return OpenAI(**{"http_client": DefaultHttpxClient(trust_env=False), **self._options(options)})
 
     def async_openai(self, **options: Any) -> Any:
         """An `openai.AsyncOpenAI` whose calls belong to the rollout."""
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        from .direct import AsyncHttp
-
-        return AsyncOpenAI(**{"http_client": AsyncHttp(), **self._options(options)})
+        return AsyncOpenAI(**{"http_client": DefaultAsyncHttpxClient(trust_env=False), **self._options(options)})
 
     def using(self, client: Any) -> Any:
         """A copy of an OpenAI or Anthropic client whose calls belong to the rollout. Connections are shared.
@@ -98,7 +84,7 @@ class Rollout:
 
     def open(self) -> None:
         """Open the rollout at the proxy with its task and mode, before its first call."""
-        self.control.find(self._path("events"), [], self.headers)
+        self.control.post(self._path("events"), [], self.headers, first=True)
 
     def reward(
         self,
@@ -164,7 +150,7 @@ def current() -> Rollout:
 
 def scoped() -> Rollout | None:
     """Like `current`, but None if there is no rollout."""
-    return _current.get() or (_rollout() if "LIGHTNING_ROLLOUT_ID" in os.environ else None)
+    return _current.get() or (rollout()._rollout if "LIGHTNING_ROLLOUT_ID" in os.environ else None)
 
 
 def is_entered() -> bool:
@@ -193,7 +179,15 @@ class rollout:
         end: bool = True,
         patience_s: float | None = None,
     ) -> None:
-        self._rollout = _rollout(rollout_id, task_id, agent, mode, url, api_key, patience_s)
+        env = os.environ.get
+        control = Control(
+            (url or env("LIGHTNING_URL") or DEFAULT_URL).rstrip("/"),
+            api_key or env("LIGHTNING_API_KEY") or env("OPENAI_API_KEY"),
+            PATIENCE_S if patience_s is None else patience_s,
+            FIND_S if patience_s is None else patience_s,
+        )
+        name = rollout_id or env("LIGHTNING_ROLLOUT_ID") or uuid4().hex
+        self._rollout = Rollout(control, name, task_id, agent, mode)
         self._ends = end
         self._token: Token[Rollout | None] | None = None
 
@@ -202,9 +196,7 @@ class rollout:
         self._token = _current.set(self._rollout)
         return self._rollout
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._leave()
         self._end(error)
 
@@ -213,9 +205,7 @@ class rollout:
         self._token = _current.set(self._rollout)
         return self._rollout
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._leave()
         await asyncio.to_thread(self._end, error)
 
@@ -243,25 +233,6 @@ def agent(name: str) -> Iterator[Rollout]:
         yield inner
     finally:
         _current.reset(token)
-
-
-def _rollout(
-    rollout_id: str | None = None,
-    task_id: str | None = None,
-    agent: str | None = None,
-    mode: Mode | None = None,
-    url: str | None = None,
-    api_key: str | None = None,
-    patience_s: float | None = None,
-) -> Rollout:
-    env = os.environ.get
-    control = Control(
-        (url or env("LIGHTNING_URL") or DEFAULT_URL).rstrip("/"),
-        api_key or env("LIGHTNING_API_KEY") or env("OPENAI_API_KEY"),
-        PATIENCE_S if patience_s is None else patience_s,
-        FIND_S if patience_s is None else patience_s,
-    )
-    return Rollout(control, rollout_id or env("LIGHTNING_ROLLOUT_ID") or uuid4().hex, task_id, agent, mode)
 
 
 def emit_reward(
@@ -292,13 +263,8 @@ def emit_note(value: Any, *, name: str | None = None) -> int:
     return current().event("note", value=value, name=name)
 
 
-def event_hooks(*, asynchronous: bool = False) -> dict[str, list[Any]]:
-    """The hooks for `httpx.Client(event_hooks=…)`, or with `asynchronous` for `httpx.AsyncClient`."""
-    return {"request": [_name_later if asynchronous else _name]}
-
-
 def follow(client: Any) -> Any:
-    """Add the hooks to an existing client, once, and return it.
+    """Have each request of a client name the rollout that it is sent in, and return the client.
 
     The client is an `httpx.Client`, an `httpx.AsyncClient`, or an OpenAI or Anthropic client, which holds one.
     """

@@ -15,29 +15,16 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 from .. import scope
-from ..errors import NoRollout
-from ..program import task
+from ..program import NoRollout, task
 from ..scope import Rollout, current, emit_action, emit_note
 
 __all__ = [
-    "LLM",
-    "LitAgent",
-    "PromptTemplate",
-    "emit_annotation",
-    "emit_exception",
-    "emit_message",
-    "emit_object",
-    "emit_reward",
-    "llm_rollout",
-    "operation",
-    "prompt_rollout",
-    "reward",
-    "rollout",
-]
+    "LLM", "LitAgent", "PromptTemplate", "emit_annotation", "emit_exception", "emit_message", "emit_object",
+    "emit_reward", "llm_rollout", "operation", "prompt_rollout", "rollout",
+]  # fmt: skip
 
 Function = Callable[..., Any]
 Attributes = Mapping[str, Any]
@@ -54,56 +41,39 @@ def emit_reward(
 
     Within a rollout's scope, such as an `@rollout` function, the end of the scope completes the rollout.
     """
-    values = _dimensions(reward, primary_key)
+    values = dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
+    primary = primary_key if isinstance(reward, Mapping) else "reward"
+    if primary not in values:
+        raise ValueError(f"primary_key must be one of {list(values)}, got: {primary_key!r}")
+    for name, value in values.items():
+        if not isinstance(value, Real):
+            raise TypeError(f"the reward {name} must be a number, got: {type(value)}")
     if not propagate:
         return
-    comment = None if not attributes else json.dumps(plain(attributes))
-    here = current()
-    others = [pair for pair in values.items() if pair[0] != "reward"]
-    for name, value in others:
+    here, comment = current(), json.dumps(plain(attributes)) if attributes else None
+    main = values.pop(primary)
+    for name, value in values.items():
         here.reward(value, name=name, final=False, comment=comment, source="agl")
-    here.reward(values["reward"], final=not scope.is_entered(), comment=comment, source="agl")
-
-
-def _dimensions(reward: float | Mapping[str, float], primary_key: str | None) -> dict[str, float]:
-    if not isinstance(reward, Mapping):
-        if not isinstance(reward, Real):
-            raise TypeError(f"Reward must be a number, got: {type(reward)}")
-        return {"reward": float(reward)}
-    for name, value in reward.items():
-        if not isinstance(value, Real):
-            raise ValueError(f"Reward value must be a number, got: {type(value)} for key {name}")
-    if primary_key is None or primary_key not in reward:
-        raise ValueError(f"primary_key must be one of {list(reward)}, got: {primary_key!r}")
-    others = {name: float(value) for name, value in reward.items() if name != primary_key}
-    return others | {"reward": float(reward[primary_key])}
+    here.reward(main, final=not scope.is_entered(), comment=comment, source="agl")
 
 
 def emit_message(message: str, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Keep a text with the rollout."""
-    if not isinstance(message, str):
-        raise TypeError(f"Message must be a string, got: {type(message)}.")
     _note("message", message, attributes, propagate)
 
 
 def emit_object(object: Any, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Keep any JSON with the rollout."""
-    try:
-        json.dumps(object)
-    except (TypeError, ValueError):
-        raise RuntimeError(f"Object must be JSON serializable, got: {type(object)}.") from None
     _note("object", object, attributes, propagate)
 
 
 def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> None:
     """Keep names and their values with the rollout."""
-    _note("annotation", dict(annotation), None, propagate)
+    _note("annotation", annotation, None, propagate)
 
 
 def emit_exception(exception: BaseException, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Keep an exception and its traceback with the rollout."""
-    if not isinstance(exception, BaseException):
-        raise TypeError(f"Expected a BaseException instance, got: {type(exception)}.")
     details = {
         "exception.type": type(exception).__name__,
         "exception.message": str(exception),
@@ -115,45 +85,6 @@ def emit_exception(exception: BaseException, attributes: Attributes | None = Non
 def _note(name: str, value: Any, attributes: Attributes | None, propagate: bool) -> None:
     if propagate:
         emit_note(plain({"value": value, "attributes": attributes} if attributes else value), name=name)
-
-
-def reward(function: Function) -> Function:
-    """Emit what the function returns as a reward (`emit_reward` is the newer way)."""
-
-    def done(args: Any, kwargs: Any, value: Any, error: BaseException | None) -> None:
-        if error is None:
-            emit_reward(value)
-
-    return _around(function, done)
-
-
-def _around(function: Function, done: Function) -> Function:
-    """The function, which tells `done` its arguments, and its result or its error."""
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def later(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = await function(*args, **kwargs)
-            except Exception as error:
-                await asyncio.to_thread(done, args, kwargs, None, error)
-                raise
-            await asyncio.to_thread(done, args, kwargs, result, None)
-            return result
-
-        return later
-
-    @functools.wraps(function)
-    def now(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = function(*args, **kwargs)
-        except Exception as error:
-            done(args, kwargs, None, error)
-            raise
-        done(args, kwargs, result, None)
-        return result
-
-    return now
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +129,8 @@ class LitAgent:
                 "prompt_template or both, and of rollout, can be run"
             )
         self._function, self._wanted = function, {*names}
+        self.is_async = inspect.iscoroutinefunction(function)
         functools.update_wrapper(self, function)
-
-    @property
-    def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self._function)
 
     def __call__(self, task: Any, llm: LLM | None = None, rollout: Rollout | None = None) -> Any:
         """Run it in the open scope, or in a new one. Arguments that are not given are made."""
@@ -249,19 +177,12 @@ def _reward(here: Rollout, result: Any) -> None:
         here.reward(float(result), source="agl")
 
 
-def rollout(function: Function) -> LitAgent:
-    """`@rollout`: make a function an agent."""
-    return LitAgent(function)
-
-
-def llm_rollout(function: Function | None = None, *, strip_proxy: bool = True) -> Any:
-    """`@llm_rollout` or `@llm_rollout(…)`: the same as `@rollout`."""
+def rollout(function: Function | None = None, **_: Any) -> Any:
+    """`@rollout`, `@llm_rollout`, `@llm_rollout(…)` and `@prompt_rollout` make a function an agent."""
     return LitAgent if function is None else LitAgent(function)
 
 
-def prompt_rollout(function: Function | None = None) -> Any:
-    """`@prompt_rollout`: the same as `@rollout`."""
-    return LitAgent if function is None else LitAgent(function)
+llm_rollout = prompt_rollout = rollout
 
 
 def operation(
@@ -290,27 +211,41 @@ class Operation:
     def __enter__(self) -> Operation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._emit(self._input, self._output, error)
-
-    def __call__(self, function: Function) -> Function:
-        name, signature = self._name or function.__name__, inspect.signature(function)
-
-        def done(args: Any, kwargs: Any, result: Any, error: BaseException | None) -> None:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            Operation(name, self._attributes, self._propagate)._emit(bound.arguments, result, error)
-
-        return _around(function, done)
-
-    def _emit(self, given: Attributes, result: Any, error: BaseException | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._propagate:
             return
-        arguments = {**given, **({"attributes": self._attributes} if self._attributes else {})}
-        result = result if error is None else f"{type(error).__name__}: {error}"
+        arguments = self._input | ({"attributes": self._attributes} if self._attributes else {})
+        result = self._output if error is None else f"{type(error).__name__}: {error}"
         emit_action(self._name or "operation", plain(arguments), plain(result), is_error=error is not None)
+
+    def __call__(self, function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        def begun(args: Any, kwargs: Any) -> Operation:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            one = Operation(self._name or function.__name__, self._attributes, self._propagate)
+            one._input = dict(bound.arguments)
+            return one
+
+        @functools.wraps(function)
+        def now(*args: Any, **kwargs: Any) -> Any:
+            with begun(args, kwargs) as one:
+                one.set_output(result := function(*args, **kwargs))
+            return result
+
+        @functools.wraps(function)
+        async def later(*args: Any, **kwargs: Any) -> Any:
+            one = begun(args, kwargs)
+            try:
+                one.set_output(result := await function(*args, **kwargs))
+            except Exception as error:
+                await asyncio.to_thread(one.__exit__, None, error, None)
+                raise
+            await asyncio.to_thread(one.__exit__, None, None, None)
+            return result
+
+        return later if inspect.iscoroutinefunction(function) else now
 
 
 def plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...client.program import names_of
 from ...core.errors import LightningError
 from ...core.records import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
@@ -215,18 +216,9 @@ class _TaskRun:
         return rollout
 
     def environment(self, task: Task, rollout: OpenRollout) -> dict[str, str]:
-        url = rollout.base_url
-        return {
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_BASE": url,  # what llama-index reads
-            "OPENAI_API_KEY": rollout.api_key,
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # Anthropic's client adds it
-            "ANTHROPIC_API_KEY": rollout.api_key,
-            "LIGHTNING_ROLLOUT_ID": rollout.rollout_id,
-            "LIGHTNING_TASK": task.line,  # the runner puts it into a file, too
-            "LIGHTNING_URL": self.api.url,
-            **variables(self.api.url, rollout),
-        }
+        names = names_of(self.api.url, rollout.base_url, rollout.api_key, rollout.rollout_id)
+        # The runner puts the task into a file, too.
+        return {**names, "LIGHTNING_TASK": task.line, **variables(self.api.url, rollout)}
 
     async def scored(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """Return the rollout with its reward, if a function gives it and is not late."""

@@ -76,7 +76,7 @@ async def test_an_exception_fails_the_rollout_also_one_without_calls(running: Ru
 
 async def test_scopes_of_tasks_and_threads_keep_apart(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
-        http = httpx.AsyncClient(event_hooks=client.event_hooks(asynchronous=True))
+        http = client.follow(httpx.AsyncClient())
         shared = openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="unused", http_client=http)
         threaded = client.follow(openai.OpenAI(base_url=f"{system.url}/v1", api_key="unused"))
 
@@ -285,7 +285,7 @@ def test_what_is_refused_is_not_sent_again(flaky: Rollout) -> None:
 
 def test_a_proxy_that_is_away_is_named_with_what_was_lost() -> None:
     away = Rollout(Control("http://127.0.0.1:1", patience_s=0.3), "r")
-    with pytest.raises(client.ProxyUnreachable, match=r"127\.0\.0\.1:1 .*not recorded: POST /reward: .*refused"):
+    with pytest.raises(client.ProxyUnreachable, match=r"127\.0\.0\.1:1, .*not done: POST /reward: .*refused"):
         away.reward(1.0)
 
 
@@ -293,7 +293,7 @@ def test_a_scope_without_a_proxy_says_so_long_before_its_patience_ends() -> None
     assert client.rollout(url="http://127.0.0.1:1")._rollout.control.find_s == FIND_S < 10
     assert client.rollout(url="http://127.0.0.1:1", patience_s=50)._rollout.control.find_s == 50
     away = Rollout(Control("http://127.0.0.1:1", patience_s=10_000, find_s=0.1), "r")
-    with pytest.raises(client.ProxyUnreachable, match=r"^no proxy answers at http://127\.0\.0\.1:1 .*refused"):
+    with pytest.raises(client.ProxyUnreachable, match=r"^no proxy answers at http://127\.0\.0\.1:1, .*refused"):
         away.open()
 
 
