@@ -59,22 +59,23 @@ def run_command(
     size = group_size or (trainer.group_size if trains else 1)
     options = run_options(config, size, concurrency, mode, logs)
     api = ApiClient.of(config, patience_s=60)
-    gate = Observer()
-    if ahead is not None:
-        gate = Backlog(api, int((1 + ahead) * trainer.group_size * trainer.tasks_per_step), size, view.say)
     budget, notes = Budget(api, budget_usd), list[str]()
+    observers: list[Observer] = [budget]
+    if ahead is not None:
+        most = int((1 + ahead) * trainer.group_size * trainer.tasks_per_step)
+        observers.append(Backlog(api, most, size, view.say))
 
     async def work(earlier: OpenedRollouts) -> list[RolloutResult]:
         async with programs(api, runner, view):
             if failed := await earlier.look(api):
-                view.say(f"{failed} rollouts of the run that was stopped have failed; their tasks begin anew")
+                view.say(f"{failed} rollouts of the run that was stopped have failed; their tasks begin again")
             if trains:
                 waiting = (await api.request("GET", "/status")).get("waiting", 0)
                 if (wrong := problem(trainer, every, size, waiting)) is not None:
                     view.say(wrong, "yellow")
             left, budget.earlier = earlier.left(every, size), earlier.usd
             bar = view.bar("rollouts", sum(size - len(task.siblings) for task in left))
-            results = await run_tasks(api, left, runner, options, bar.add, budget, gate, earlier)
+            results = await run_tasks(api, left, runner, options, bar.add, *observers, earlier)
             with suppress(ApiError):
                 await budget.look()
                 notes.extend(standing(await api.request("GET", "/status")) if trains else ())
@@ -136,28 +137,25 @@ def standing(status: Mapping[str, Any]) -> Iterator[str]:
 def problem(config: TrainerConfig, tasks: Sequence[Task], group_size: int, waiting: int = 0) -> str | None:
     """Return why no step, or a late one, comes of these tasks, and its fix; None if nothing is wrong.
 
-    Several rollouts that are opened together are a group. Single ones become groups of `trainer.group_size` of a task.
+    Rollouts that are opened together are a group. Single ones become groups of `trainer.group_size` of a task.
     `waiting`: rollouts of complete groups that wait for the trainer already.
     """
     passes = Counter(task.task_id for task in tasks).values()
-    siblings = group_size * min(passes)
-    patience = duration(config.group_timeout_s)
-    if group_size == 1 and siblings < config.group_size and config.compare == "task":
-        way_out = f"leave --group-size out, or give {config.group_size} (trainer.group_size)"
+    siblings, needed, patience = group_size * min(passes), config.group_size, duration(config.group_timeout_s)
+    if group_size == 1 and siblings < needed and config.compare == "task":
+        way_out = f"leave --group-size out, or give {needed} (trainer.group_size)"
         if siblings > 1:
             return (
-                f"a task gets {siblings} rollouts, fewer than the {config.group_size} that the trainer compares: "
+                f"a task gets {siblings} rollouts, fewer than the {needed} that the trainer compares: "
                 f"the trainer waits {patience} for the others; {way_out}"
             )
         if not config.takes_lone_rollouts:
             return f"no step will be taken: each task gets one rollout, with nothing to compare it with; {way_out}"
-    groups = len(tasks) if group_size > 1 else sum(n // config.group_size for n in passes)
-    there = waiting // config.group_size
-    missing = config.tasks_per_step - there
+    groups = len(tasks) if group_size > 1 else sum(n // needed for n in passes)
+    missing = config.tasks_per_step - waiting // needed
     if not 0 < groups < missing or config.schedule.when in ("rollouts", "times"):  # a round's last step may be small
         return None
-    comes = f"{groups} {'group comes' if groups == 1 else 'groups come'} of this" + f", {there} wait" * (there > 0)
     return (
-        f"{comes}, and a step takes {config.tasks_per_step} (trainer.tasks_per_step): if no others come, it waits "
-        f"{patience} for them; add tasks, or --repeat {math.ceil(missing / groups)}"
+        f"a step takes {config.tasks_per_step} groups (trainer.tasks_per_step), and {groups} of {missing} missing ones "
+        f"come: the trainer waits {patience} for the others; add tasks, or --repeat {math.ceil(missing / groups)}"
     )

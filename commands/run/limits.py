@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ class Backlog(Observer):
     ) -> None:
         self._api, self._limit, self._group_size, self._say = api, max(limit, group_size), group_size, say
         self._running: set[str] = set()
-        self._ended: set[str] = set()  # those that still count
+        self._ended: set[str] = set()  # and still counts
 
     def opened(self, rollout_ids: Sequence[str], sibling_of: str | None = None) -> None:
         self._running.update(rollout_ids)
@@ -64,10 +65,10 @@ class Backlog(Observer):
 
     async def wait(self) -> bool:
         """Return when there is room for one more group; PolicyCollapsed if there will be none."""
-        started, is_reported = time.monotonic(), False
+        say_at = time.monotonic() + PATIENCE_S
         while not self._has_room() and not await self._forget_published() and not self._has_room():
-            if not is_reported and not self._running and time.monotonic() - started > PATIENCE_S:
-                is_reported = True
+            if not self._running and time.monotonic() > say_at:
+                say_at = math.inf
                 self._say(f"waiting for the trainer: {len(self._ended)} rollouts are not yet in the live weights")
             await asyncio.sleep(POLL_S)
         return True
@@ -82,12 +83,11 @@ class Backlog(Observer):
             raise PolicyCollapsed(f"no version is published any more: {Collapse(**collapse).story}")
         if policy["test"] is not None:
             return True
-        published, last = 0, policy["last_step"]
-        if last is not None:  # behind a gate the newest counts; so does one that changed no weights
-            is_live = (
-                last["version"] is not None or last["metrics"].get("skipped") or policy.get("promotion") == "gated"
-            )
-            published = last["step"] if is_live else last["step"] - 1
+        published = 0
+        if (last := policy["last_step"]) is not None:
+            # Behind a gate the newest step counts; so does one that changed no weights.
+            counts = last["version"] is not None or last["metrics"].get("skipped") or policy.get("promotion") == "gated"
+            published = last["step"] - (not counts)
         unseen = set(self._ended)
         async for rollout in self._api.every_rollout(min(PAGE, 2 * self._limit), mode="train"):
             if not unseen:
@@ -153,6 +153,7 @@ class Budget(Observer):
             self._unpriced += costs["unpriced"] + sum(costs["of_calls"][call_id]["unknown"] for call_id in ended_well)
 
     def require(self) -> None:
+        """Raise OverBudget if tasks were left out."""
         if self.left_out and self._unpriced:
             raise OverBudget(
                 f"--budget: {self._unpriced} calls have no known cost (`costs --by model` says which): give the "

@@ -32,7 +32,7 @@ class Keeping:
 
 
 class ProgramLog:
-    """Keeps the beginning and the last piece of more output than there may be. Redacts lines as they are written."""
+    """Keeps the beginning and the last piece of more output than there may be. Redacts whole lines as they come."""
 
     def __init__(self, path: Path, keeping: Keeping) -> None:
         make_private(path)
@@ -44,39 +44,35 @@ class ProgramLog:
 
     def write(self, data: bytes) -> None:
         """Take a piece of the program's output."""
-        if self._redact is None:
-            self._keep(data)
-            return
-        self._line += data
-        end = self._line.rfind(b"\n") + 1
-        begun = self._line.rfind(b"-----BEGIN ", 0, end)
-        if begun >= 0 and b"-----END " not in self._line[begun:end]:  # of a key only all of it is known as one
+        data = self._line + data
+        end = len(data) if self._redact is None else data.rfind(b"\n") + 1
+        begun = data.rfind(b"-----BEGIN ", 0, end)
+        if self._redact is not None and begun >= 0 and b"-----END " not in data[begun:end]:  # only a whole key is known
             end = begun
-        if len(self._line) > PIECE:
-            end = end or len(self._line)
-        self._keep(self._redacted(self._line[:end]))
-        self._line = self._line[end:]
+        if len(data) > PIECE:
+            end = end or len(data)
+        self._keep(self._redacted(data[:end]))
+        self._line = data[end:]
 
     def close(self) -> None:
-        """Write the end. Secrets that span lines are redacted now."""
+        """Write the end. Secrets that span pieces are redacted now."""
         self._keep(self._redacted(self._line))
         if self._left_out:
             self._file.write(f"\n[{self._left_out} bytes left out: run.log_mb]\n".encode())
         self._file.write(self._tail)
         self._file.close()
-        content = self._path.read_bytes() if self._redact is not None else b""
-        if (redacted := self._redacted(content)) != content:
-            self._path.write_bytes(redacted)
+        if self._redact is not None:
+            self._path.write_bytes(self._redacted(self._path.read_bytes()))
 
     def _redacted(self, data: bytes) -> bytes:
-        if self._redact is None or not data:
+        if self._redact is None:
             return data
         return self._redact(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
     def _keep(self, data: bytes) -> None:
-        if head := data[: self._room]:
-            self._file.write(head)
-            self._room -= len(head)
+        head = data[: self._room]
+        self._file.write(head)
+        self._room -= len(head)
         self._tail += data[len(head) :]
         if (over := len(self._tail) - self._tail_size) > 0:
             del self._tail[:over]
@@ -92,28 +88,22 @@ async def piped(path: Path, keeping: Keeping) -> AsyncIterator[Path]:
         os.mkfifo(pipe, 0o600)
         reading = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # with a writer of ours, it never ends
 
-        def read() -> bool:
-            with suppress(BlockingIOError):
-                log.write(os.read(reading, PIECE))
-                return True
-            return False
+        def read() -> None:
+            log.write(os.read(reading, PIECE))
 
         loop.add_reader(reading, read)
         try:
             yield pipe
         finally:
             loop.remove_reader(reading)
-            for _ in range(PIECE):  # what holds the pipe open may write for ever
-                if not read():
-                    break
+            with suppress(BlockingIOError):
+                for _ in range(PIECE):  # what holds the pipe open may write for ever
+                    read()
             os.close(reading)
             log.close()
 
 
 def last_line(log: Path) -> str:
     """Return the last line of a program's output that is not empty, at most 300 characters of it."""
-    with suppress(OSError):
-        for line in reversed(log.read_text(errors="replace").splitlines()):
-            if line.strip():
-                return line.strip()[:300]
-    return "no output"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()] if log.exists() else []
+    return next((line[:300] for line in reversed(lines) if line), "no output")

@@ -31,11 +31,9 @@ class ProgressView:
             TimeRemainingColumn(elapsed_when_finished=True),
         )  # fmt: skip
         self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._bars: list[Bar] = []
 
     def bar(self, label: str, total: int) -> Bar:
-        self._bars.append(Bar(self, label, total))
-        return self._bars[-1]
+        return Bar(self, label, total)
 
     def say(self, what: str, style: str = "dim") -> None:
         self.console.print(what, style=style, markup=False, highlight=False)
@@ -46,50 +44,41 @@ class ProgressView:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
-        for bar in self._bars:
-            bar.print_line()
 
 
 class Bar:
-    """Shows how far one piece of work is. `add` counts rollouts; `show` sets a count made elsewhere."""
+    """Shows how far one piece of work is: as a bar, elsewhere than on a terminal as lines.
+
+    `add` counts rollouts; `show` sets a count made elsewhere.
+    """
 
     def __init__(self, view: ProgressView, label: str, total: int) -> None:
         self._view, self.label, self._total = view, label, total
         self._bar = view.progress.add_task(label, total=total, reward="-", failed=0)
         self._started = self._printed_at = time.monotonic()
-        self._done = self._printed = self._failed = self._rewarded = 0
-        self._reward, self._mean = 0.0, "-"
+        self._done = self._failed = self._rewarded = 0
+        self._reward = 0.0
 
     def add(self, result: RolloutResult) -> None:
-        if result.reward is not None:
-            self._rewarded += 1
-            self._reward += result.reward
-        mean = self._reward / self._rewarded if self._rewarded else None
-        self.show(self._done + 1, mean, self._failed + result.failed)
+        self._rewarded += result.reward is not None
+        self._reward += result.reward or 0.0
+        self._done, self._failed = self._done + 1, self._failed + result.failed
+        self.show(self._done, self._reward / self._rewarded if self._rewarded else None, self._failed)
 
     def show(self, done: int, mean_reward: float | None, failed: int) -> None:
-        self._done, self._failed = done, failed
-        self._mean = "-" if mean_reward is None else f"{mean_reward:.3f}"
-        self._view.progress.update(self._bar, completed=done, reward=self._mean, failed=failed)
-        if done == self._total or time.monotonic() - self._printed_at > LINE_EVERY_S:
-            self.print_line()
-
-    def print_line(self) -> None:
-        """Print the progress where no bar shows it, unless it was just printed."""
-        if self._view.console.is_terminal or self._done == self._printed:
-            return
-        self._printed, self._printed_at = self._done, time.monotonic()
-        elapsed = timedelta(seconds=int(self._printed_at - self._started))
-        line = f"{self.label} {self._done}/{self._total}  reward {self._mean}  failed {self._failed}  {elapsed}"
-        self._view.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        reward, now = "-" if mean_reward is None else f"{mean_reward:.3f}", time.monotonic()
+        self._view.progress.update(self._bar, completed=done, reward=reward, failed=failed)
+        if not self._view.console.is_terminal and (done == self._total or now - self._printed_at > LINE_EVERY_S):
+            self._printed_at, elapsed = now, timedelta(seconds=int(now - self._started))
+            line = f"{self.label} {done}/{self._total}  reward {reward}  failed {failed}  {elapsed}"
+            self._view.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def totals(results: Sequence[RolloutResult]) -> dict[str, Any]:
     """Return what `run` says of these results.
 
     `mean_reward` and `solved`, the share with a reward of at least 1, are over the rollouts with a reward.
-    `without_call`: those whose program ran, but made no call through the proxy. `restarts`: how often a task was begun
-    anew because the machine under its program went away.
+    `without_call`: how many programs ran, but made no call through the proxy.
     """
     rewards = [result.reward for result in results if result.reward is not None]
     return {
@@ -99,7 +88,6 @@ def totals(results: Sequence[RolloutResult]) -> dict[str, Any]:
         "mean_reward": fmean(rewards) if rewards else None,
         "solved": fmean(reward >= 1 for reward in rewards) if rewards else None,
         "without_call": sum(result.calls == 0 and result.exit_code != CANNOT_START for result in results),
-        "restarts": sum(result.restarts for result in results),
     }
 
 
@@ -148,8 +136,6 @@ def sentences(results: Sequence[RolloutResult]) -> tuple[str, list[str]]:
     mean = "no reward" if total["mean_reward"] is None else f"mean reward {total['mean_reward']:.3f}"
     counts = f"{total['failed']} failed, {total['without_reward']} without a reward so far"
     failure = next((f"\nfirst failure: {result.reason}" for result in results if result.reason), "")
-    if n := total["restarts"]:
-        warnings.append(f"{n} runs were begun anew, in other rollouts: their machine went away")
     if n := total["without_call"]:
         warnings.append(f"{n} of {len(results)} rollouts made no call: does your agent read OPENAI_BASE_URL?")
     return f"{total['rollouts']} rollouts, {mean}, {counts}{failure}", warnings

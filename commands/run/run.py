@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from ..api_client import ApiClient, ApiError, OpenRollout
 from ..command_line import variables
 from .limits import Observer
 from .output import last_line
-from .runner import RunLost, Runner, RunTimedOut, ServerDied
+from .runner import Runner, RunTimedOut, ServerDied
 from .tasks import Task
 
 SCORE_POLL_S, SCORE_POLL_MOST_S = 0.2, 5.0  # at first, and later
-RESTARTS = 3  # of a run whose machine goes away
-LOST = -9  # the exit code of a run whose machine or server went away, as if it had been killed
+LOST = -9  # the exit code of a run that lost its machine or server, as if it had been killed
 MOST_UNSCORED = 64  # rollouts that await their rewards while others begin, or four groups
 CONFLICT = 409
 LATE = 124  # that of a program that ran for too long, as of timeout(1)
@@ -36,8 +35,7 @@ class RolloutResult:
 
     `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
     a model outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, of whatever status.
-    `restarts`: how often its machine went away and the task was begun anew, in another rollout. `named`: its rewards of
-    other names, such as those of a game's seats. `usd`: what its calls cost.
+    `named`: its rewards of other names, such as the seats of a game. `usd`: what its calls cost.
     """
 
     rollout_id: str
@@ -48,7 +46,6 @@ class RolloutResult:
     answers: Mapping[str | None, tuple[int | None, ...]] = field(default_factory=dict)
     tokens: int = 0
     calls: int = 0
-    restarts: int = 0
     named: Mapping[str, float] = field(default_factory=dict)
     usd: float = 0.0
 
@@ -123,7 +120,7 @@ class _TaskRun:
     async def run(self, tasks: Iterable[Task]) -> list[RolloutResult]:
         jobs = self.jobs(tasks)
         try:
-            async with contextlib.aclosing(jobs), asyncio.TaskGroup() as programs:
+            async with aclosing(jobs), asyncio.TaskGroup() as programs:
                 while True:
                     await self.running.acquire()
                     if (job := await anext(jobs, None)) is None:
@@ -132,7 +129,7 @@ class _TaskRun:
         except* Exception as errors:
             raise errors.exceptions[0] from None
         finally:
-            with contextlib.suppress(ApiError):  # the proxy is gone, too
+            with suppress(ApiError):  # the proxy is gone, too
                 await asyncio.gather(*(self.end(name, "discarded", "run was stopped") for name in self.open))
         return self.results
 
@@ -142,13 +139,15 @@ class _TaskRun:
             for observer in self.observers:
                 if not await observer.wait():
                     return
-            missing = self.options.group_size - len(task.siblings)
-            for rollout in await self.opened(task, missing, next(iter(task.siblings), None)):
+            for rollout in await self.opened(task):
                 yield task, rollout
 
-    async def opened(self, task: Task, n: int, sibling_of: str | None) -> list[OpenRollout]:
+    async def opened(self, task: Task) -> list[OpenRollout]:
+        """Open the siblings that a task still lacks."""
+        sibling_of = task.siblings[0] if task.siblings else None
         join = {} if sibling_of is None else {"sibling_of": sibling_of}
-        asked = self.api.open_rollouts(task.task_id, self.options.mode, n, **join, **self.options.choice)
+        missing = self.options.group_size - len(task.siblings)
+        asked = self.api.open_rollouts(task.task_id, self.options.mode, missing, **join, **self.options.choice)
         opening = asyncio.ensure_future(asked)
         try:
             group = await asyncio.shield(opening)
@@ -161,13 +160,17 @@ class _TaskRun:
 
     async def work(self, task: Task, rollout: OpenRollout) -> None:
         """Run the program, end its rollout, and report it once it has its reward."""
+        name = rollout.rollout_id
         try:
-            name, code, reason, restarts = await self.run_program(task, rollout)
+            code, reason = await self.run_program(task, rollout)
             if reason is not None:
                 await self.end(name, "failed", reason)
             elif self.options.score_timeout_s is not None:
                 await self.end(name, "completed", "the program ended")
-            found = await self.ended(name)
+            found = await self.api.rollout(name)
+            self.open.remove(name)
+            for observer in self.observers:
+                observer.ended(found)
             await self.unscored.acquire()
         finally:
             self.running.release()
@@ -176,49 +179,24 @@ class _TaskRun:
                 found = await self.scored(found)
         finally:
             self.unscored.release()
-        result = result_of(found, code, reason, restarts)
-        self.results.append(result)
-        self.on_result(result)
+        self.results.append(result_of(found, code, reason))
+        self.on_result(self.results[-1])
 
-    async def run_program(self, task: Task, rollout: OpenRollout) -> tuple[str, int, str | None, int]:
-        """Run it to its end. If its machine goes away, begin anew in another rollout."""
-        options, lost = self.options, list[str]()
-        while True:
-            name = rollout.rollout_id
-            log = self.logs / f"{name}.log"
-            try:
-                code = await self.runner.run(self.environment(task, rollout), log, options.timeout_s)
-                reason = f"exit code {code}: {last_line(log)}" if code else None
-            except RunTimedOut:
-                code, reason = LATE, f"ended after {options.timeout_s:g} s (run.timeout_s): {last_line(log)}"
-            except ServerDied as error:
-                code, reason = LOST, error.message
-                may_restart = isinstance(error, RunLost) and len(lost) < RESTARTS
-                if may_restart and (await self.api.rollout(name))["status"] == "running":
-                    lost.append(name)
-                    (rollout,) = await self.opened(task, 1, name)
-                    continue
-            finally:
-                if options.logs is None:
-                    log.unlink(missing_ok=True)
-            # Not earlier: a discarded rollout counts as a sibling that the trainer need not wait for.
-            for earlier in lost:
-                await self.end(earlier, "discarded", "its machine went away; the task was begun anew")
-                await self.ended(earlier)
-            return name, code, reason, len(lost)
-
-    async def ended(self, name: str) -> dict[str, Any]:
-        """Return the rollout, after all observers saw its end."""
-        rollout = await self.api.rollout(name)
-        self.open.remove(name)
-        for observer in self.observers:
-            observer.ended(rollout)
-        return rollout
-
-    def environment(self, task: Task, rollout: OpenRollout) -> dict[str, str]:
-        names = names_of(self.api.url, rollout.base_url, rollout.api_key, rollout.rollout_id)
-        # The runner puts the task into a file, too.
-        return {**names, "LIGHTNING_TASK": task.line, **variables(self.api.url, rollout)}
+    async def run_program(self, task: Task, rollout: OpenRollout) -> tuple[int, str | None]:
+        """Run it to its end. Return its exit code, and why it failed."""
+        limit_s, log = self.options.timeout_s, self.logs / f"{rollout.rollout_id}.log"
+        env = names_of(self.api.url, rollout.base_url, rollout.api_key, rollout.rollout_id)
+        env |= {"LIGHTNING_TASK": task.line, **variables(self.api.url, rollout)}
+        try:
+            code = await self.runner.run(env, log, limit_s)
+            return code, f"exit code {code}: {last_line(log)}" if code else None
+        except RunTimedOut:
+            return LATE, f"ended after {limit_s:g} s (run.timeout_s): {last_line(log)}"
+        except ServerDied as error:
+            return LOST, error.message
+        finally:
+            if self.options.logs is None:
+                log.unlink(missing_ok=True)
 
     async def scored(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """Return the rollout with its reward, if a function gives it and is not late."""
@@ -237,7 +215,7 @@ class _TaskRun:
                 raise
 
 
-def result_of(rollout: Mapping[str, Any], code: int = 0, reason: str | None = None, restarts: int = 0) -> RolloutResult:
+def result_of(rollout: Mapping[str, Any], code: int = 0, reason: str | None = None) -> RolloutResult:
     """Return the result of a rollout, as the proxy has it."""
     answers: dict[str | None, dict[int | None, None]] = {}
     for call in rollout.get("calls", ()):
@@ -245,6 +223,7 @@ def result_of(rollout: Mapping[str, Any], code: int = 0, reason: str | None = No
             model = call["request"].get("model") if isinstance(call["request"], dict) else None
             versions = dict.fromkeys(call["policy_versions"] or [None])
             answers.setdefault(model if isinstance(model, str) else None, {}).update(versions)
+    own = [one for one in rollout.get("rewards", ()) if one["call_id"] is None and one["name"] != "reward"]
     return RolloutResult(
         rollout["rollout_id"],
         rollout["task_id"],
@@ -254,11 +233,6 @@ def result_of(rollout: Mapping[str, Any], code: int = 0, reason: str | None = No
         answers={model: tuple(versions) for model, versions in answers.items()},
         tokens=rollout.get("tokens", 0),
         calls=len(rollout.get("calls", ())),
-        restarts=restarts,
-        named={
-            one["name"]: one["reward"]
-            for one in rollout.get("rewards", ())
-            if one["call_id"] is None and one["name"] != "reward"
-        },
+        named={one["name"]: one["reward"] for one in own},
         usd=rollout.get("costs", {}).get("usd", 0.0),
     )

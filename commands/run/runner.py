@@ -29,11 +29,7 @@ SERVER = Path(__file__).with_name("fork_server.py")
 
 
 class ServerDied(LightningError):
-    """The process of ours that had started the program died, and the program ended with it."""
-
-
-class RunLost(ServerDied):
-    """The machine under a run went away, through no fault of the program. Its outcome is not known."""
+    """The process of ours that had started the program died, or its machine went away, and the program with it."""
 
 
 class RunTimedOut(LightningError):
@@ -47,8 +43,8 @@ class Runner(Protocol):
         """Run it once and return its exit code, negative for a signal. Cancelling the call kills it.
 
         `log` gets its stdout and stderr. A program that runs for `limit_s` gets SIGTERM with its process group,
-        and SIGKILL a little later. Raise RunTimedOut then, RunLost if the machine goes away, ServerDied if a process of
-        ours does, LightningError if no run can continue. Nothing that it started is left at the end.
+        and SIGKILL a little later. Raise RunTimedOut then, ServerDied if the machine or a process of ours goes away,
+        LightningError if no run can continue. Nothing that it started is left at the end.
         """
 
     async def close(self) -> None: ...
@@ -124,21 +120,20 @@ class ServedRunner(ABC):
         """Start a child and take its reports to its end. Then fail what it was running, and return the error."""
         with TemporaryDirectory(prefix="lightning-server-") as directory:
             log = Path(directory) / "output.log"
-            async with piped(log, self._keeping) as pipe:
-                with pipe.open("wb") as output:
-                    child = self._child = await asyncio.create_subprocess_exec(
-                        *self._argv, stdin=PIPE, stdout=PIPE, stderr=output, env=inherited(), start_new_session=True
-                    )
-                assert child.stdin is not None and child.stdout is not None
-                try:
-                    child.stdin.write(self.setup)
-                    why = await self._read(child.stdout, ready)
-                finally:
-                    if not ready.done():
-                        with suppress(ProcessLookupError):
-                            child.kill()
-                    child.stdin.close()
-                    code = await child.wait()
+            with log.open("wb") as output:
+                child = self._child = await asyncio.create_subprocess_exec(
+                    *self._argv, stdin=PIPE, stdout=PIPE, stderr=output, env=inherited(), start_new_session=True
+                )
+            assert child.stdin is not None and child.stdout is not None
+            try:
+                child.stdin.write(self.setup)
+                why = await self._read(child.stdout, ready)
+            finally:
+                if not ready.done():
+                    with suppress(ProcessLookupError):
+                        child.kill()
+                child.stdin.close()
+                code = await child.wait()
             if why is not None:
                 error = LightningError(why)
             elif ready.done():
@@ -167,7 +162,7 @@ class ServedRunner(ABC):
             elif run is None:  # it was cancelled
                 continue
             elif "lost" in report:
-                run.ended.set_exception(RunLost(report["lost"]))
+                run.ended.set_exception(ServerDied(report["lost"]))
             elif "code" in report:
                 run.ended.set_result(report["code"])
             elif run.limit_s is not None:
@@ -180,7 +175,7 @@ class ServedRunner(ABC):
 
 
 class LocalRunner(ServedRunner):
-    """Starts the command anew for each run; or, with `modules`, forks `python script.py …` once they are imported.
+    """Starts the command once for each run; or, with `modules`, forks `python script.py …` once they are imported.
 
     ConfigError if there is no such program, or no such script.
     """

@@ -99,12 +99,12 @@ async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running:
         ({"compare": "step"}, 1, 1, 0, None),
         ({"group_size": 2, "tasks_per_step": 2}, 1, 2, 0, None),
         ({"group_size": 4}, 1, 2, 0, "a task gets 2 rollouts"),
-        ({}, 8, 3, 0, "6 groups come of this, and a step takes 8"),
-        ({}, 8, 3, 15, "6 groups come of this, 1 wait, and a step takes 8"),
+        ({}, 8, 3, 0, "a step takes 8 groups (trainer.tasks_per_step), and 6 of 8 missing ones come"),
+        ({}, 8, 3, 15, "a step takes 8 groups (trainer.tasks_per_step), and 6 of 7 missing ones come"),
         ({}, 8, 3, 16, None),
         ({}, 8, 4, 0, None),
         ({"tasks_per_step": 2}, 8, 1, 0, None),
-        ({"group_size": 4}, 1, 4, 0, "2 groups come of this"),
+        ({"group_size": 4}, 1, 4, 0, "a step takes 8 groups (trainer.tasks_per_step), and 2 of 8 missing ones come"),
         ({"schedule": {"when": "rollouts"}}, 8, 1, 0, None),
     ],
 )
@@ -125,12 +125,13 @@ def shown(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_a_bar_that_is_cut_short_says_how_far_it_came() -> None:
+def test_elsewhere_than_on_a_terminal_progress_is_a_line_at_the_end() -> None:
     console = Console(file=StringIO(), width=80)
     with ProgressView(console) as view:
-        view.bar("rollouts", 3).add(result(None))
-        view.bar("nothing yet", 3)
-    assert shown(console) == "rollouts 1/3  reward -  failed 0  0:00:00\n"
+        bar = view.bar("rollouts", 2)
+        bar.add(result(None))
+        bar.add(result(0.5, 1))
+    assert shown(console) == "rollouts 2/2  reward 0.500  failed 1  0:00:00\n"
 
 
 def test_on_a_terminal_progress_is_a_bar_of_at_most_80_columns() -> None:
