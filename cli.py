@@ -51,7 +51,6 @@ app.command(rich_help_panel=WORK, context_settings={"ignore_unknown_options": Tr
 
 Model = Annotated[str | None, typer.Option(help="a Hugging Face id or a directory (policy.model)")]
 Port = Annotated[int | None, typer.Option(metavar="N", help="the proxy's port (proxy.port)")]
-LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="lines for people or for programs")]
 AHEAD = (
     "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
 )
@@ -90,7 +89,6 @@ def up(
     logs: Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")] = Path(
         "lightning-logs"
     ),
-    log_format: LogFormat = "text",
 ) -> None:
     """Run the system: policy server (vLLM), proxy, trainer. Ctrl-C stops all of it."""
     from rich.console import Console
@@ -102,7 +100,7 @@ def up(
     overrides = {"policy.model": model, "proxy.port": port}
     _write_for_the_owner_only()
     launch = Launch(context.obj, overrides)
-    run_until_signal(run(configuration(context, overrides), launch, logs, Console(), log_format))
+    run_until_signal(run(configuration(context, overrides), launch, logs, Console()))
 
 
 @app.command(rich_help_panel=SYSTEM)
@@ -113,8 +111,7 @@ def serve(
         str | None, typer.Option(metavar="URL", help="a vLLM's URL, with /v1; in place of all `upstreams`")
     ] = None,
     model: Annotated[str | None, typer.Option(help="what that server calls the model (policy.model)")] = None,
-    log_format: LogFormat = "text",
-    calls: Annotated[bool | None, typer.Option(help="a line for each call", show_default="on a terminal")] = None,
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="lines for people or for programs")] = "text",
 ) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
@@ -122,7 +119,7 @@ def serve(
     _write_for_the_owner_only()
     upstreams = None if upstream is None else [{"name": "policy", "base_url": upstream}]
     overrides = {"proxy.port": port, "upstreams": upstreams, "policy.model": model}
-    run(configuration(context, overrides), log_format, calls=calls)
+    run(configuration(context, overrides), log_format)
 
 
 @app.command(rich_help_panel=SYSTEM)
@@ -136,9 +133,6 @@ def train(
             help="`rl`; or one run: `sft` imitates, `dpo` prefers the better of siblings, `kto` goes by thumbs"
         ),
     ] = "rl",
-    min_reward: Annotated[
-        float | None, typer.Option(help="with sft: imitate rollouts from this reward on (tune.sft.min_reward)")
-    ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="train on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
         Path | None, typer.Option(help="with --offline: a store or an export to read", show_default="store.url")
@@ -162,11 +156,8 @@ def train(
     tuning = method != "rl"
     if not offline and (data or directory or (epochs and not tuning)):
         raise ConfigError("--data and --dir need --offline; --epochs needs --offline or another method than rl")
-    if min_reward is not None and method != "sft":
-        raise ConfigError("--min-reward needs --method sft")
-    overrides = {"tune.sft.min_reward": min_reward, **({f"tune.{method}.epochs": epochs} if tuning else {})}
     _write_for_the_owner_only()
-    config = configuration(context, {"policy.model": model, **overrides})
+    config = configuration(context, {"policy.model": model} | ({f"tune.{method}.epochs": epochs} if tuning else {}))
     from_data = Offline(data, directory, epochs or 1) if offline else None
     run(config, Run(method=method, once=once, offline=from_data))
 
@@ -205,9 +196,6 @@ def run(
         float | None, typer.Option(metavar="USD", min=0, help="begin no rollouts once so much is spent; exit code 3")
     ] = None,
     preload: Preload = "",
-    timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="seconds that a program may run (run.timeout_s)")
-    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -221,7 +209,7 @@ def run(
     from .commands.run.command import run_command
 
     run_command(
-        configuration(context, {"run.timeout_s": timeout}),
+        configuration(context),
         command,
         tasks=tasks,
         preload=preload.split(",") if preload else [],

@@ -6,9 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from secrets import token_urlsafe
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import unquote, urlencode
@@ -23,7 +21,6 @@ from .signals import run_until_signal
 
 if TYPE_CHECKING:
     from ..core.config.root import Config
-    from ..core.config.server import StoreConfig
     from ..core.records import Mode
 
 T = TypeVar("T")
@@ -45,8 +42,8 @@ class ApiError(LightningError):
 class ProxyNotThere(ApiError):
     """Nothing listens where the proxy should be."""
 
-    def __init__(self, url: str, what_helps: str = "start it with `lightning-proxy serve`") -> None:
-        super().__init__(f"no proxy answers at {url}; {what_helps}")
+    def __init__(self, url: str) -> None:
+        super().__init__(f"no proxy answers at {url}; start it with `lightning-proxy serve`, or wait for `up`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,25 +166,9 @@ def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
 
     async def run() -> T:
         async with ApiClient.of(config) as api:
-            try:
-                return await work(api)
-            except ProxyNotThere:
-                if not up_runs(config.store):
-                    raise
-                raise ProxyNotThere(api.url, "`up` is under way, and starts it once vLLM answers") from None
+            return await work(api)
 
     return run_until_signal(run())
-
-
-def up_runs(store: StoreConfig) -> bool:
-    """Return whether an `up` on this machine holds its lock on the store's file."""
-    if store.is_postgres or not Path(f"{store.path}-up").exists():
-        return False
-    from ..store.sqlite.file import lock_file
-
-    with suppress(OSError), lock_file(store.path, "up") as nobody_does:
-        return not nobody_does
-    return False
 
 
 def look(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:

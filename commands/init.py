@@ -15,7 +15,7 @@ START = """\
 # A variable can set each key, too: LIGHTNING_PROXY__PORT=9000.
 
 proxy:
-  port: {port}    # agents use http://127.0.0.1:{port}/v1
+  port: 8080    # agents use http://127.0.0.1:8080/v1
 
 store:
   url: sqlite:///lightning.db    # what is recorded
@@ -44,7 +44,6 @@ trainer:
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the file to write")] = Path("config.yaml"),
     model: Annotated[str | None, typer.Option(help="a Hugging Face id or a directory, to train")] = None,
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="the proxy's port")] = 8080,
     upstream: Annotated[
         str | None, typer.Option(metavar="URL", help="URL of a model server that is already running, with /v1")
     ] = None,
@@ -53,7 +52,7 @@ def init(
 ) -> None:
     """Write a small commented configuration."""
     recorded = "recorded with token ids, and trained on" if kind == "vllm" else "recorded"
-    text = START.format(port=port)
+    text = START
     if upstream is not None:
         text += UPSTREAM.format(kind=kind, recorded=recorded, upstream=json.dumps(upstream, ensure_ascii=False))
     text += NO_MODEL if model is None else MODEL.format(model=json.dumps(model, ensure_ascii=False))

@@ -21,7 +21,7 @@ from .formats import count, duration, plain
 LogFormat = Literal["text", "json"]
 
 log = logging.getLogger("lightning_proxy.serving")
-EACH_S, COUNTED_S = 0.5, 10.0
+FLUSH_S = 1.0
 MOST = 10  # calls that get a line of their own at once
 COLOURS = {"ok": "32", "error": "31", "cancelled": "33"}
 
@@ -82,21 +82,23 @@ def say(message: str, **fields: Any) -> None:
 
 
 class CallLines:
-    """Logs calls that have ended: each, or only their number and each that failed."""
+    """Logs calls that have ended: the first ones of each second, and the number of all.
 
-    def __init__(self, *, each: bool, redacted: Callable[[str], str] = str) -> None:
-        """`redacted`: takes secrets out of what an upstream says of an error."""
-        self._each, self._redacted = each, redacted
+    `redacted` takes secrets out of what an upstream says of an error.
+    """
+
+    def __init__(self, redacted: Callable[[str], str] = str) -> None:
+        self._redacted = redacted
         self._waiting: list[tuple[CallStart, CallEnd]] = []
         self._counts: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
         self._counts[end.status] += 1
-        if len(self._waiting) < MOST and (self._each or end.status == "error"):
+        if len(self._waiting) < MOST:
             self._waiting.append((start, end))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(EACH_S if self._each else COUNTED_S, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
         """Log the calls noted since the last time."""
@@ -107,7 +109,7 @@ class CallLines:
                 fields["key_id"] = start.rollout.key_id
             extra = {"fields": fields, "colour": COLOURS.get(end.status, "")}
             log.info("%s", call_line(start, end, self._redacted), extra=extra)
-        if counts.total() > (len(waiting) if self._each else 0):
+        if counts.total() > len(waiting):
             by_status = ", ".join(f"{count(n)} {status}" for status, n in counts.items())
             say(f"{count(counts.total())} call{'s' * (counts.total() != 1)}: {by_status}", event="calls", **counts)
 

@@ -64,8 +64,8 @@ def uvicorn_options(proxy: ProxyConfig) -> dict[str, Any]:
     return UVICORN | {"host": proxy.host, "port": proxy.port, "timeout_graceful_shutdown": proxy.stop_timeout_s}
 
 
-def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None = None) -> None:
-    """Serve until SIGINT or SIGTERM. `calls`: a line for each; None: on a terminal.
+def serve(config: Config, log_format: LogFormat = "text") -> None:
+    """Serve until SIGINT or SIGTERM.
 
     LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
     """
@@ -79,19 +79,18 @@ def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None 
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     set_up(log_format)
     raise_limit()
-    calls = sys.stderr.isatty() if calls is None else calls
     if config.proxy.workers == 1:
-        _serve_here(config, calls=calls)
+        _serve_here(config)
         return
     from ..proxy.gateway.metrics import SHARED
 
     with tempfile.TemporaryDirectory(prefix="lightning-metrics-") as shared:
         os.environ[SHARED] = shared  # the workers are started anew, not forked
-        _serve_in_workers(config, partial(_worker, config, log_format, calls))
+        _serve_in_workers(config, partial(_worker, config, log_format))
 
 
-def _serve_here(config: Config, *, calls: bool) -> None:
-    lines = _lines(config, calls)
+def _serve_here(config: Config) -> None:
+    lines = _lines(config)
     server = OneServer(Uvicorn(_app(config, lines), **uvicorn_options(config.proxy)), config)
     # Having ended as it was asked to, uvicorn raises the signal again: SIGTERM is then no failure either.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -124,7 +123,7 @@ def _say_serving(config: Config, port: int) -> None:
     say(f"{calls:,} calls at once: {files:,} files may be open{where} (ulimit -Hn)", calls=calls, files=files)
 
 
-def _worker(config: Config, log_format: LogFormat, calls: bool) -> ASGIApp:
+def _worker(config: Config, log_format: LogFormat) -> ASGIApp:
     from ..proxy.gateway.metrics import SHARED
 
     set_up(log_format, Path(os.environ[SHARED]))
@@ -135,14 +134,14 @@ def _worker(config: Config, log_format: LogFormat, calls: bool) -> ASGIApp:
     if os.getppid() != supervisor.pid:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
-    return _app(config, _lines(config, calls))
+    return _app(config, _lines(config))
 
 
-def _lines(config: Config, calls: bool) -> CallLines:
+def _lines(config: Config) -> CallLines:
     from ..core.redact import Redactor
 
     redact = config.recording.redact.model_copy(update={"secrets": True})  # a log is read by more than the store is
-    return CallLines(each=calls, redacted=Redactor(redact, config.keys()).text)
+    return CallLines(Redactor(redact, config.keys()).text)
 
 
 def _app(config: Config, lines: CallLines) -> ASGIApp:

@@ -25,7 +25,6 @@ from ...store.sqlite.file import make_private
 from ..formats import duration, how_it_ended
 
 T = TypeVar("T")
-WAITING, STILL = "waiting for ", "still waiting for "  # a view knows these lines by them
 KILL_AFTER_S = 0.5  # between SIGTERM and SIGKILL once nobody waits for a program
 RESTARTS_S = 600.0
 RESTART_DELAY_S = 1.0
@@ -187,7 +186,7 @@ class Supervisor:
     async def wait_healthy(self, child: Child) -> None:
         """Wait until the child's health URL answers 200. ChildDied if it ends before, LightningError if it is late."""
         spec, began = child.spec, time.monotonic()
-        self._say(f"{WAITING}{spec.name}")
+        self._say(f"waiting for {spec.name}")
         tell_at = began + STILL_S
         while not await _is_healthy(spec.health_url):
             await asyncio.sleep(HEALTH_POLL_S)
@@ -197,7 +196,7 @@ class Supervisor:
             if now >= tell_at:
                 tell_at += STILL_S
                 line = last_line(child.log)
-                self._say(f"{STILL}{spec.name} after {duration(now - began)}{f': {line}' if line else ''}")
+                self._say(f"still waiting for {spec.name} after {duration(now - began)}{f': {line}' if line else ''}")
             if now - began >= spec.start_timeout_s:
                 late = f"{spec.name} was not ready after {duration(spec.start_timeout_s)}"
                 raise LightningError(f"{late}: {reason(child.log)}; see {child.log}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +57,6 @@ async def running_system(
     say: Callable[[str], None],
     *,
     trains: bool,
-    serve_options: Sequence[str] = (),
 ) -> AsyncIterator[Supervisor]:
     """Have vLLM and proxy ready in the block, and, with `trains`, the trainer started; yield who guards them.
 
@@ -79,7 +78,7 @@ async def running_system(
     )
     proxy = ChildSpec(
         "proxy",
-        launch.argv("serve", *serve_options),
+        launch.argv("serve"),
         env,
         f"http://{address(config.proxy.host, config.proxy.port)}/readyz",
         PROXY_START_S,

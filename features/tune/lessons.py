@@ -215,7 +215,7 @@ class LessonReader:
         config = self._config.section(TuneConfig)
         least = "above 0" if config.sft.min_reward is None else f"of at least {config.sft.min_reward:g}"
         rule = {
-            "sft": f"imitates those with a reward {least} (tune.sft.min_reward, --min-reward)",
+            "sft": f"imitates those with a reward {least} (tune.sft.min_reward)",
             "dpo": f"compares siblings with rewards that differ by {config.dpo.margin:g} or more (tune.dpo.margin)",
             "kto": "needs two rows to learn from",
         }[self._method]

@@ -252,9 +252,10 @@ def hangs(runs: Runs) -> Path:
     return pids
 
 
-def test_a_program_that_hangs_is_ended_with_all_that_it_started(runs: Runs) -> None:
+def test_a_program_that_hangs_is_ended_with_all_that_it_started(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = hangs(runs)
-    done = runs.run("--group-size", "1", "--timeout", "3")
+    monkeypatch.setenv("LIGHTNING_RUN__TIMEOUT_S", "3")
+    done = runs.run("--group-size", "1")
     reason = "ended after 3 s (run.timeout_s): hanging"
     assert done.returncode == 1 and reason in " ".join(done.stderr.split())
     (rollout,) = runs.rollouts()
@@ -262,7 +263,8 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(runs: Runs) -> N
     wait_until(lambda: gone(pids), 30, "its processes are gone")
 
 
-def test_sigterm_comes_first_and_sigkill_to_whoever_stays(plain: Runs) -> None:
+def test_sigterm_comes_first_and_sigkill_to_whoever_stays(plain: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_RUN__TIMEOUT_S", "2")
     told = plain.directory / "told"
     plain.agent(f"""
 import signal
@@ -276,7 +278,7 @@ while True:
     time.sleep(0.1)
 """)
     for how in ("ends", "stays"):
-        done = plain.run("--group-size", "1", "--timeout", "2", arguments=(how,))
+        done = plain.run("--group-size", "1", arguments=(how,))
         assert "exit code" not in done.stderr and "ended after 2 s" in done.stderr
     assert told.read_text() == "SIGTERM SIGTERM "
 

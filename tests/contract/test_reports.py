@@ -161,7 +161,7 @@ def test_a_transition_has_the_reward_of_its_call_and_the_last_one_the_rest(world
     assert ([call["reward"] for call in high["calls"]], high["own_reward"]) == ([1.0, 0.25, None, None], None)
 
 
-def test_sums_of_returns_are_the_same_everywhere(world: Proxy) -> None:
+def test_sums_of_returns_are_the_same_everywhere(world: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     (task,) = world.get("/tasks?task_id=t")["data"]
     assert [task[field] for field in ("rollouts", "rewarded", "mean", "min", "max")] == [4, 4, 0.5, 0.0, 1.25]
     (step,) = world.get("/policy/steps")["data"]
@@ -177,7 +177,8 @@ def test_sums_of_returns_are_the_same_everywhere(world: Proxy) -> None:
     assert 'lightning_step{metric="reward_mean"} 0.5\n' in metrics
     assert "15 of the newest 15 ended training rollouts have one" in world.run("doctor").stdout
     if has("tune"):
-        refused = world.run("train", "--method", "sft", "--min-reward", "2")
+        monkeypatch.setenv("LIGHTNING_TUNE__SFT__MIN_REWARD", "2")
+        refused = world.run("train", "--method", "sft")
         assert refused.returncode != 0 and "theirs are from 0 to 1.25" in refused.stderr
     shown = world.run("rollouts", "show", "high").stdout
     assert "1.25, that of its calls" in shown and "trained         by step 1" in shown

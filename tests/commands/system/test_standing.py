@@ -53,7 +53,7 @@ async def test_up_tells_a_trainers_warning_and_is_quiet_while_a_trainer_has_noth
     log.write_text(STEP)
     upstream = UpstreamConfig(name="policy", base_url="http://127.0.0.1:9/v1")
     config = Config(store=StoreConfig(url=f"sqlite:///{tmp_path}/s.db"), upstreams=[upstream])
-    showing = asyncio.ensure_future(up._show(config, tmp_path, UpView(Console(file=out, width=200), tmp_path)))
+    showing = asyncio.ensure_future(up._show(config, tmp_path, UpView(Console(file=out, width=200))))
     await asyncio.sleep(0.2)
     assert out.getvalue() == ""
     with log.open("a") as file:

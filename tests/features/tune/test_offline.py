@@ -304,8 +304,8 @@ SFT = {"epochs": 12, "learning_rate": 0.02}
 
 
 def test_the_command_tunes_and_says_how_it_goes(recorded: Path, base: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", base, sft=SFT)
-    code, text = run.train("--data", recorded, "--method", "sft", "--epochs", "2", "--min-reward", "0.5")
+    run = Run(tmp_path / "run", base, sft=SFT | {"min_reward": 0.5})
+    code, text = run.train("--data", recorded, "--method", "sft", "--epochs", "2")
     said = ("epoch 1 of 2: loss", "step 1", "sft loss", "the weights of step 1, as a LoRA adapter")
     assert (code, [one for one in said if one not in text]) == (0, []), text
     assert (run.out / "adapter" / "COMPLETE").is_file()

@@ -342,7 +342,6 @@ async def test_offline_leaves_a_model_and_no_adapter_of_all_weights(
     ("arguments", "what"),
     [
         (("--method", "ppo"), "--method is rl, sft, dpo, kto; got 'ppo'"),
-        (("--min-reward", "1"), "--min-reward needs --method sft"),
         (("--epochs", "2"), "--epochs needs --offline or another method than rl"),
     ],
 )
