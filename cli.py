@@ -26,9 +26,7 @@ from .commands.command_line import (
     brought,
     config_file,
     configuration,
-    task_ids,
     telemetry_off,
-    versions,
 )
 from .commands.show import policy, rollouts
 
@@ -264,7 +262,7 @@ def evaluate(
 @policy.app.command("export")
 def export_version(
     context: typer.Context,
-    version: Annotated[int, typer.Argument(metavar="N", autocompletion=versions)],
+    version: Annotated[int, typer.Argument(metavar="N")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
     form: Annotated[
         Literal["adapter", "merged"] | None,
@@ -326,7 +324,7 @@ def export(
         Literal["running", "completed", "failed", "discarded", "all"] | None,
         typer.Option(help="only those of this status", show_default="all; sft: completed and failed"),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
     since: Annotated[
         str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")

@@ -1,9 +1,9 @@
-"""What commands' definitions share: groups in `--help`, the configuration, completion, and what features bring."""
+"""What commands' definitions share: groups in `--help`, the configuration, and what features bring."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,8 +27,6 @@ Tasks = Annotated[Path, typer.Option(metavar="FILE", help="a JSON Lines file, on
 Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")]
 Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
 Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
-PATIENCE_S = 2.0  # a person waits at a prompt
-NEWEST = 500
 # vLLM's and Ray's usage statistics, and what huggingface_hub, transformers and TRL report.
 # litellm's is an attribute: core/prices.py.
 OFF = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -69,37 +67,6 @@ def config_file(given: Path | None) -> Path | None:
     """Return the configuration's file: what `--config` names, else ./config.yaml if it is there."""
     here = Path("config.yaml")
     return given or (here if here.is_file() else None)
-
-
-def rollout_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """Return ids of the newest rollouts that begin so."""
-    return known(context, incomplete, f"/rollouts?limit={NEWEST}", lambda data: [one["rollout_id"] for one in data])
-
-
-def task_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """Return ids of tasks that begin so."""
-    return known(context, incomplete, "/tasks", lambda data: [one["task_id"] for one in data])
-
-
-def versions(context: typer.Context, incomplete: str) -> list[str]:
-    """Return numbers of policy versions that begin so."""
-    return known(context, incomplete, "/policy/versions", lambda data: [one["version"] for one in data])
-
-
-def known(context: typer.Context, incomplete: str, path: str, names: Callable[[list[Any]], Iterable[Any]]) -> list[str]:
-    """Return the `names` in the data at this path of the proxy that begin so; none if it does not answer soon."""
-    import asyncio
-
-    from ..core.config.file import load_config
-    from ..core.errors import LightningError
-    from .api_client import ask
-
-    try:
-        config = load_config(config_file(context.find_root().params.get("config")))
-        found = ask(config, lambda api: asyncio.wait_for(api.request("GET", path), PATIENCE_S))
-    except (LightningError, TimeoutError):
-        return []
-    return sorted({str(name) for name in names(found["data"]) if name is not None and str(name).startswith(incomplete)})
 
 
 def variables(proxy_url: str, rollout: OpenRollout) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...core.errors import ConfigError, LightningError
-from ..command_line import Commands, Json, brought, configuration, versions
+from ..command_line import Commands, Json, brought, configuration
 from ..formats import count, number, print_json, print_view, table
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def promote(
     context: typer.Context,
-    version: Annotated[str, typer.Argument(metavar="N", help="a version's number, or `best`", autocompletion=versions)],
+    version: Annotated[str, typer.Argument(metavar="N", help="a version's number, or `best`")],
     as_json: Json = False,
 ) -> None:
     """Make a version live. The trainer continues from it."""
@@ -91,8 +91,8 @@ def _change(context: typer.Context, work: Callable[[ApiClient], Awaitable[dict[s
 @app.command()
 def compare(
     context: typer.Context,
-    a: Annotated[int, typer.Argument(metavar="A", help="a version", autocompletion=versions)],
-    b: Annotated[int, typer.Argument(metavar="B", help="another", autocompletion=versions)],
+    a: Annotated[int, typer.Argument(metavar="A", help="a version")],
+    b: Annotated[int, typer.Argument(metavar="B", help="another")],
     as_json: Json = False,
 ) -> None:
     """Compare version B with A by the rollouts that were recorded: rewards, tokens and latency, paired by task.

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import typer
 
 from ...core.errors import ConfigError, LightningError, NotFound
-from ..command_line import Commands, Json, configuration, rollout_ids, task_ids
+from ..command_line import Commands, Json, configuration
 from ..formats import print_json, print_view
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ WIDE = 10_000
 def list_rollouts(
     context: typer.Context,
     status: Annotated[RolloutStatus | None, typer.Option(help="only those of this status")] = None,
-    task: Annotated[str | None, typer.Option(help="only those of this task id", autocompletion=task_ids)] = None,
+    task: Annotated[str | None, typer.Option(help="only those of this task id")] = None,
     agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
     mode: Annotated[Literal["train", "eval"] | None, typer.Option(help="only those of this mode")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
@@ -64,8 +64,8 @@ def list_rollouts(
     return Console(width=width or WIDE).print(rollouts_table(found, time.time(), width))
 
 
-Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="ids, or their beginnings", autocompletion=rollout_ids)]
-Id = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning", autocompletion=rollout_ids)]
+Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="ids, or their beginnings")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")]
 
 
 @app.command()
@@ -131,8 +131,8 @@ def show(
 @app.command()
 def diff(
     context: typer.Context,
-    a: Annotated[str, typer.Argument(metavar="A", help="an id, or its beginning", autocompletion=rollout_ids)],
-    b: Annotated[str, typer.Argument(metavar="B", help="another one", autocompletion=rollout_ids)],
+    a: Annotated[str, typer.Argument(metavar="A", help="an id, or its beginning")],
+    b: Annotated[str, typer.Argument(metavar="B", help="another one")],
 ) -> None:
     """Compare two rollouts: their numbers, and the lines of their conversations that differ."""
     from ..api_client import look

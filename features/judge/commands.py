@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...commands.command_line import WORK, Commands, Json, configuration, rollout_ids, task_ids
+from ...commands.command_line import WORK, Commands, Json, configuration
 from ...commands.show.rollouts import app as rollouts
 
 
@@ -15,7 +15,7 @@ def rescore(
     context: typer.Context,
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="these rollouts alone, as siblings", autocompletion=rollout_ids),
+        typer.Argument(metavar="[ID]...", help="these rollouts alone, as siblings"),
     ] = None,
     function: Annotated[
         str | None, typer.Option("--reward", metavar="FILE.py:NAME", help="the reward function (rewards.function)")
@@ -23,7 +23,7 @@ def rescore(
     rewarder: Annotated[
         str, typer.Option(metavar="KIND", help="a rewarder of judge.use, by its kind or name")
     ] = "function",
-    task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     since: Annotated[
         str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
@@ -65,7 +65,7 @@ def rate(
     context: typer.Context,
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="rollouts, in place of a queue", autocompletion=rollout_ids),
+        typer.Argument(metavar="[ID]...", help="rollouts, in place of a queue"),
     ] = None,
     order: Annotated[
         Literal["newest", "uncertain", "random"], typer.Option(help="uncertain: first those with a middling reward")

@@ -8,19 +8,14 @@ from urllib.parse import quote
 
 import typer
 
-from ...commands.command_line import RECORD, Commands, Json, configuration, known
+from ...commands.command_line import RECORD, Commands, Json, configuration
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own."
 )
 
 
-def names(context: typer.Context, incomplete: str) -> list[str]:
-    """Return names of prompts that begin so, for a shell that completes them."""
-    return known(context, incomplete, "/prompts", lambda data: [prompt["name"] for prompt in data])
-
-
-Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=names)]
+Name = Annotated[str, typer.Argument(metavar="NAME")]
 
 
 @app.command("list")
