@@ -158,14 +158,6 @@ class VllmServer:
 
         return await self._complete(model, [*token_ids], {"prompt_logprobs": 0}, read)
 
-    async def encoded(self, text: str) -> list[int]:
-        """Return the tokens of a text, without any that its tokenizer adds. It is not computed with."""
-        body = {"prompt": text, "add_special_tokens": False}
-        return await self._read("/tokenize", lambda answer: [*map(int, answer["tokens"])], body)
-
-    async def decoded(self, token_ids: Sequence[int]) -> str:
-        return await self._read("/detokenize", lambda answer: str(answer["prompt"]), {"tokens": [*token_ids]})
-
     async def adds_usage(self) -> bool:
         """Return whether streams end with a usage chunk unasked, as with vLLM's --enable-force-include-usage."""
         body = {"model": await self.base_model(), "prompt": PROBE_PROMPT, "max_tokens": 1, "stream": True}

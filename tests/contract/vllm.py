@@ -51,7 +51,6 @@ class PlayedVllm:
         self.app.router.add_post("/v1/chat/completions/render", self._render)
         self.app.router.add_post("/v1/chat/completions/derender", self._derender)
         self.app.router.add_post("/tokenize", self._tokenize)
-        self.app.router.add_post("/detokenize", self._detokenize)
         self.app.router.add_post("/v1/load_lora_adapter", self._load)
         for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
             self.app.router.add_post(f"/{path}", self._operate)
@@ -211,10 +210,6 @@ class PlayedVllm:
         made["logprobs"] = {"content": [{"token": "x", **entry} for entry in choice["logprobs"]["content"]]}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": {}}
         return web.json_response(answer | {"choices": [made]})
-
-    async def _detokenize(self, request: web.Request) -> web.Response:
-        tokens = (await request.json())["tokens"]
-        return web.json_response({"prompt": bytes(tokens).decode(errors="replace")})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """A byte is a token; a turn is its text and an end."""

@@ -79,7 +79,7 @@ async def browsing(url: str, **options: Any) -> AsyncIterator[tuple[Page, Wrong]
 
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no node on PATH")
-HERE = Path(__file__).with_suffix(".mjs")
+HERE = Path(__file__).with_name("page_in_node.mjs")
 
 
 def unpacked(directory: Path) -> Path:
@@ -284,6 +284,17 @@ async def show(page: Page, system: Any, view: str) -> None:
     await page.goto(f"{system.url}/#/{view}")
     await page.reload()
     await expect(page.locator(".loading")).to_have_count(0)
+
+
+def byte_tokenizer(directory: Path) -> Callable[[str], list[int]]:
+    """A model's tokenizer to which a byte is a token, in its folder; what gives the ids of a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({one: i for i, one in enumerate(alphabet)}, []))
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.save(str(directory / "tokenizer.json"))
+    return lambda text: list(bpe.encode(text).ids)
 
 
 HOSTILE = [

@@ -4,9 +4,6 @@ import { listen, readiness, seesAll, useData, useFeedState } from "./data.mjs";
 import { Badge, Empty, Loaded, Panel, RolloutLink, Start, Stat, Time, html, number, seconds, useEffect, useState } from "./parts.mjs";
 import { RewardByVersions } from "./versions.mjs";
 
-// Numbers of steps that tell of a collapse before the reward does.
-const SIGNS = { entropy: "Entropy of the policy, nats", kl: "KL from sampler to trainer, nats" };
-
 export function Overview() {
   const status = useData("/status", {}, ["call", "reward", "rollout", "step", "version"]);
   const policy = useData("/policy", {}, ["step", "version"]);
@@ -16,14 +13,10 @@ export function Overview() {
   const known = seesAll(status.data) ? steps.data?.data ?? [] : [];
   const rising = [...known].reverse();
   const x = rising.map(({ step }) => step);
-  const signs = Object.entries(SIGNS).map(([name, label]) => ({ label, values: column(rising, ({ metrics }) => metrics[name]) })).filter(hasAny);
   return html`<h1 class="hidden">Overview</h1>
     <${Loaded} of=${status}>${(now) => html`<${Warnings} now=${now} policy=${policy.data} steps=${known} /><${Numbers} now=${now} policy=${policy.data} />`}<//>
     <${Loaded} of=${awaited ?? versions}>${({ data }) => (rising.length > 0 ? html`<${RewardBySteps} x=${x} steps=${rising} versions=${data} />` : html`<${RewardByVersions} versions=${data} />`)}<//>
-    <div class="grid">
-      ${signs.map((one) => html`<${Panel} key=${one.label} title=${one.label}><${Chart} label=${one.label} xLabel="step" height=${150} x=${x} series=${[{ ...one, label: "", colour: "accent" }]} /><//>`)}
-      <${Panel} title="Happening now"><${Happening} /><//>
-    </div>`;
+    <${Panel} title="Happening now"><${Happening} /><//>`;
 }
 
 function Warnings({ now, policy, steps }) {
@@ -58,7 +51,7 @@ function Numbers({ now, policy }) {
   return html`<dl class="stats">
     ${seesAll(now) && html`<${Stat} label="last reward" value=${number(last?.metrics.reward_mean)} note=${last && `± ${number(last.metrics.reward_std)}`} />`}
     <${Stat} label="live version" value=${version(policy?.live_version)} note=${policy?.live_at && html`since <${Time} at=${policy.live_at} />, ${policy.publish}`} />
-    ${now.verified?.version > 0 && html`<${Verified} seen=${now.verified} />`}
+    ${now.verified?.version > 0 && html`<${Stat} label="verified" value=${now.verified.problem ? "in doubt" : now.verified.verified ? "yes" : "not verified yet"} warn=${Boolean(now.verified.problem)} note=${now.verified.problem ?? now.verified.story} />`}
     ${policy?.best && html`<${Stat} label="best version" value=${version(policy.best.version)} note=${policy.best.story} />`}
     ${policy?.test && html`<${Stat} label="candidate" value=${version(policy.test.version)} note=${`tested with ${number(policy.test.evidence.rollouts ?? 0)} rollouts`} />`}
     <${Stat} label="training steps" value=${number(policy?.steps)} note=${last && html`last <${Time} at=${last.finished_at} />`} />
@@ -69,12 +62,6 @@ function Numbers({ now, policy }) {
     <${Reasons} label="dropped" counts=${now.dropped} among="newest 200 rollouts" />
     <${Reasons} label="not trainable" counts=${now.untrainable} among="newest 200 calls" />
   </dl>`;
-}
-
-// How the live version was seen to be served: before agents got it, and since.
-function Verified({ seen }) {
-  const probed = typeof seen.probed_at === "number" && html`<span class="reason">probed <${Time} at=${seen.probed_at} />: ${seen.problem ?? "it answers as at first"}</span>`;
-  return html`<${Stat} label="verified" value=${seen.problem ? "in doubt" : seen.verified ? "yes" : "not verified yet"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
 }
 
 function Reasons({ label, counts, among, warn }) {

@@ -60,8 +60,8 @@ export const link = (view, params) => `#/${view}?${new URLSearchParams(params)}`
 
 export const isTyping = (target) => target.closest("input, select, textarea, dialog") !== null;
 
-export function Panel({ title, note, wide, children }) {
-  return html`<section class=${wide ? "panel wide" : "panel"}>
+export function Panel({ title, note, children }) {
+  return html`<section class="panel">
     ${title && html`<header><h2>${title}</h2>${note && html`<p class="muted">${note}</p>`}</header>`} ${children}
   </section>`;
 }

@@ -31,7 +31,7 @@ export function Tokens({ id, call, isOut }) {
   </div>`;
 }
 
-// A text of which each character can be seen. Null: what the token before it shows ends here.
+// A text of which each character can be seen. Null: its character goes on in the next token.
 function visible(text) {
   if (text === null) return "⋮";
   if (text === "") return "∅";
@@ -39,7 +39,7 @@ function visible(text) {
 }
 
 function inWords({ id, text, logprob }) {
-  const quoted = text === undefined ? "" : text === null ? "the rest of a character, " : `“${visible(text)}”, `;
+  const quoted = text === undefined ? "" : text === null ? "a part of a character, " : `“${visible(text)}”, `;
   const how = typeof logprob === "number" ? `log-probability ${number(logprob)}, probability ${number(Math.exp(logprob))}` : "no log-probability";
   return `${quoted}id ${id}, ${how}.`;
 }

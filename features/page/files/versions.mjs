@@ -10,19 +10,16 @@ const VERDICT_KIND = { safe: "good", worse: "bad" };
 
 export function Versions({ params }) {
   const versions = useData("/policy/versions", {}, ["version", "step"]);
-  const steps = useData("/policy/steps", { limit: 1000, brief: true }, ["step"]);
   const mayChange = seesAll(useData("/status").data);
-  const near = new Map((steps.data?.data ?? []).map(({ metrics }) => [metrics.version, metrics]));
   return html`<h1 class="hidden">Versions</h1><${Loaded} of=${versions}>${({ data }) => {
     if (data.length === 1) return html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>`;
     return params.b === undefined
-      ? html`<${History} versions=${data} near=${near} mayChange=${mayChange} reload=${versions.reload} />`
+      ? html`<${History} versions=${data} mayChange=${mayChange} reload=${versions.reload} />`
       : html`<${Comparison} versions=${data} params=${params} />`;
   }}<//>`;
 }
 
-// `near`: by version, the numbers of its step, which say how near what was served was to the trainer's weights.
-function History({ versions, near, mayChange, reload }) {
+function History({ versions, mayChange, reload }) {
   const [all, setAll] = useState(false);
   const [error, setError] = useState(null);
   const newest = [...versions].reverse();
@@ -37,7 +34,7 @@ function History({ versions, near, mayChange, reload }) {
   const columns = [
     { name: "version", cell: ({ version, parent }) => html`<a class="pick" href=${link("versions", { a: parent ?? 0, b: version })} title="compare with the version it came from">${version}</a>` },
     { name: "status", cell: (one) => html`<${Status} of=${one} />` },
-    { name: "verified", cell: (one) => html`<${Verified} version=${one} near=${near.get(one.version)} />` },
+    { name: "verified", cell: (one) => html`<${Verified} of=${one} />` },
     { name: "parent", label: "from", num: true },
     { name: "step", num: true },
     { name: "train", label: "train reward", num: true, cell: ({ rewards }) => html`<${Mean} of=${rewards?.train} />` },
@@ -79,16 +76,11 @@ function HeldOut({ of: { rewards, evaluation } }) {
   return html`<${Reward} value=${reward} /> <small title="95 % interval over tasks">${number(low)} to ${number(high)}${above}</small>`;
 }
 
-// Whether vLLM was seen to serve it, and how near.
-function Verified({ version, near }) {
-  if (version.version === 0) return html`<small class="muted">the base model</small>`;
-  if (!version.verified) return UNDER_WAY.includes(version.status) ? html`<${Badge} kind="accent">not verified yet<//>` : html`<${Badge}>not verified<//>`;
-  const { verify_difference: nats, verify_deviations: deviations, verified_by: by } = near ?? {};
-  const told = [
-    typeof nats === "number" && `within ${number(nats)} nats`,
-    by ? `by ${by}` : typeof deviations === "number" && `${number(deviations)} standard deviations from the old`,
-  ];
-  return html`<${Badge} kind="good">verified<//> <small title="mean difference of the served log-probabilities from the trainer's">${told.filter(Boolean).join(" · ")}</small>`;
+// Whether vLLM was seen to serve it.
+function Verified({ of: { version, status, verified } }) {
+  if (version === 0) return html`<small class="muted">the base model</small>`;
+  if (verified) return html`<${Badge} kind="good">verified<//>`;
+  return UNDER_WAY.includes(status) ? html`<${Badge} kind="accent">not verified yet<//>` : html`<${Badge}>not verified<//>`;
 }
 
 // The test of a version that is under way: each metric's numbers, as they grow.

@@ -16,7 +16,18 @@ from lightning_proxy.core.records import Limits
 from lightning_proxy.features.page.proxy import FILES
 from lightning_proxy.store.training import CallCredit
 from support.rewarded import record, train
-from support.views import HERE, HOSTILE, VIEWS, drawn, in_node, learned, needs_node, say_everything, unpacked
+from support.views import (
+    HERE,
+    HOSTILE,
+    VIEWS,
+    byte_tokenizer,
+    drawn,
+    in_node,
+    learned,
+    needs_node,
+    say_everything,
+    unpacked,
+)
 
 pytestmark = needs_node
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -108,12 +119,13 @@ async def record_contexts(system: Any) -> None:
 
 
 async def test_a_call_shows_what_is_new_in_it_and_its_tokens_as_text(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        await record(store, "good", ["<img src=x>\u202e€\x00", "b"], 1.0)
-        await record(store, "bad", ["c"], 0.0)
+    ids_of = byte_tokenizer(tmp_path)
+    async with running(tmp_path, policy={"model": str(tmp_path)}) as system, system.store() as store:
+        await record(store, "good", ["<img src=x>\u202e€\x00", "b"], 1.0, ids_of)
+        await record(store, "bad", ["c"], 0.0, ids_of)
         await train(store)
         (shown,) = await drawn(system, tmp_path, ("rollouts/good", "tokens"))
-        assert "<img src=x>\\u202e⋮⋮€⋮⋮\\u0000" in shown["text"]
+        assert "<img src=x>⋮⋮\\u202e⋮⋮€\\u0000" in shown["text"]
         turns = [{"role": "user", "content": "one"}]
         for turn in ("two", "three"):
             _, answer = await system.call(
@@ -152,7 +164,7 @@ async def test_a_team_is_shown_no_number_that_it_is_not_given_and_offered_nothin
         for key, sees_all in (("agent", True), (team, False)):
             overview, versions = await drawn(system, tmp_path, "overview", "versions", key=key)
             assert "training rollouts" in overview["text"] and "candidate" in versions["text"]
-            assert ("last reward" in overview["text"], "Entropy" in overview["text"]) == (sees_all,) * 2
+            assert ("last reward" in overview["text"]) == sees_all
             assert ("Promote…" in versions["buttons"]) == sees_all
         _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t1"}, Authorization="Bearer agent")
         own = opened["rollout_id"]
