@@ -115,7 +115,7 @@ def cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     head, tail = limit * 3 // 4, limit // 4
-    return f"{text[:head]} … [{len(text) - head - tail:,} characters, --full shows them] … {text[-tail:]}"
+    return f"{text[:head]} … [{len(text) - head - tail:,} characters, a pipe shows them] … {text[-tail:]}"
 
 
 def address(host: str, port: int) -> str:

@@ -62,26 +62,16 @@ def rollout_detail(rollout: Json, full: bool) -> RenderableType:
 
 
 def rollout_diff(a: Json, b: Json) -> RenderableType:
-    """Return a table of both rollouts' numbers, and the lines of their conversations that differ."""
-    first, second = dict(_facts(a)), dict(_facts(b))
-    rows = []
-    for name in first | second:
-        ours, theirs = first.get(name, "-"), second.get(name, "-")
-        style = "" if ours == theirs else "yellow"
-        rows.append((plain(name, "dim"), plain(ours, style), plain(theirs, style)))
-    numbers = table("", "A", "B", rows=rows)
-    for column in numbers.columns[1:]:
-        column.no_wrap, column.overflow = False, "fold"
+    """Return the lines of `rollouts show` that differ."""
     changes = list(unified_diff(_lines(a), _lines(b), "A", "B", lineterm="", n=CONTEXT))[2:]
-    lines = [plain(line, STYLES.get(line[0], "")) for line in changes]
-    return Group(numbers, Text(""), *(lines or [Text("the conversations are the same", "dim")]))
+    return Group(*(plain(line, STYLES.get(line[0], "")) for line in changes or ["the rollouts are the same"]))
 
 
 def _lines(rollout: Json) -> list[str]:
-    """The conversation as `rollouts show` writes it, without the numbers of its calls, which always differ."""
+    """The rollout as `rollouts show` writes it, without the latency of its calls, which always differs."""
     bare = rollout | {"calls": [call | {"latency_ms": None} for call in rollout["calls"]]}
     console = Console(width=WIDE, file=StringIO(), record=True, highlight=False, color_system=None)
-    console.print(*_conversation(bare, full=True), sep="\n")
+    console.print(rollout_detail(bare, full=True))
     return [line.rstrip() for line in console.export_text(styles=False).split("\n")]
 
 
@@ -118,16 +108,15 @@ def _conversation(rollout: Json, full: bool) -> Iterator[RenderableType]:
         grid.add_row(plain(label, style), plain(text if full else cut(text, CUT_AT)))
         return grid
 
-    def said(message: Json, style: str = "", *, even_empty: bool = False) -> Iterator[RenderableType]:
+    def said(message: Json, style: str = "") -> Iterator[RenderableType]:
         role = str(message.get("role") or message.get("type", "?"))
         if thought := message.get("reasoning_content"):
             yield line("thinks", "dim", str(thought))
-        if even_empty or body(message):
+        if body(message) or not (style or message.get("tool_calls")):
             yield line(role, style or ROLES.get(role, ""), body(message))
 
     def happened(event: Json) -> Iterator[RenderableType]:
-        names = " · ".join(filter(None, (event["agent"], event["name"])))
-        yield _heading(event["kind"], names)
+        yield _heading(event["kind"], " · ".join(filter(None, (event["agent"], event["name"]))))
         if event["kind"] != "action":
             yield line("", "", event["value"])
             return
@@ -138,11 +127,15 @@ def _conversation(rollout: Json, full: bool) -> Iterator[RenderableType]:
     for call, (turn, added) in zip(rollout["calls"], additions(chat_turns(rollout["calls"])), strict=True):
         while events and events[0]["seq"] <= call["seq"]:
             yield from happened(events.popleft())
-        fate, style = _fate(call)
+        fate, style = "trainable", "not bold green"
+        if not call["trainable"]:
+            fate, style = f"not trainable: {call['untrainable_reason']}", "not bold red"
+        elif call.get("rejected"):
+            fate, style = "rejected: another attempt was used in its place", "not bold dim strike"
         yield _heading(f"call {call['seq']}", _numbers(call)).append_text(plain(f" · {fate}", style))
         for message in added:
-            yield from said(message, even_empty=not message.get("tool_calls"))
-            for tool in calls_in(message):  # those that no call of this rollout made
+            yield from said(message)
+            for tool in calls_in(message):  # calls that no call of this rollout made
                 yield line("called", "yellow", f"{tool.name}({tool.arguments})")
         for message in turn.answer:
             yield from said(message, style)
@@ -168,12 +161,3 @@ def _numbers(call: Json) -> str:
     reward = None if call["reward"] is None else f"reward {call['reward']:g}"
     facts = (call["agent"], f"version {versions}", tokens, call["finish_reason"] or call["status"], latency, reward)
     return " · ".join(filter(None, facts))
-
-
-def _fate(call: Json) -> tuple[str, str]:
-    """Whether a call can be trained on, in words, and the style that its answer is shown in."""
-    if not call["trainable"]:
-        return f"not trainable: {call['untrainable_reason']}", "not bold red"
-    if call.get("rejected"):
-        return "rejected: another attempt was used in its place", "not bold dim strike"
-    return "trainable", "not bold green"

@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import quote
 
 import typer
 
@@ -30,23 +29,21 @@ WIDE = 10_000
 @app.command("list")
 def list_rollouts(
     context: typer.Context,
-    status: Annotated[RolloutStatus | None, typer.Option(help="only those of this status")] = None,
-    task: Annotated[str | None, typer.Option(help="only those of this task id")] = None,
-    agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
-    mode: Annotated[Literal["train", "eval"] | None, typer.Option(help="only those of this mode")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
-    max_reward: Annotated[float | None, typer.Option(help="only those with at most this reward")] = None,
+    status: Annotated[RolloutStatus | None, typer.Option(help="only rollouts of this status")] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
+    agent: Annotated[str | None, typer.Option(help="only rollouts of this agent")] = None,
+    mode: Annotated[Literal["train", "eval"] | None, typer.Option(help="only rollouts of this mode")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="only rollouts with at most this reward")] = None,
     since: Annotated[
-        str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+        str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
-    version: Annotated[int | None, typer.Option(help="only those that began with this policy version")] = None,
-    step: Annotated[int | None, typer.Option(help="only those that this training step took")] = None,
-    grep: Annotated[str | None, typer.Option(help="only those with this text in a request or an answer")] = None,
-    sort: Annotated[Literal["newest", "reward", "tokens", "calls"], typer.Option(help="greatest first")] = "newest",
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most so many")] = 20,
+    step: Annotated[int | None, typer.Option(help="only rollouts that this training step took")] = None,
+    grep: Annotated[str | None, typer.Option(help="only rollouts with this text in a request or an answer")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most N")] = 20,
     as_json: Json = False,
 ) -> None:
-    """List rollouts, newest first. Other orders are of the newest 1,000 that fit. A pipe gets full ids."""
+    """List rollouts, newest first. A pipe gets full ids."""
     from rich.console import Console
 
     from ..api_client import look
@@ -54,10 +51,10 @@ def list_rollouts(
     from .rollout_view import rollouts_table
 
     filters = {
-        "status": status, "task_id": task, "agent": agent, "mode": mode, "version": version, "step": step,
+        "status": status, "task_id": task, "agent": agent, "mode": mode, "step": step,
         "min_reward": min_reward, "max_reward": max_reward, "since": since_of(since), "text": grep,
     }  # fmt: skip
-    found, more = look(configuration(context), lambda api: collect(api, filters, limit, sort))
+    found, more = look(configuration(context), lambda api: collect(api, filters, limit))
     if as_json:
         return print_json({"data": found, "next_cursor": more})
     width = console.width if (console := Console()).is_terminal else None
@@ -71,7 +68,7 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")
 @app.command()
 def delete(context: typer.Context, rollout_ids: Ids) -> None:
     """Delete ended rollouts and all their records for good. The exit code is 1 if one was refused."""
-    _each(context, rollout_ids, "deleted", lambda api, one: api.delete_rollout(quote(one, safe="")))
+    _each(context, rollout_ids, "deleted", lambda api, one: api.delete_rollout(one))
 
 
 @app.command()
@@ -82,7 +79,7 @@ def end(
     reason: Annotated[str | None, typer.Option(help="why, for people")] = None,
 ) -> None:
     """End running rollouts without a reward. The exit code is 1 if one was refused."""
-    _each(context, rollout_ids, "ended", lambda api, one: api.end_rollout(quote(one, safe=""), status, reason))
+    _each(context, rollout_ids, "ended", lambda api, one: api.end_rollout(one, status, reason))
 
 
 def _each(
@@ -116,16 +113,17 @@ def _each(
 def show(
     context: typer.Context,
     rollout_id: Id,
-    full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show one rollout: its conversation, calls and rewards."""
+    """Show one rollout: its conversation, calls and rewards. A pipe gets long texts in full."""
+    from rich.console import Console
+
     from ..api_client import look
     from .find import find
     from .rollout_view import rollout_detail
 
     rollout = look(configuration(context), lambda api: find(api, rollout_id))
-    print_json(rollout) if as_json else print_view(rollout_detail(rollout, full))
+    print_json(rollout) if as_json else print_view(rollout_detail(rollout, full=not Console().is_terminal))
 
 
 @app.command()
@@ -174,7 +172,7 @@ def reward(
     context: typer.Context,
     rollout_id: Id,
     value: Annotated[float, typer.Argument(metavar="VALUE", help="any finite number")],
-    call: Annotated[str | None, typer.Option(help="reward this call (an id or its beginning), not the rollout")] = None,
+    call: Annotated[str | None, typer.Option(help="reward this call, not the rollout")] = None,
     name: Annotated[str, typer.Option(help="the reward's name; the newest value of a name counts")] = "reward",
     comment: Annotated[str | None, typer.Option(help="a note for people")] = None,
     final: Annotated[bool | None, typer.Option("--final/--no-final", help="end the rollout, or leave it open")] = None,
@@ -187,26 +185,16 @@ def reward(
 
     if not math.isfinite(value):
         raise ConfigError(f"the reward must be a finite number, got {value}")
-    body = {"reward": value, "name": name, "comment": comment, "source": "cli", "final": final, "retrain": retrain}
+    body = {"reward": value, "call_id": call, "name": name, "comment": comment, "source": "cli", "final": final}
+    body["retrain"] = retrain
 
-    async def post(api: ApiClient) -> Any:
-        async def to(one: str) -> Any:
-            found = None if call is None else await _call_of(api, one, call)
-            return await api.request("POST", "/reward", body | {"rollout_id": one, "call_id": found})
-
-        return await with_id(api, rollout_id, to, changes=True)
+    def post(api: ApiClient) -> Awaitable[Any]:
+        return with_id(
+            api, rollout_id, lambda one: api.request("POST", "/reward", body | {"rollout_id": one}), changes=True
+        )
 
     answer = ask(configuration(context), post)
     if as_json:
         print_json(answer)
     else:
         typer.echo(f"reward {answer['reward_id']} recorded for rollout {answer['rollout_id']}")
-
-
-async def _call_of(api: ApiClient, rollout_id: str, given: str) -> str:
-    """The id of the rollout's call whose id this is, or begins so."""
-    from .find import CUT, only_one
-
-    start = CUT.sub("", given)
-    known = [call["call_id"] for call in (await api.rollout(quote(rollout_id, safe="")))["calls"]]
-    return given if given in known else only_one(given, (name for name in known if name.startswith(start)), "call")

@@ -73,10 +73,8 @@ def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[
     yield "proxy", Text(f"{ready['status']}  {url}", "green" if is_ready else "red")
     for part in ("store", "upstream"):
         yield part, plain(ready[part], "green" if ready[part] == "ok" else "red")
-    if over := ready.get("retention"):
-        yield "retention", plain(over, "red")
-    for server in ready.get("down", []):
-        yield "down", plain(server, "red")
+    problems = [("retention", ready.get("retention")), *(("down", server) for server in ready.get("down", []))]
+    yield from ((name, plain(problem, "red")) for name, problem in problems if problem)
     if policy is None:
         return
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
@@ -106,42 +104,37 @@ def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[
         yield f"rollouts, {mode}", ", ".join(f"{count(n)} {name}" for name, n in sorted(counts.items()))
     if not collapse:
         yield "next step", status["next_step"]
-    yield from _not_trained_on(status)
-    yield from _last_step(policy["last_step"], now)
-
-
-def _not_trained_on(status: Json) -> Iterator[tuple[str, Text | str]]:
-    """Records that cannot be trained on, with the reasons."""
-    if dropped := status["dropped"]:
-        yield "dropped", f"of the newest {count(NEWEST)} rollouts: {_counted(dropped, '; ')}"
-    if untrainable := status["untrainable"]:
-        hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
-        seen = f"of the newest {count(NEWEST)} calls: {_counted(untrainable, '; ')}"
-        yield "not trained on", plain(seen + hint, "yellow")
-    if unrewarded := status["unrewarded"]:
-        others = _counted(status["other_rewards"], ", ")
-        came = f"trainer.reward_weights leaves out what came: {others}" if others else "none came"
-        seen = f"{count(unrewarded)} completed of the newest {count(NEWEST)} rollouts have none that counts"
-        yield "no reward", plain(f"{seen}; {came}", "yellow")
-    for name, key in (("rewards", "uncounted"), ("standstill", "standstill")):
-        if problem := status[key]:
-            yield name, plain(problem["story"], "yellow")
-
-
-def _counted(numbers: dict[str, int], separator: str) -> str:
-    return separator.join(f"{name} ({count(n)})" for name, n in numbers.items())
-
-
-def _last_step(step: Json | None, now: float) -> Iterator[tuple[str, str]]:
-    if step is None:
+    for name, story in _not_trained_on(status):
+        yield name, plain(story, "yellow")
+    if (step := policy["last_step"]) is None:
         yield "last step", "none yet"
         return
-    m: Json = step["metrics"]
-    yield "last step", f"{duration(now - (step['finished_at'] or now))} ago"
-    if m.get("skipped"):
-        yield "  skipped", m.get("skipped_because", "it had nothing to train on, or its numbers were not finite")
-    if "left_out_because" in m:
-        yield "  left out", m["left_out_because"]
-    for warning in m.get("warnings", {}).values():
-        if warning != m.get("skipped_because"):
-            yield "  warning", warning
+    metrics, ended = step["metrics"], step["finished_at"] or now
+    yield "last step", f"{duration(now - ended)} ago"
+    if metrics.get("skipped"):
+        yield "  skipped", metrics.get("skipped_because", "it had nothing to train on")
+    if "left_out_because" in metrics:
+        yield "  left out", metrics["left_out_because"]
+    for warning in {*metrics.get("warnings", {}).values()} - {metrics.get("skipped_because")}:
+        yield "  warning", warning
+
+
+def _not_trained_on(status: Json) -> Iterator[tuple[str, str]]:
+    """Records that cannot be trained on, with the reasons."""
+    newest = f"of the newest {count(NEWEST)}"
+    if dropped := status["dropped"]:
+        yield "dropped", f"{newest} rollouts: {_counted(dropped)}"
+    if untrainable := status["untrainable"]:
+        hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
+        yield "not trained on", f"{newest} calls: {_counted(untrainable)}{hint}"
+    if unrewarded := status["unrewarded"]:
+        others = _counted(status["other_rewards"])
+        came = f"trainer.reward_weights leaves out what came: {others}" if others else "none came"
+        yield "no reward", f"{newest} rollouts {count(unrewarded)} completed ones have none that counts; {came}"
+    for name, key in (("rewards", "uncounted"), ("standstill", "standstill")):
+        if problem := status[key]:
+            yield name, problem["story"]
+
+
+def _counted(numbers: dict[str, int]) -> str:
+    return "; ".join(f"{name} ({count(n)})" for name, n in numbers.items())

@@ -10,73 +10,65 @@ from rich.text import Text
 from ..formats import count, duration, share
 
 Metrics = Mapping[str, Any]
-GAP = "  "
+GAP = Text("  ")
 PHASES = {"wait": "wait_s", "train": "step_s", "publish": "publish_s"}
-# What may be left out of a step's line, from the end.
-OPTIONAL = {
-    "reward_std": "± {:.2f}",
-    "groups": "{} groups",
-    "tokens": "{}",
+NUMBERS = {
     "kl": "kl {:.2g}",
     "guide_kl": "guide_kl {:.2g}",
-    "masked": "{:,.0f} masked",
+    "masked_tokens": "{:,.0f} masked",
     "clip_share": "{:.0%} clipped",
     "entropy": "entropy {:.2g}",
     "lr": "lr {:.2g}",
     "staleness_mean": "staleness {:.2g}",
-    "times": "{}",
 }
-NOT_AT_0 = ("masked", "clip_share", "staleness_mean")
-STYLES = {"reward_std": "green", "times": "dim"}
+NOT_AT_0 = ("masked_tokens", "clip_share", "staleness_mean")
 
 
 def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
-    """Return one step in at most `width` columns. What may be left out is, from the end."""
-    parts = list(_parts(step, metrics))
-    while width is not None and sum(len(text) + len(GAP) for text, *_ in parts) - len(GAP) > width:
-        last = max((i for i, (_, _, optional) in enumerate(parts) if optional), default=None)
-        if last is None:
-            break
-        del parts[last]
-    return Text(GAP).join(Text(text, style) for text, style, _ in parts)
+    """Return one step in at most `width` columns. Details are left out, from the end."""
+    begin, details, end = [Text(f"step {step}", "bold"), *_begin(metrics)], [*_details(metrics)], [*_end(metrics)]
+    while width is not None and details and len(GAP.join([*begin, *details, *end])) > width:
+        details.pop()
+    return GAP.join([*begin, *details, *end])
 
 
-def _parts(step: int, metrics: Metrics) -> Iterator[tuple[str, str, bool]]:
-    """Yield text, style and whether it may be left out of each part."""
-    yield f"step {step}", "bold", False
+def _begin(metrics: Metrics) -> Iterator[Text]:
     if method := metrics.get("method"):
         measured = ""
         if (held_out := metrics.get("held_out_loss")) is not None:
             measured = f", held out {metrics['held_out_loss_before']:.3f} → {held_out:.3f}"
         if (right := metrics.get("held_out_accuracy")) is not None:
             measured = f", held out {share(metrics['held_out_accuracy_before'])} → {share(right)} right"
-        yield f"{method} loss {metrics['loss']:.3f}{measured}", "magenta", False
+        yield Text(f"{method} loss {metrics['loss']:.3f}{measured}", "magenta")
     if (mean := metrics.get("reward_mean")) is not None:
-        yield f"reward {mean:.3f}", "green", False
-    tokens, speed = metrics.get("trained_tokens"), metrics.get("trained_tokens_per_s")
-    values = {
-        **metrics,
-        "groups": _groups(metrics),
-        "tokens": "" if tokens is None else f"{count(tokens)} tokens{'' if speed is None else f' at {count(speed)}/s'}",
-        # The sampled tokens that taught nothing: a loss's mask dropped them, or top_p under the present weights.
-        "masked": metrics.get("masked_tokens", 0) + metrics.get("outside_tokens", 0),
-        "times": ", ".join(f"{name} {duration(metrics[key])}" for name, key in PHASES.items() if key in metrics),
-    }
-    for name, text in OPTIONAL.items():
-        if (value := values.get(name)) or (value == 0 and name not in NOT_AT_0):
-            yield text.format(value), STYLES.get(name, ""), True
+        yield Text(f"reward {mean:.3f}", "green")
+
+
+def _details(metrics: Metrics) -> Iterator[Text]:
+    if (deviation := metrics.get("reward_std")) is not None:
+        yield Text(f"± {deviation:.2f}", "green")
+    if (groups := metrics.get("groups")) is not None:
+        trained = metrics.get("groups_trained")  # their rewards differed
+        yield Text(f"{count(groups)} groups" if trained is None else f"{count(trained)}/{count(groups)} groups")
+    if (tokens := metrics.get("trained_tokens")) is not None:
+        speed = metrics.get("trained_tokens_per_s")
+        yield Text(f"{count(tokens)} tokens" + (f" at {count(speed)}/s" if speed is not None else ""))
+    # Sampled tokens taught nothing where a loss's mask dropped them, or top_p under the present weights.
+    masked = metrics.get("masked_tokens", 0) + metrics.get("outside_tokens", 0)
+    for name, text in NUMBERS.items():
+        value = masked if name == "masked_tokens" else metrics.get(name)
+        if value or (value == 0 and name not in NOT_AT_0):
+            yield Text(text.format(value))
+    if times := ", ".join(f"{name} {duration(metrics[key])}" for name, key in PHASES.items() if key in metrics):
+        yield Text(times, "dim")
+
+
+def _end(metrics: Metrics) -> Iterator[Text]:
     if warnings := metrics.get("warnings"):
-        yield f"warning: {', '.join(warnings)}", "yellow", False
+        yield Text(f"warning: {', '.join(warnings)}", "yellow")
     if (version := metrics.get("version")) is not None:
-        yield f"version {version:.0f}", "cyan", False
+        yield Text(f"version {version:.0f}", "cyan")
+    elif metrics.get("skipped") or "collapse" in metrics:
+        yield Text("skipped" if metrics.get("skipped") else "stopped", "red")
     else:
-        fate = "skipped" if metrics.get("skipped") else "stopped" if "collapse" in metrics else "not published"
-        yield fate, "yellow" if fate == "not published" else "red", False
-
-
-def _groups(metrics: Metrics) -> str:
-    """The groups whose rewards differed / all groups."""
-    if "groups" not in metrics:
-        return ""
-    trained = metrics.get("groups_trained")
-    return count(metrics["groups"]) if trained is None else f"{count(trained)}/{count(metrics['groups'])}"
+        yield Text("not published", "yellow")

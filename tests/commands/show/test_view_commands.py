@@ -84,7 +84,7 @@ def test_what_is_no_chat_is_shown_as_it_came() -> None:
 
 def test_long_texts_are_cut_unless_asked_for() -> None:
     long = rollout([call([said("user", "start " + "x" * 5000 + " end")], said("assistant", "y"))])
-    assert "characters, --full shows them" in " ".join(printed(long).split())
+    assert "characters, a pipe shows them" in " ".join(printed(long).split())
     assert printed(long, full=True).count("x") == 5000
 
 
