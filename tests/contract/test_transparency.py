@@ -23,7 +23,7 @@ from traffic.shapes import stream
 
 from contract.system import Json, Proxy, in_this_process
 from support import voice
-from support.corpus import FAMILIES, UNPACK, Case, post, says, streamed, whole
+from support.corpus import FAMILIES, UNPACK, Case, post, streamed, whole
 from support.played import Asked, Got, Headers, Played, Step, ask, playing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -87,7 +87,7 @@ def frameworks() -> list[Case]:
         answer: list[Step] = [whole(json.dumps(call.answer).encode(), status=call.status or 500)]
         if body.get("stream") and call.status == 200:
             answer = streamed(*stream(call.path, call.answer, body))
-        cases.append(Case(name, post(call.path.removeprefix("/v1/"), body), says(*answer)))
+        cases.append(Case(name, post(call.path.removeprefix("/v1/"), body), answer))
     return cases
 
 
@@ -169,7 +169,11 @@ def tokens(seed: int, asked: Asked) -> list[Step]:
 async def test_json_in_another_encoding_is_read_as_vllm_reads_it(pair: Between) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "é😀"}]}
     for encoding in ("utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"):
-        rollout, pair.played.script, pair.played.asked = f"{pair.kind}-{encoding}", says(whole(b'{"choices": []}')), []
+        rollout, pair.played.script, pair.played.asked = (
+            f"{pair.kind}-{encoding}",
+            lambda _: [whole(b'{"choices": []}')],
+            [],
+        )
         request = post(body=json.dumps(body, ensure_ascii=False).encode(encoding))
         request = request.replace(b"/v1", f"/rollouts/{rollout}/v1".encode(), 1)
         got = await ask(pair.proxy.url, request, pair.played.seen)

@@ -9,25 +9,24 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import brotli
 
 from support import voice
 from support.played import Asked, Do, Script, Step
 
-# What a case is made of: the bytes of a request, and what an upstream says to it.
 
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What is asked, and what is answered."""
 
     name: str
     request: bytes
-    script: Script
+    answer: Sequence[Step] | Script
+
+    def script(self, asked: Asked) -> Sequence[Step]:
+        return self.answer(asked) if callable(self.answer) else self.answer
 
 
 def post(path: str = "chat/completions", body: Any = None, *headers: str, method: str = "POST") -> bytes:
@@ -49,10 +48,6 @@ def head(status: int | str, *headers: str) -> bytes:
 
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-def says(*steps: Step) -> Script:
-    return lambda asked: steps
 
 
 def whole(body: bytes, *headers: str, status: int = 200, kind: str = "application/json") -> bytes:
@@ -81,8 +76,7 @@ ANSWER = voice.dumps(voice.chat({}))
 HELLO = b"".join([*map(voice.sse, (delta("hé😀"), delta("llo"))), DONE])
 ERROR = b'{"error": {"message": "no", "type": "t", "param": null, "code": null}, "extra": 1}'
 
-
-# What vLLM answers in the recorded APIs, asked for everything that changes it; and JSON that it would not write.
+# vLLM's answers in the recorded APIs, asked for everything that changes them; and JSON that it would not write.
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 SUB = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
@@ -156,22 +150,30 @@ def vllm(asked: Asked) -> list[Step]:
 
 def dialects() -> Iterable[Case]:
     for path, bodies in ASKED.items():
-        for body in bodies:
-            for stream in (False, True):
-                said = body | ({"stream": True} if stream else {})
-                yield Case(f"{path} {json.dumps(said)}", post(path, said), vllm)
+        for said in (body | more for body in bodies for more in ({}, {"stream": True})):
+            yield Case(f"{path} {json.dumps(said)}", post(path, said), vllm)
 
 
 def pretty() -> Iterable[Case]:
-    """An upstream other than vLLM: no byte of its JSON is written anew."""
+    """An upstream other than vLLM: no byte of its JSON is written again."""
     text = b'{ "id" : "x",\r\n "choices": [ ], "n": 1.50, "big": 123456789012345678901234567890, "e": "\\u00e9\\/" }'
-    odd = [text, b"[]", b"null", b'"text"', b"", b" ", b"\xff\xfe", b"<html>", b"1" * 4_000, b"{" + b" " * 99 + b"}"]
-    for body in odd:
-        yield Case(f"body {body[:12]!r}", CHAT, says(whole(body)))
-        yield Case(f"event {body[:12]!r}", STREAM, says(*streamed(b"data: " + body + b"\n\n", DONE)))
+    for body in (
+        text,
+        b"[]",
+        b"null",
+        b'"text"',
+        b"",
+        b" ",
+        b"\xff\xfe",
+        b"<html>",
+        b"1" * 4_000,
+        b"{" + b" " * 99 + b"}",
+    ):
+        yield Case(f"body {body[:12]!r}", CHAT, [whole(body)])
+        yield Case(f"event {body[:12]!r}", STREAM, streamed(b"data: " + body + b"\n\n", DONE))
     wrong = {"stream": "yes", "messages": 3, "n": [], "temperature": "hot", "stream_options": 1}
     for said in ({"model": 5}, wrong, b'{"model": "m", "messages": [{"role": "user", "content": "a\\ud800b"}]}'):
-        yield Case(f"asked {said!r}", post(body=said), says(whole(ERROR, status=400)))
+        yield Case(f"asked {said!r}", post(body=said), [whole(ERROR, status=400)])
     yield Case("a character in halves", STREAM, halves)
 
 
@@ -189,34 +191,25 @@ def halves(asked: Asked) -> list[Step]:
 
 
 def statuses() -> Iterable[Case]:
-    for status in range(400, 600):
-        yield Case(f"{status} JSON", CHAT, says(whole(ERROR, status=status)))
+    for status in (*range(400, 600), 200, 201, 202, 203, 206, 207, 226):
+        yield Case(f"{status} JSON", CHAT, [whole(ERROR if status > 299 else ANSWER, status=status)])
     for status in (400, 401, 404, 429, 500, 503, 529):
-        yield Case(f"{status} HTML", CHAT, says(whole(b"<h1>no</h1>", status=status, kind="text/html")))
-        yield Case(f"{status} empty", CHAT, says(whole(b"", status=status)))
-        yield Case(f"{status} asked as a stream", STREAM, says(whole(ERROR, status=status)))
-        yield Case(f"{status} as a stream", STREAM, says(SSE_HEAD.replace(b"200", b"%d" % status), chunk(HELLO), LAST))
-        yield Case(f"{status} not recorded", post("embeddings"), says(whole(ERROR, status=status)))
+        yield Case(f"{status} HTML", CHAT, [whole(b"<h1>no</h1>", status=status, kind="text/html")])
+        yield Case(f"{status} empty", CHAT, [whole(b"", status=status)])
+        yield Case(f"{status} asked as a stream", STREAM, [whole(ERROR, status=status)])
+        yield Case(f"{status} as a stream", STREAM, [SSE_HEAD.replace(b"200", b"%d" % status), chunk(HELLO), LAST])
+        yield Case(f"{status} not recorded", post("embeddings"), [whole(ERROR, status=status)])
     waits = ("Retry-After: 7", "retry-after-ms: 12", "x-should-retry: false", "x-ratelimit-remaining: 0")
-    yield Case("429 with waits", CHAT, says(whole(ERROR, *waits, status=429)))
-    yield Case("503 with a date", CHAT, says(whole(ERROR, "Retry-After: Wed, 21 Oct 2015 07:28:00 GMT", status=503)))
-    for status in (200, 201, 202, 203, 206, 207, 226):
-        yield Case(f"{status} JSON", CHAT, says(whole(ANSWER, status=status)))
+    yield Case("429 with waits", CHAT, [whole(ERROR, *waits, status=429)])
     for status in (204, 205, 304):
         for request in (CHAT, post("embeddings"), get("files/x")):
-            yield Case(
-                f"{status} {request[:20]!r}",
-                request,
-                says(head(status, "X-Up: 1", *["Content-Length: 0"][: status == 205])),
-            )
-    yield Case(
-        "304 with the length of what is not sent", get("files/x"), says(head(304, "ETag: x", "Content-Length: 5"))
-    )
+            length = ["Content-Length: 0"] if status == 205 else []
+            yield Case(f"{status} {request[:20]!r}", request, [head(status, "X-Up: 1", *length)])
+    yield Case("304 with the length of what is not sent", get("files/x"), [head(304, "ETag: x", "Content-Length: 5")])
     for status in (301, 302, 303, 307, 308):
         for request in (CHAT, get("files/x")):
-            yield Case(
-                f"{status} {request[:20]!r}", request, says(whole(b"x", "Location: http://other/", status=status))
-            )
+            answer = whole(b"x", "Location: http://other/", status=status)
+            yield Case(f"{status} {request[:20]!r}", request, [answer])
 
 
 HEADERS: dict[str, list[str]] = {
@@ -238,48 +231,34 @@ HEADERS: dict[str, list[str]] = {
 }
 
 
+JSON_HEAD, SSE = head(200, "Content-Type: application/json"), "Content-Type: text/event-stream"
+FRAMED: list[Case] = [
+    Case("JSON until the connection closes", CHAT, [JSON_HEAD, b"[]", Do.CLOSE]),
+    Case("a stream until the connection closes", STREAM, [head(200, SSE), HELLO, Do.CLOSE]),
+    Case("HTTP/1.0", CHAT, [whole(b"[]").replace(b"HTTP/1.1", b"HTTP/1.0"), Do.CLOSE]),
+    Case("Connection: close", CHAT, [whole(b"[]", "Connection: close"), Do.CLOSE]),
+    Case("a stream with its length", STREAM, [whole(HELLO, kind="text/event-stream")]),
+    Case("chunk extensions", STREAM, [SSE_HEAD, b"%x;a=b\r\n%s\r\n" % (len(HELLO), HELLO), LAST]),
+    Case("trailers", STREAM, [SSE_HEAD, chunk(HELLO), b"0\r\nX-Checksum: 1\r\n\r\n"]),
+    Case("no content type", CHAT, [head(200, "Content-Length: 2") + b"[]"]),
+    Case("a stream that says it is JSON", STREAM, [whole(HELLO)]),
+    Case("the agent expects 100", post("chat/completions", None, "Expect: 100-continue"), [whole(ERROR, status=400)]),
+]
+
+
 def headers() -> Iterable[Case]:
     for name, lines in HEADERS.items():
-        yield Case(f"{name}, recorded", CHAT, says(whole(ERROR, *lines, status=400)))
+        yield Case(f"{name}, recorded", CHAT, [whole(ERROR, *lines, status=400)])
         stream = SSE_HEAD[:-2] + "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
-        yield Case(f"{name}, streamed", STREAM, says(stream, chunk(HELLO), LAST))
-        yield Case(f"{name}, not recorded", post("embeddings"), says(whole(b"{}", *lines)))
+        yield Case(f"{name}, streamed", STREAM, [stream, chunk(HELLO), LAST])
+        yield Case(f"{name}, not recorded", post("embeddings"), [whole(b"{}", *lines)])
         if name not in ("what is for this connection", "Latin-1", "server and date"):
-            yield Case(f"{name}, asked", post("chat/completions", None, *lines), says(whole(ERROR, status=400)))
-    yield Case(
-        "chunked JSON",
-        CHAT,
-        says(head(200, "Content-Type: application/json", "Transfer-Encoding: chunked"), chunk(b"{"), chunk(b"}"), LAST),
-    )
-    yield Case(
-        "JSON until the connection closes", CHAT, says(head(200, "Content-Type: application/json"), b"[]", Do.CLOSE)
-    )
-    yield Case(
-        "a stream until the connection closes",
-        STREAM,
-        says(head(200, "Content-Type: text/event-stream"), HELLO, Do.CLOSE),
-    )
-    yield Case("HTTP/1.0", CHAT, says(whole(b"[]").replace(b"HTTP/1.1", b"HTTP/1.0"), Do.CLOSE))
-    yield Case("Connection: close", CHAT, says(whole(b"[]", "Connection: close"), Do.CLOSE))
-    yield Case("a stream with its length", STREAM, says(whole(HELLO, kind="text/event-stream")))
-    yield Case("chunk extensions", STREAM, says(SSE_HEAD, b"%x;a=b\r\n%s\r\n" % (len(HELLO), HELLO), LAST))
-    yield Case("trailers", STREAM, says(SSE_HEAD, chunk(HELLO), b"0\r\nX-Checksum: 1\r\n\r\n"))
-    yield Case("no content type", CHAT, says(head(200, "Content-Length: 2") + b"[]"))
-    yield Case(
-        "a stream that says it is JSON",
-        STREAM,
-        says(head(200, "Content-Type: application/json", f"Content-Length: {len(HELLO)}") + HELLO),
-    )
-    for interim in (
-        b"HTTP/1.1 100 Continue\r\n\r\n",
-        b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n",
-        b"HTTP/1.1 102 Processing\r\n\r\n",
-    ):
-        yield Case(f"{interim[9:12].decode()} first", CHAT, says(interim, whole(ERROR, status=400)))
-        yield Case(f"{interim[9:12].decode()} twice, streamed", STREAM, says(interim, interim, *streamed(HELLO)))
-    yield Case(
-        "the agent expects 100", post("chat/completions", None, "Expect: 100-continue"), says(whole(ERROR, status=400))
-    )
+            yield Case(f"{name}, asked", post("chat/completions", None, *lines), [whole(ERROR, status=400)])
+    yield from FRAMED
+    for said in (b"100 Continue\r\n", b"103 Early Hints\r\nLink: </x>\r\n", b"102 Processing\r\n"):
+        interim = b"HTTP/1.1 " + said + b"\r\n"
+        yield Case(f"{said!r} first", CHAT, [interim, whole(ERROR, status=400)])
+        yield Case(f"{said!r} twice, streamed", STREAM, [interim, interim, *streamed(HELLO)])
 
 
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress}
@@ -301,33 +280,24 @@ PIECES = {
 
 
 def compressed() -> Iterable[Case]:
-    """Recorded calls are asked for as they are; what comes compressed nevertheless arrives as what it says."""
+    """Recorded calls are asked for without an encoding; what comes compressed nevertheless arrives as what it says."""
     for name, pack in PACK.items():
         encoding = f"Content-Encoding: {name}"
-        yield Case(f"{name} JSON unasked", CHAT, says(whole(pack(ERROR), encoding)))
-        yield Case(f"{name} error unasked", CHAT, says(whole(pack(ERROR), encoding, status=500)))
+        yield Case(f"{name} JSON unasked", CHAT, [whole(pack(ERROR), encoding)])
+        yield Case(f"{name} error unasked", CHAT, [whole(pack(ERROR), encoding, status=500)])
         sse = SSE_HEAD[:-2] + encoding.encode() + b"\r\n\r\n"
-        yield Case(f"{name} stream unasked", STREAM, says(sse, chunk(pack(HELLO)), LAST))
+        yield Case(f"{name} stream unasked", STREAM, [sse, chunk(pack(HELLO)), LAST])
         lock = [step for piece in PIECES[name] for step in (chunk(piece), Do.UNTIL_SEEN)]
-        yield Case(f"{name} stream unasked, in time", STREAM, says(sse, *lock, LAST))
-        yield Case(
-            f"{name} passed on",
-            post("embeddings", None, f"Accept-Encoding: {name}"),
-            says(whole(pack(b"{}"), encoding)),
-        )
-    yield Case(
-        "zstd passed on",
-        post("embeddings", None, "Accept-Encoding: zstd"),
-        says(whole(b"\x28\xb5", "Content-Encoding: zstd")),
-    )
-    yield Case("identity said", CHAT, says(whole(ERROR, "Content-Encoding: identity")))
-    yield Case("an unknown encoding", CHAT, says(whole(b"\x00\xff", "Content-Encoding: own")))
+        yield Case(f"{name} stream unasked, in time", STREAM, [sse, *lock, LAST])
+        asks = post("embeddings", None, f"Accept-Encoding: {name}")
+        yield Case(f"{name} passed on", asks, [whole(pack(b"{}"), encoding)])
+    asks = post("embeddings", None, "Accept-Encoding: zstd")
+    yield Case("zstd passed on", asks, [whole(b"\x28\xb5", "Content-Encoding: zstd")])
+    yield Case("identity said", CHAT, [whole(ERROR, "Content-Encoding: identity")])
+    yield Case("an unknown encoding", CHAT, [whole(b"\x00\xff", "Content-Encoding: own")])
     for accept in ("gzip", "gzip, deflate, br", "identity", "*;q=0"):
-        yield Case(
-            f"accepts {accept}",
-            post("chat/completions", None, f"Accept-Encoding: {accept}"),
-            says(whole(ERROR, status=400)),
-        )
+        asks = post("chat/completions", None, f"Accept-Encoding: {accept}")
+        yield Case(f"accepts {accept}", asks, [whole(ERROR, status=400)])
 
 
 # Routes that are not recorded, and methods, paths and bodies of all kinds.
@@ -366,25 +336,25 @@ def requests() -> Iterable[Case]:
         yield Case(f"GET {target}", get(target), echo)
     yield Case("chunked upload", CHUNKED % b"files" + chunk(b"a" * 99) + chunk(b"b") + LAST, echo)
     chat = CHUNKED % b"chat/completions" + chunk(b'{"model"') + chunk(b': "m"}') + LAST
-    yield Case("chunked chat", chat, says(whole(ERROR, status=400)))
+    yield Case("chunked chat", chat, [whole(ERROR, status=400)])
 
 
 def answers() -> Iterable[Case]:
     for status in (200, 404):
-        yield Case(f"HEAD {status}", get("files/x", method="HEAD"), says(head(status, "Content-Length: 5", "X-Up: 1")))
-    yield Case("HEAD without a length", get("files/x", method="HEAD"), says(head(200, "X-Up: 1")))
+        yield Case(f"HEAD {status}", get("files/x", method="HEAD"), [head(status, "Content-Length: 5", "X-Up: 1")])
+    yield Case("HEAD without a length", get("files/x", method="HEAD"), [head(200, "X-Up: 1")])
     asked = ("Origin: http://127.0.0.1", "Access-Control-Request-Method: POST")
     allowed = head(204, "Access-Control-Allow-Origin: *", "Allow: POST")
-    yield Case("preflight", get("chat/completions", *asked, method="OPTIONS"), says(allowed))
+    yield Case("preflight", get("chat/completions", *asked, method="OPTIONS"), [allowed])
     for path in PATHS:
-        yield Case(f"path {path}", get(path), says(whole(b"x")))
+        yield Case(f"path {path}", get(path), [whole(b"x")])
     large = whole(bytes(range(256)) * 12_000, kind="application/octet-stream")
-    yield Case("a download of 3 MB", get("files/x/content"), says(large))
+    yield Case("a download of 3 MB", get("files/x/content"), [large])
     pieces = [chunk(bytes([i]) * 999) for i in range(99)]
-    yield Case("a download in chunks", get("files/x"), says(head(200, "Transfer-Encoding: chunked"), *pieces, LAST))
-    yield Case("events that are not recorded", get("threads/t/runs"), says(*streamed(HELLO)))
+    yield Case("a download in chunks", get("files/x"), [head(200, "Transfer-Encoding: chunked"), *pieces, LAST])
+    yield Case("events that are not recorded", get("threads/t/runs"), streamed(HELLO))
     part = whole(b"ab", "Content-Range: bytes 0-1/9", status=206)
-    yield Case("a range", get("files/x", "Range: bytes=0-1"), says(part))
+    yield Case("a range", get("files/x", "Range: bytes=0-1"), [part])
 
 
 # Streams: cut anywhere, with anything in them, and in time.
@@ -402,20 +372,18 @@ def splits() -> Iterable[Case]:
     """Every position of a short stream between two chunks, in every style of line ends; then one byte at a time."""
     for name, text in ENDS.items():
         for at in range(1, len(text)):
-            yield Case(f"{name} cut at {at}", STREAM, says(*streamed(text[:at], text[at:])))
+            yield Case(f"{name} cut at {at}", STREAM, streamed(text[:at], text[at:]))
         for size in (1, 2, 3, 5, 7):
             pieces = [text[i : i + size] for i in range(0, len(text), size)]
-            yield Case(f"{name} in pieces of {size}", STREAM, says(*streamed(*pieces)))
+            yield Case(f"{name} in pieces of {size}", STREAM, streamed(*pieces))
 
 
 def tcp_splits() -> Iterable[Case]:
     """Every position of a whole raw answer, its head and its chunk sizes included, between two TCP segments."""
-    raw = head(200, "Content-Type: text/event-stream", "Transfer-Encoding: chunked") + chunk(DONE) + LAST
-    for at in range(1, len(raw)):
-        yield Case(f"stream cut at {at}", STREAM, says(raw[:at], raw[at:]))
-    raw = whole(b'{"choices":[]}')
-    for at in range(1, len(raw)):
-        yield Case(f"JSON cut at {at}", CHAT, says(raw[:at], raw[at:]))
+    stream = head(200, SSE, "Transfer-Encoding: chunked") + chunk(DONE) + LAST
+    for name, request, raw in (("stream", STREAM, stream), ("JSON", CHAT, whole(b'{"choices":[]}'))):
+        for at in range(1, len(raw)):
+            yield Case(f"{name} cut at {at}", request, [raw[:at], raw[at:]])
 
 
 def vllm_splits() -> Iterable[Case]:
@@ -461,16 +429,15 @@ EVENTS = {
 
 def events() -> Iterable[Case]:
     for name, text in EVENTS.items():
-        yield Case(name, STREAM, says(*streamed(text, DONE)))
-        yield Case(f"{name}, CRLF", STREAM, says(*streamed(text.replace(b"\n", b"\r\n"), DONE)))
+        yield Case(name, STREAM, streamed(text, DONE))
+        yield Case(f"{name}, CRLF", STREAM, streamed(text.replace(b"\n", b"\r\n"), DONE))
     for done in (b"data:[DONE]\n\n", b"data: [DONE] \r\n\r\n", b"event: done\ndata: [DONE]\n\n", b"data: [DONE]\n"):
-        yield Case(f"ends with {done!r}", STREAM, says(*streamed(voice.sse(delta("a")), done)))
-    yield Case("goes on after [DONE]", STREAM, says(*streamed(HELLO, b": bye\n\n", voice.sse(delta("more")), b"x")))
-    yield Case("[DONE] twice", STREAM, says(*streamed(HELLO, DONE)))
+        yield Case(f"ends with {done!r}", STREAM, streamed(voice.sse(delta("a")), done))
+    yield Case("goes on after [DONE]", STREAM, streamed(HELLO, b": bye\n\n", voice.sse(delta("more")), b"x"))
+    yield Case("[DONE] twice", STREAM, streamed(HELLO, DONE))
     finish = {"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-    yield Case("whole and no [DONE]", STREAM, says(*streamed(voice.sse(delta("a")), voice.sse(finish))))
-    yield Case("an error and no [DONE]", STREAM, says(*streamed(EVENTS["an error"])))
-    yield Case("one event a chunk", STREAM, says(*streamed(voice.sse(delta("a")), voice.sse(delta("b")), DONE)))
+    yield Case("whole and no [DONE]", STREAM, streamed(voice.sse(delta("a")), voice.sse(finish)))
+    yield Case("an error and no [DONE]", STREAM, streamed(EVENTS["an error"]))
 
 
 def in_time() -> Iterable[Case]:
@@ -479,59 +446,52 @@ def in_time() -> Iterable[Case]:
         steps = [
             step for piece in (text, voice.sse(delta("b")), b": ping\n\n") for step in (chunk(piece), Do.UNTIL_SEEN)
         ]
-        yield Case(name, STREAM, says(SSE_HEAD, *steps, chunk(DONE), Do.UNTIL_SEEN, LAST))
+        yield Case(name, STREAM, [SSE_HEAD, *steps, chunk(DONE), Do.UNTIL_SEEN, LAST])
     lock = [step for _ in range(50) for step in (chunk(voice.sse(delta("t"))), Do.UNTIL_SEEN)]
-    yield Case("fifty tokens", STREAM, says(SSE_HEAD, *lock, chunk(DONE), LAST))
+    yield Case("fifty tokens", STREAM, [SSE_HEAD, *lock, chunk(DONE), LAST])
     raw = [head(200, "Transfer-Encoding: chunked"), chunk(b"a"), Do.UNTIL_SEEN, chunk(b"b"), Do.UNTIL_SEEN, LAST]
-    yield Case("a route that is not recorded", post("audio/speech"), says(*raw))
+    yield Case("a route that is not recorded", post("audio/speech"), raw)
 
 
 # Upstreams that break off, stall, or answer garbage.
 
+FIRST = [SSE_HEAD, chunk(voice.sse(delta("a"))), Do.UNTIL_SEEN]
+CHUNKS = head(200, "Transfer-Encoding: chunked")
+POINTS: list[tuple[str, bytes, list[Step]]] = [  # where an answer ends
+    ("before the head", CHAT, []),
+    ("in the status line", CHAT, [b"HTTP/1.1 2"]),
+    ("in the head", CHAT, [head(200)[:-2], b"Content-Le"]),
+    ("after the head", CHAT, [head(200, "Content-Length: 9")]),
+    ("in the body", CHAT, [whole(ANSWER)[:-9]]),
+    ("in an error's body", CHAT, [whole(ERROR, status=500)[:-9]]),
+    ("in a chunked body", CHAT, [CHUNKS, chunk(b"{}")]),
+    ("in a stream's head", STREAM, [SSE_HEAD[:-2]]),
+    ("before the first event", STREAM, [SSE_HEAD]),
+    ("between events", STREAM, [*FIRST]),
+    ("in a chunk's size", STREAM, [*FIRST, b"4"]),
+    ("in a chunk", STREAM, [*FIRST, chunk(voice.sse(delta("a")))[:-20]]),
+    ("in an event", STREAM, [*FIRST, chunk(voice.sse(delta("a"))[:-9])]),
+    ("before [DONE]", STREAM, [SSE_HEAD, chunk(HELLO[: -len(DONE)]), Do.UNTIL_SEEN]),
+    ("in [DONE]", STREAM, [SSE_HEAD, chunk(HELLO[:-6]), Do.UNTIL_SEEN]),
+    ("after [DONE], without the last chunk", STREAM, [SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN]),
+    ("in the last chunk", STREAM, [SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN, b"0\r\n"]),
+    ("in a route that is not recorded", post("embeddings"), [whole(b"x" * 99)[:-9]]),
+    ("in a download", get("files/x"), [CHUNKS, chunk(b"x" * 99), Do.UNTIL_SEEN]),
+    ("before the head of a download", get("files/x"), []),
+]
+
 
 def broken() -> Iterable[Case]:
-    first = voice.sse(delta("a"))
     for how in (Do.CLOSE, Do.RESET):
-        yield Case(f"{how.name} before the head", CHAT, says(how))
-        yield Case(f"{how.name} in the status line", CHAT, says(b"HTTP/1.1 2", how))
-        yield Case(f"{how.name} in the head", CHAT, says(head(200)[:-2], b"Content-Le", how))
-        yield Case(f"{how.name} after the head", CHAT, says(head(200, "Content-Length: 9"), how))
-        yield Case(f"{how.name} in the body", CHAT, says(whole(ANSWER)[:-9], how))
-        yield Case(f"{how.name} in an error's body", CHAT, says(whole(ERROR, status=500)[:-9], how))
-        yield Case(
-            f"{how.name} in a chunked body", CHAT, says(head(200, "Transfer-Encoding: chunked"), chunk(b"{}"), how)
-        )
-        yield Case(f"{how.name} in a stream's head", STREAM, says(SSE_HEAD[:-2], how))
-        yield Case(f"{how.name} before the first event", STREAM, says(SSE_HEAD, how))
-        yield Case(f"{how.name} between events", STREAM, says(SSE_HEAD, chunk(first), Do.UNTIL_SEEN, how))
-        yield Case(f"{how.name} in a chunk's size", STREAM, says(SSE_HEAD, chunk(first), Do.UNTIL_SEEN, b"4", how))
-        yield Case(
-            f"{how.name} in a chunk", STREAM, says(SSE_HEAD, chunk(first), Do.UNTIL_SEEN, chunk(first)[:-20], how)
-        )
-        yield Case(
-            f"{how.name} in an event", STREAM, says(SSE_HEAD, chunk(first), Do.UNTIL_SEEN, chunk(first[:-9]), how)
-        )
-        yield Case(f"{how.name} before [DONE]", STREAM, says(SSE_HEAD, chunk(HELLO[: -len(DONE)]), Do.UNTIL_SEEN, how))
-        yield Case(f"{how.name} in [DONE]", STREAM, says(SSE_HEAD, chunk(HELLO[:-6]), Do.UNTIL_SEEN, how))
-        yield Case(
-            f"{how.name} after [DONE], without the last chunk", STREAM, says(SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN, how)
-        )
-        yield Case(f"{how.name} in the last chunk", STREAM, says(SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN, b"0\r\n", how))
-        yield Case(f"{how.name} in a route that is not recorded", post("embeddings"), says(whole(b"x" * 99)[:-9], how))
-        yield Case(
-            f"{how.name} in a download",
-            get("files/x"),
-            says(head(200, "Transfer-Encoding: chunked"), chunk(b"x" * 99), Do.UNTIL_SEEN, how),
-        )
-        yield Case(f"{how.name} before the head of a download", get("files/x"), says(how))
-    yield Case("a stream with its length, cut", STREAM, says(whole(HELLO, kind="text/event-stream")[:-20], Do.CLOSE))
-    yield Case("garbage in place of a head", CHAT, says(b"SSH-2.0-x\r\n", Do.CLOSE))
-    garbage = [SSE_HEAD, chunk(first), Do.UNTIL_SEEN, b"zz\r\n"]
-    yield Case("garbage in place of a chunk's size", STREAM, says(*garbage, Do.CLOSE))
-    yield Case("garbage in place of a chunk's size, and silence", STREAM, says(*garbage, Do.HANG))
-    yield Case("a chunk longer than its size", STREAM, says(SSE_HEAD, b"3\r\n" + first + b"\r\n", LAST, Do.HANG))
-    yield Case("a negative length", CHAT, says(head(200, "Content-Length: -1"), b"{}", Do.CLOSE))
-    yield Case("two lengths", CHAT, says(head(200, "Content-Length: 2", "Content-Length: 3"), b"{}", Do.CLOSE))
+        yield from (Case(f"{how.name} {name}", request, [*steps, how]) for name, request, steps in POINTS)
+    yield Case("a stream with its length, cut", STREAM, [whole(HELLO, kind="text/event-stream")[:-20], Do.CLOSE])
+    yield Case("garbage in place of a head", CHAT, [b"SSH-2.0-x\r\n", Do.CLOSE])
+    yield Case("garbage in place of a chunk's size", STREAM, [*FIRST, b"zz\r\n", Do.CLOSE])
+    yield Case("garbage in place of a chunk's size, and silence", STREAM, [*FIRST, b"zz\r\n", Do.HANG])
+    longer = b"3\r\n" + voice.sse(delta("a")) + b"\r\n"
+    yield Case("a chunk longer than its size", STREAM, [SSE_HEAD, longer, LAST, Do.HANG])
+    yield Case("a negative length", CHAT, [head(200, "Content-Length: -1"), b"{}", Do.CLOSE])
+    yield Case("two lengths", CHAT, [head(200, "Content-Length: 2", "Content-Length: 3"), b"{}", Do.CLOSE])
 
 
 def broken_dialects() -> Iterable[Case]:
@@ -552,22 +512,14 @@ def broken_dialects() -> Iterable[Case]:
 
 
 def stalls() -> Iterable[Case]:
-    """To the model of an upstream that the proxy gives little time."""
-    first = voice.sse(delta("a"))
-    chat, stream = (post(body={"model": "hurried", "messages": [], "stream": streamed}) for streamed in (False, True))
-    yield Case("before the head", chat, says(Do.HANG))
-    yield Case("in the head", chat, says(b"HTTP/1.1 200 OK\r\n", Do.HANG))
-    yield Case("in the body", chat, says(whole(ANSWER)[:-9], Do.HANG))
-    yield Case("before the first event", stream, says(SSE_HEAD, Do.HANG))
-    yield Case("between events", stream, says(SSE_HEAD, chunk(first), Do.HANG))
-    yield Case("in an event", stream, says(SSE_HEAD, chunk(first), chunk(first)[:-9], Do.HANG))
-    yield Case("in [DONE]", stream, says(SSE_HEAD, chunk(HELLO)[:-9], Do.HANG))
-    yield Case("after [DONE]", stream, says(SSE_HEAD, chunk(HELLO), Do.HANG))
-    yield Case(
-        "in an answer that is not recorded",
-        post("embeddings", {"model": "hurried"}),
-        says(whole(b"x" * 99)[:-9], Do.HANG),
-    )
+    """At some of the points, to the model of an upstream that the proxy gives little time."""
+    some = ("before the head", "in the status line", "in the body", "before the first event", "between events")
+    for name, request, steps in POINTS:
+        if name in (*some, "in an event", "in [DONE]", "after [DONE], without the last chunk"):
+            hurried = post(body={"model": "hurried", "messages": [], "stream": request == STREAM})
+            yield Case(name, hurried, [*(step for step in steps if step is not Do.UNTIL_SEEN), Do.HANG])
+    slow = post("embeddings", {"model": "hurried"})
+    yield Case("in an answer that is not recorded", slow, [whole(b"x" * 99)[:-9], Do.HANG])
 
 
 FAMILIES: dict[str, list[Case]] = {
