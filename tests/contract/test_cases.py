@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 
 from contract.raw import raw_deflate, zstd
-from contract.scripted import (
-    ASKED,
-    CASES,
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    Json,
-    Scripted,
-    Wire,
-    results_of,
-)
+from contract.scripted import ASKED, CASES, CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, results_of
 
 Case = dict[str, Any]
 TOP = {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m"}

@@ -99,10 +99,7 @@ def test_tables_of_a_room_that_a_store_has_not_yet_are_made_once_it_is_written_t
 
 @pytest.mark.parametrize(
     ("script", "told"),
-    [
-        ("CREATE TABLE rollouts (a TEXT)", OTHERS),
-        (NEWER.format("store"), "its schema of store is number 99"),
-    ],
+    [("CREATE TABLE rollouts (a TEXT)", OTHERS), (NEWER.format("store"), "its schema of store is number 99")],
 )
 def test_a_database_of_another_schema_is_one_line(tmp_path: Path, server: Server, script: str, told: str) -> None:
     url = server.new_database()
