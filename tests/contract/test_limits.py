@@ -214,13 +214,12 @@ def test_no_text_of_a_call_holds_others_up(roomy: Proxy) -> None:
         roomy.vllm.answer = before
 
 
-@pytest.mark.parametrize("name", ["large", None])
-def test_a_large_conversation_is_recorded_and_gone_on_with(roomy: Proxy, name: str | None) -> None:
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} is no secret {name}"} for i in range(10_001)]
+def test_a_large_conversation_is_recorded_and_gone_on_with(roomy: Proxy) -> None:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} is no secret"} for i in range(10_001)]
     sent, rollouts = [], set()
     for turn in range(3):
         sent.append(messages)
-        answer = roomy.chat(name, *messages, user=f"u{turn}")
+        answer = roomy.chat(None, *messages, user=f"u{turn}")
         assert answer.status == 200
         rollouts.add(answer.headers["x-rollout-id"])
         messages = [*messages, answer.json["choices"][0]["message"], {"role": "user", "content": f"more {turn}"}]

@@ -195,13 +195,6 @@ def test_a_program_that_cannot_be_started_fails_its_rollout(plain: Runs) -> None
     assert rollout["status"] == "failed" and "cannot be started" in rollout["reason"]
 
 
-def test_a_failure_after_the_reward_leaves_the_rollout_complete(plain: Runs) -> None:
-    plain.agent("reward(0.5)\nsys.exit(2)")
-    plain.run("--group-size", "1")
-    (rollout,) = plain.rollouts()
-    assert (rollout["status"], rollout["reward"]) == ("completed", 0.5)
-
-
 def test_a_program_that_ends_without_a_reward_leaves_its_rollout_open_and_is_told_of(plain: Runs) -> None:
     plain.agent("pass")
     alone, four = (" ".join(plain.run("--group-size", size).stderr.split()) for size in ("1", "4"))
@@ -338,20 +331,6 @@ def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_reward(pla
     for name in "abc":
         rewarded = [one for one in plain.rollouts(f"{plain.task}-{name}") if one["reward"] is not None]
         assert len(rewarded) == 2, "a group is made full, not opened again"
-
-
-def test_a_run_that_is_resumed_counts_what_was_rewarded_after_the_earlier_one(plain: Runs) -> None:
-    plain.agent(f"open({str(plain.directory / 'seen')!r}, 'a').write('x')")
-    options = ("--group-size", "1", "--resume", str(plain.directory / "kept"))
-    plain.tasks(*({"task_id": f"{plain.task}-{name}"} for name in "ab"))
-    assert plain.summary(*options)["without_reward"] == 2
-    (first,) = plain.rollouts(f"{plain.task}-a")
-    plain.proxy.post("/reward", {"rollout_id": first["rollout_id"], "reward": 1})
-    found = plain.summary(*options)
-    assert (found["rollouts"], found["without_reward"]) == (2, 1)
-    plain.tasks({"task_id": f"{plain.task}-a"})
-    assert plain.summary(*options)["rollouts"] == 1, "those of other tasks are forgotten"
-    assert (plain.directory / "seen").read_text() == "xxx", "one ran again"
 
 
 def test_programs_ask_the_proxy_directly_where_the_environment_names_an_http_proxy(

@@ -337,25 +337,6 @@ def test_status_counts_rollouts_what_waits_and_what_is_not_trained_on(world: Pro
     assert "all rewards of the group are equal (4)" in printed and "X-Recording: only (1)" in printed
 
 
-def test_status_says_that_nothing_was_learned_for_three_batches(tmp_path: Path) -> None:
-    model = save_small_model(tmp_path / "base")
-    policy = {"model": str(model), "publish": "merged"}
-    with in_this_process(tmp_path, ModelVllm(model), policy=policy, trainer=TRAINER) as proxy:
-        for task in range(3):
-            assert proxy.get("/status")["standstill"] is None
-            for i in range(4):
-                ask(proxy, f"r{task}-{i}", f"t{task}", "a")
-                proxy.post("/reward", {"rollout_id": f"r{task}-{i}", "reward": 0.5})
-            assert proxy.run("train", "--once").returncode == 0
-        standstill = proxy.get("/status")["standstill"]
-        assert (standstill["rollouts"], standstill["reward"]) == (12, 0.5)
-        said = "nothing was learned from the newest 12 rollouts (mean reward 0.5)"
-        assert said in standstill["story"] and said in " ".join(proxy.run("status").stdout.split())
-        play(proxy)
-        assert proxy.run("train", "--once").returncode == 0
-        assert proxy.get("/status")["standstill"] is None
-
-
 @pytest.mark.sqlite
 def test_a_version_of_another_kind_is_not_answered_and_not_ready(world: Proxy, tmp_path: Path) -> None:
     assert world.run("store", "backup", tmp_path / "store.db").returncode == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from contract.scripted import said, sampled, scripted
+from contract.scripted import Scripted, said
 from contract.system import Json, Proxy, in_this_process
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -204,67 +203,27 @@ def whole_requests(calls: list[Json]) -> Json:
     return names["whole_requests"](calls)
 
 
-LONG = "a long text that is said again in every turn; " * 4
-SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"properties": {LONG + str(i): i for i in range(9)}}}}
+DIALECTS: dict[str, tuple[Json, Any]] = {  # what stays the same of a conversation's requests, and an answer
+    "/v1/chat/completions": ({"tools": [{"type": "function", "function": {"name": "f"}}], "stop": ["\n"]}, said("x")),
+    "/v1/completions": ({"logit_bias": {"7": 1}}, "x"),
+    "/v1/responses": ({"instructions": "be brief " * 9, "tools": [{"type": "function", "name": "f"}]}, []),
+    "/v1/messages": ({"system": [{"type": "text", "text": "be brief " * 9}], "max_tokens": 9}, []),
+}
 
 
-def body_of(path: str, texts: list[str], source: random.Random) -> Json:
-    """A request of this dialect that sends the whole conversation."""
-    system = source.choice([LONG, LONG + "!", "short"])
-    messages = [{"role": "user", "content": text, "id": 1.0} for text in texts]
-    tools = [{"type": "function", "name": f"tool_{i}", "parameters": {"n": True}} for i in range(source.choice([0, 2]))]
-    match path:
-        case "/v1/completions":
-            prompt: Any = "".join(texts) if source.random() < 0.7 else [7, *range(len(texts))]
-            return {"prompt": prompt, "logit_bias": {str(i): 1 for i in range(400)}}
-        case "/v1/responses":
-            own = messages if source.random() < 0.8 else texts[-1]
-            return {"input": own, "instructions": system, "tools": tools, "call_id": ["x", "y"]}
-        case "/v1/messages":
-            blocks = [{"type": "text", "text": system}, {"type": "text", "text": "more"}]
-            return {"messages": messages, "system": source.choice([system, blocks]), "tools": tools}
-    first = {"role": "system", "content": system}
-    return {"messages": [first, *messages], "tools": tools, "stop": ["\n"], "response_format": SCHEMA, "seed": 0}
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
-def test_a_short_rollout_made_whole_is_the_whole_one(path: str, tmp_path: Path) -> None:
-    """An edited history, forks, failures, and calls that were sent again. Chat's have tokens."""
-    shortened, source, is_chat = 0, random.Random(path), "chat" in path
-    with scripted(tmp_path) as model:
-        for name in ("r1", "r2", "r3"):
-            texts, ids = ["🙂 \ud800 begin " + LONG], [1, 2, 3]
-            for turn in range(14):
-                if source.random() < 0.3:
-                    place = source.randrange(len(texts))
-                    texts = source.choice([texts[: place + 1], [*texts[:place], f"edited {turn}", *texts[place + 1 :]]])
-                    ids = [*ids[: source.randrange(1, len(ids))], 900 + turn]
-                body = body_of(path, texts, source) | ({"model": "policy"} if is_chat else {})
-                for again in range(source.choice([1, 1, 2])):
-                    made = [100 + turn, again]
-                    answer: Any = sampled(said("x"), ids, made) if is_chat else "x" if path == "/v1/completions" else []
-                    answer = 500 if source.random() < 0.2 else answer
-                    model.ask(f"/rollouts/{name}{path}", body, answer, X_Stainless_Retry_Count=str(again))
-                texts, ids = [*texts, f"answer {turn} {LONG}"], [*ids, *made, 50 + turn]
-            short, whole = model.proxy.get(f"/rollouts/{name}")["calls"], model.proxy.rollout(name)["calls"]
-            assert whole_requests(short) == {call["call_id"]: call["request"] for call in whole}
-            rows: dict[str, list[int]] = {}
-            for one, other in zip(short, whole, strict=True):
-                of = one["prompt_of"] or {"call_id": None, "tokens": 0}
-                prompt = rows.get(of["call_id"], [])[: of["tokens"]] + one["prompt_token_ids"]
-                assert prompt == other["prompt_token_ids"]
-                rows[one["call_id"]] = prompt + one["response_token_ids"]
-            requests = {call["call_id"]: call["request"] for call in whole}
-            for form in ("short", "whole"):
-                steps = model.proxy.get(f"/rollouts/{name}/transitions?requests={form}")["data"]
-                states = [{"request_of": None, **one["state"], "call_id": one["call_id"]} for one in steps]
-                shown = [
-                    key for key in ("messages", "input", "prompt", "system", "tools", "instructions") if key in body
-                ]
-                made = whole_requests([one | {"request": {key: one[key] for key in shown}} for one in states])
-                assert made == {i: {key: requests[i][key] for key in shown} for i in made} and made
-            shortened += sum(call["request_of"] is not None for call in short)
-    assert shortened > 20
+def test_short_requests_of_each_dialect_made_whole_are_the_whole_ones(model: Scripted) -> None:
+    """A history that grows, is edited, and forks."""
+    for path, (fixed, answer) in DIALECTS.items():
+        name = path.replace("/", "-")
+        field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+        for texts in (["a"], ["a", "b"], ["a", "c", "d"], ["a", "b", "e"], ["z"]):
+            said_so_far = [{"role": "user", "content": text * 999} for text in texts]
+            history = "".join(text * 999 for text in texts) if field == "prompt" else said_so_far
+            model.ask(f"/rollouts/{name}{path}", fixed | {field: history}, answer)
+        short, whole = model.proxy.get(f"/rollouts/{name}")["calls"], model.proxy.rollout(name)["calls"]
+        assert whole_requests(short) == {call["call_id"]: call["request"] for call in whole}
+        assert sum(call["request_of"] is not None for call in short) >= 3, path
+        assert len({json.dumps(call["request"]) for call in whole}) == 5
 
 
 def test_a_rollout_twice_as_long_is_twice_as_large_unless_it_is_asked_for_whole(proxy: Proxy, name: str) -> None:

@@ -39,7 +39,6 @@ class PlayedVllm:
         self.defaults: Json = {}  # its own sampling parameters
         self.delay_s = 0.0  # before an answer, and before each later chunk of a stream
         self.held: threading.Event | None = None  # an answer waits for it
-        self.breaks_after: int | None = None  # chunks of a stream
         self.requests: list[Json] = []  # what models were asked, with "path" and "headers"
         self.before: Callable[[str], None] = lambda path: None  # what a trainer asks is answered
         self.restart()
@@ -49,7 +48,6 @@ class PlayedVllm:
         self.app.router.add_get("/is_paused", self._is_paused)
         self.app.router.add_post("/v1/chat/completions", self._chat)
         self.app.router.add_post("/v1/chat/completions/render", self._render)
-        self.app.router.add_post("/v1/chat/completions/derender", self._derender)
         self.app.router.add_post("/tokenize", self._tokenize)
         self.app.router.add_post("/v1/load_lora_adapter", self._load)
         for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
@@ -180,11 +178,7 @@ class PlayedVllm:
     async def _stream(self, request: web.Request, body: Json) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for place, chunk in enumerate(self._chunks(body)):
-            if place == self.breaks_after:
-                assert request.transport is not None
-                request.transport.abort()
-                return response
+        for chunk in self._chunks(body):
             await self._unfrozen()
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             await asyncio.sleep(self.delay_s)
@@ -200,16 +194,6 @@ class PlayedVllm:
         if parameters["max_tokens"] == 16:  # its default, which vLLM leaves out
             del parameters["max_tokens"]
         return web.json_response({"token_ids": PROMPT, "sampling_params": parameters})
-
-    async def _derender(self, request: web.Request) -> web.Response:
-        """The text is the tokens' numbers."""
-        body = await request.json()
-        (choice,) = body["generate_response"]["choices"]
-        text = " ".join(map(str, choice["token_ids"]))
-        made = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        made["logprobs"] = {"content": [{"token": "x", **entry} for entry in choice["logprobs"]["content"]]}
-        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": {}}
-        return web.json_response(answer | {"choices": [made]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """A byte is a token; a turn is its text and an end."""
