@@ -44,6 +44,7 @@ INSERT INTO large_requests (call_id, request) VALUES (
 """
 _ENDED = (
     "status", "http_status", "ttft_ms", "latency_ms", "finish_reason", "untrainable_reason", "error", "usage",
+    "input_tokens", "cached_tokens", "kept_tokens", "output_tokens", "reasoning_tokens",
     "response", "prompt_shared", "prompt_ids", "token_ids", "logprobs", "more_choices",
 )  # fmt: skip
 CALL_END = f"""

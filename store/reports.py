@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ..core.json_text import dumps, loads_or_none
-from ..core.prices import Used, used
+from ..core.json_text import dumps
 from ..core.records import CallStatus
 from .database import Records, Row, read
 from .rollouts import ROLLOUT_FILTERS
@@ -36,10 +35,9 @@ LEFT JOIN calls AS ended ON ended.rollout_id = rollouts.rollout_id
 WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
 """
 
-# By order of insertion, as in `calls.UNTRAINABLE`. Of an answer's tokens only the length is read.
+# By order of insertion, as in `calls.UNTRAINABLE`.
 RECENT_CALLS = """
-SELECT status, started_at, latency_ms, ttft_ms, usage, LENGTH(token_ids) / 4 AS tokens
-FROM calls ORDER BY rowid DESC LIMIT :newest
+SELECT status, started_at, latency_ms, ttft_ms, output_tokens FROM calls ORDER BY rowid DESC LIMIT :newest
 """
 SIBLINGS = 256  # at most, the rollout itself among them
 CREDIT_OF = """
@@ -129,7 +127,6 @@ class Reports(Records):
 
     async def traffic(self, newest: int) -> RecentTraffic:
         rows = await self._db.all(RECENT_CALLS, {"newest": newest})
-        tokens = (used(loads_or_none(row["usage"])) or Used(output=row["tokens"] or 0) for row in rows)
 
         def middle(name: str) -> float | None:
             known = [row[name] for row in rows if row[name] is not None]
@@ -141,7 +138,7 @@ class Reports(Records):
             by_status=dict(Counter(row["status"] for row in rows).most_common()),
             latency_ms=middle("latency_ms"),
             ttft_ms=middle("ttft_ms"),
-            response_tokens=sum(one.output for one in tokens),
+            response_tokens=sum(row["output_tokens"] or 0 for row in rows),
         )
 
 

@@ -1,4 +1,4 @@
--- schema 6
+-- schema 7
 -- The tables of the core for both databases, in SQLite's words; `schema.py` has PostgreSQL's. What only one database
 -- has is in `sqlite.sql` and `postgres.sql`. A key that is INTEGER PRIMARY KEY is a number that the database gives; one
 -- that is NOT NULL, too, is given by us. Times are Unix times in seconds. JSON is text.
@@ -187,6 +187,11 @@ CREATE TABLE calls (
     untrainable_reason TEXT,
     error              TEXT,
     usage              TEXT,                      -- JSON
+    input_tokens       INTEGER,                   -- by its usage, or else those recorded; NULL: neither says it
+    cached_tokens      INTEGER,                   -- of them, read from a cache, as are the next written to it
+    kept_tokens        INTEGER,
+    output_tokens      INTEGER,
+    reasoning_tokens   INTEGER,                   -- of them
     request            TEXT NOT NULL,             -- JSON; '': it is in large_requests
     response           TEXT,                      -- JSON
     prompt_shared      INTEGER NOT NULL DEFAULT 0, -- so many prompt tokens are those of the parent

@@ -29,7 +29,7 @@ def costs(
     since: Annotated[
         str | None, typer.Option(help="only calls since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most so many lines")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="the most lines")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """Show what calls used and cost, what rewarders spent, or (--by step) the seconds of training steps."""
@@ -84,8 +84,6 @@ def notes(costs: Json) -> list[str]:
         lines.append(f"{count(total['unpriced'])} calls of models without a price: give one in `prices`")
     if total["unknown"]:
         lines.append(f"{count(total['unknown'])} answers did not say what they used: streams do with stream_options")
-    if not costs["complete"]:
-        lines.append("older calls are left out: only the newest are looked at")
     return lines
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel
 
 from ...core.config.root import Config
-from ...core.json_text import loads_or_none
-from ...core.prices import Prices, Used, used
+from ...core.prices import Prices, Used
 from ...proxy.api.bodies import Finite, Limit
 from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.api.rollouts import RolloutDetail
@@ -21,37 +20,41 @@ from ...store.database import Database, Row
 from ...store.store import Store
 
 By = Literal["day", "model", "key", "task", "rollout", "mode"]
-COLUMNS = {"model": "model", "mode": "mode"}  # of the others: KEY_id
-CHUNK, MOST = 5_000, 200_000  # calls that one statement reads, and all of them
-# What a call used, and, where no usage came, how many tokens were recorded.
-_USED = """
-calls.call_id, calls.model, calls.policy_version, calls.status, calls.http_status, calls.finish_reason, calls.usage,
-calls.prompt_shared + COALESCE(LENGTH(calls.prompt_ids), 0) / 4 AS read,
-COALESCE(LENGTH(calls.token_ids), 0) / 4 AS sampled
+DAY_S = 86_400
+PARTS = {
+    "day": f"CAST(calls.started_at AS BIGINT) / {DAY_S}",
+    "model": "calls.model",
+    "key": "COALESCE(keys.name, rollouts.key_id)",  # revoked keys may have had one name
+    "task": "rollouts.task_id",
+    "rollout": "rollouts.rollout_id",
+    "mode": "rollouts.mode",
+}
+# Refusals are not billed. The first event of Anthropic's streams has a usage: that of one which was cut ends there.
+SUMS = """
+calls.model, CASE WHEN calls.policy_version IS NULL THEN 0 ELSE 1 END AS is_policys, COUNT(*) AS calls,
+SUM(CASE WHEN input_tokens IS NULL THEN
+             CASE WHEN calls.status IN ('ok', 'cancelled') OR (calls.status = 'error' AND http_status = 200)
+                  THEN 1 ELSE 0 END
+         WHEN usage IS NOT NULL AND finish_reason IS NULL AND calls.status IN ('cancelled', 'error') THEN 1
+         ELSE 0 END) AS unknown,
+COUNT(input_tokens) AS counted, CAST(COALESCE(SUM(input_tokens), 0) AS BIGINT) AS input,
+CAST(COALESCE(SUM(cached_tokens), 0) AS BIGINT) AS cached, CAST(COALESCE(SUM(kept_tokens), 0) AS BIGINT) AS kept,
+CAST(COALESCE(SUM(output_tokens), 0) AS BIGINT) AS output,
+CAST(COALESCE(SUM(reasoning_tokens), 0) AS BIGINT) AS reasoning
 """
-COSTS_OF_ROLLOUT = f"SELECT {_USED} FROM calls WHERE calls.rollout_id = :rollout_id ORDER BY calls.seq"
-_USED_BY = f"{_USED}, calls.started_at, rollouts.rollout_id, rollouts.task_id, rollouts.mode, rollouts.key_id"
-# By order of insertion.
-COSTS_OF_CALLS = f"""
-SELECT {_USED_BY} FROM calls CROSS JOIN rollouts ON rollouts.rollout_id = calls.rollout_id
-WHERE calls.rowid >= :place AND calls.rowid < :before AND calls.started_at >= :since
+COSTS_OF_ROLLOUT = f"""
+SELECT calls.call_id AS part, {SUMS} FROM calls WHERE rollout_id = :rollout_id GROUP BY seq, 1, 2, 3
 """
-PLACE_BEFORE = """
-SELECT MIN(rowid) AS place, MAX(started_at) AS newest, COUNT(*) AS calls
-FROM (SELECT rowid, started_at FROM calls WHERE rowid < :before ORDER BY rowid DESC LIMIT :chunk) AS recent
+COSTS_OF_CALLS = """
+SELECT {part} AS part, {sums} FROM calls CROSS JOIN rollouts ON rollouts.rollout_id = calls.rollout_id
+LEFT JOIN keys ON keys.key_id = rollouts.key_id
+WHERE calls.started_at >= :since GROUP BY 1, 2, 3
 """
-# Of one key, by the order in which its rollouts were opened: each of them may still make calls.
-COSTS_OF_KEY = f"""
-SELECT {_USED_BY} FROM rollouts CROSS JOIN calls ON calls.rollout_id = rollouts.rollout_id
-WHERE rollouts.key_id = :key_id AND rollouts.n >= :place AND rollouts.n < :before AND calls.started_at >= :since
+COSTS_OF_KEY = """
+SELECT {part} AS part, {sums} FROM rollouts CROSS JOIN calls ON calls.rollout_id = rollouts.rollout_id
+LEFT JOIN keys ON keys.key_id = rollouts.key_id
+WHERE rollouts.key_id = :key_id AND calls.started_at >= :since GROUP BY 1, 2, 3
 """
-PLACE_OF_KEY = """
-SELECT MIN(n) AS place, NULL AS newest, CAST(SUM(calls) AS BIGINT) AS calls FROM (
-    SELECT n, calls FROM rollouts WHERE key_id = :key_id AND n < :before ORDER BY n DESC LIMIT :chunk / 20
-) AS recent
-"""
-ALL = 2**62
-
 
 Cost = dict[str, Any]  # the numbers of CostSeen
 
@@ -73,37 +76,12 @@ class CostSeen(BaseModel):
 
 
 def summed(costs: Iterable[Cost]) -> Cost:
-    """Return the sum of calls, or of sums."""
+    """Return the sum of costs."""
     total: Cost = dict.fromkeys(CostSeen.model_fields, 0)
     for cost in costs:
         for name, value in cost.items():
             total[name] += value
     return total
-
-
-def of_call(row: Row, prices: Prices, alias: str) -> Cost:
-    """Return what a call used and cost. The policy's are free unless `prices` has its alias.
-
-    The first event of Anthropic's streams has a usage, too: that of one which was cut ends there.
-    """
-    tokens, status = used(loads_or_none(row["usage"])), row["status"]
-    if tokens is None:
-        is_known = status not in ("ok", "cancelled") and (status != "error" or row["http_status"] != 200)  # not billed
-    else:
-        is_known = row["finish_reason"] is not None or status not in ("cancelled", "error")
-    if tokens is None and (row["read"] or row["sampled"]):
-        tokens, is_known = Used(input=row["read"], output=row["sampled"]), True
-    is_policys = row["policy_version"] is not None
-    price = prices.configured(alias) if is_policys else prices.of(row["model"])
-    is_free = is_policys and price is None
-    usd = price.of(tokens) if price is not None and tokens is not None else 0.0
-    is_unpriced = price is None and tokens is not None and not is_free
-    tokens = tokens or Used()
-    return {
-        "calls": 1, "unknown": int(not is_known and not is_free), "unpriced": int(is_unpriced), "usd": usd,
-        "input_tokens": tokens.input, "cached_tokens": tokens.cached, "output_tokens": tokens.output,
-        "reasoning_tokens": tokens.reasoning,
-    }  # fmt: skip
 
 
 class CostTable:
@@ -116,49 +94,41 @@ class CostTable:
     async def of_rollout(self, rollout_id: str) -> Cost:
         """Return the cost of a rollout, and `of_calls`: that of each of its calls by its id."""
         rows = await self._db.all(COSTS_OF_ROLLOUT, {"rollout_id": rollout_id})
-        calls = await asyncio.to_thread(
-            lambda: {row["call_id"]: of_call(row, self._prices, self._alias) for row in rows}
-        )
+        calls = {row["part"]: self._cost(row) for row in rows}
         return summed(calls.values()) | {"of_calls": calls}
 
-    async def newest(self, by: By, since: float, key_id: str | None) -> dict[str, Any]:
-        """Return the costs of the newest calls that began after `since`; with `key_id`, of its rollouts alone.
+    async def since(self, since: float, by: By, key_id: str | None) -> dict[str | None, Cost]:
+        """Return the costs of calls that began after `since` by name; with `key_id`, of its rollouts alone."""
+        statement = (COSTS_OF_CALLS if key_id is None else COSTS_OF_KEY).format(part=PARTS[by], sums=SUMS)
+        rows = await self._db.all(statement, {"since": since, "key_id": key_id})
+        return await asyncio.to_thread(self._by_name, rows, by)
 
-        `parts` has them by name, `since` when the oldest of them began; `complete`: there are no others.
-        """
-        parts, oldest, before, looked_at = dict[str | None, Cost](), list[float](), ALL, 0
-        places, calls = (PLACE_BEFORE, COSTS_OF_CALLS) if key_id is None else (PLACE_OF_KEY, COSTS_OF_KEY)
-        names: dict[str, str] = {}
-        if by == "key":  # revoked keys may have had one name
-            names = {row["key_id"]: row["name"] for row in await self._db.all("SELECT key_id, name FROM keys")}
-        while looked_at < MOST:
-            wanted = {"before": before, "chunk": CHUNK, "since": since, "key_id": key_id}
-            edge = await self._db.one(places, wanted)
-            if edge is None or edge["place"] is None:
-                break
-            rows = await self._db.all(calls, wanted | {"place": edge["place"]})
-            await asyncio.to_thread(self._add, parts, rows, by, names)
-            oldest += [min(row["started_at"] for row in rows)] if rows else []
-            # calls that were imported may have begun long before those around them
-            if edge["newest"] is not None and edge["newest"] < since:
-                break
-            before, looked_at = edge["place"], looked_at + edge["calls"]
-        total = summed(parts.values())
-        return {"parts": parts, "total": total, "since": min(oldest, default=None), "complete": looked_at < MOST}
-
-    def _add(self, parts: dict[str | None, Cost], rows: Sequence[Row], by: By, names: Mapping[str, str]) -> None:
+    def _by_name(self, rows: Sequence[Row], by: By) -> dict[str | None, Cost]:
+        parts: dict[str | None, list[Cost]] = {}
         for row in rows:
+            name = row["part"]
             if by == "day":
-                name = time.strftime("%Y-%m-%d", time.gmtime(row["started_at"]))
-            elif by == "model" and row["policy_version"] is not None:
+                name = time.strftime("%Y-%m-%d", time.gmtime(name * DAY_S))
+            elif by == "model" and row["is_policys"]:
                 name = self._alias  # a version is served by a name of its own
-            else:
-                name = row[COLUMNS.get(by, f"{by}_id")]
-            name = names.get(name, name)
-            known = [parts[name]] if name in parts else []
-            parts[name] = summed([*known, of_call(row, self._prices, self._alias)])
+            parts.setdefault(name, []).append(self._cost(row))
+        return {name: summed(costs) for name, costs in parts.items()}
+
+    def _cost(self, row: Row) -> Cost:
+        """What calls of one model used and cost. The policy's are free unless `prices` has its alias."""
+        price = self._prices.configured(self._alias) if row["is_policys"] else self._prices.of(row["model"])
+        is_free = price is None and row["is_policys"]
+        tokens = Used(*(row[name] for name in Used._fields))
+        return {
+            "calls": row["calls"],
+            "unknown": 0 if is_free else row["unknown"],
+            "unpriced": row["counted"] if price is None and not is_free else 0,
+            "usd": price.of(tokens) if price else 0.0,
+            **{name: getattr(tokens, name.removesuffix("_tokens")) for name in TOKENS},
+        }
 
 
+TOKENS = [name for name in CostSeen.model_fields if name.endswith("_tokens")]
 router = APIRouter(tags=["costs"], route_class=UserRoute)
 
 
@@ -167,13 +137,9 @@ class NamedCost(CostSeen):
 
 
 class CostPage(BaseModel):
-    """`complete` is false if there are older calls than the newest 200,000 that the key sees, which are looked at."""
-
     by: By
     data: list[NamedCost]
     total: CostSeen
-    since: float | None
-    complete: bool
 
 
 @router.get("/costs", response_model=CostPage)
@@ -183,12 +149,12 @@ async def get_costs(request: ControlRequest, by: By = "day", since: Finite = 0.0
     `since` is Unix time. A key that sees only its own rollouts gets the costs of these.
     """
     p = request.parts
-    costs = await CostTable(p.store.database, p.config).newest(by, since, request.caller.sees)
-    data = [{"name": name} | cost for name, cost in costs.pop("parts").items()]
+    parts = await CostTable(p.store.database, p.config).since(since, by, request.caller.sees)
+    data = [{"name": name} | cost for name, cost in parts.items()]
     data.sort(
         key=lambda part: (part["name"] or "") if by == "day" else (part["usd"], part["input_tokens"]), reverse=True
     )
-    return {"by": by, "data": data[:limit], **costs}
+    return {"by": by, "data": data[:limit], "total": summed(parts.values())}
 
 
 class RolloutCost(CostSeen):

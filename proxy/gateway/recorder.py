@@ -251,7 +251,10 @@ class Recorder(GroupCommit):
         shared = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
         first = end.choices[0] if end.choices else Choice(0)
         more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
-        row = end._asdict()
+        tokens = used(end.usage)
+        if tokens is None and (end.prompt_token_ids or first.token_ids):
+            tokens = Used(len(end.prompt_token_ids), output=len(first.token_ids))
+        row = end._asdict() | {f"{name}_tokens": getattr(tokens, name, None) for name in Used._fields}
         row |= {
             "response": dumps_or_none(end.response),
             "usage": dumps_or_none(end.usage),
@@ -262,7 +265,7 @@ class Recorder(GroupCommit):
             "logprobs": array("f", first.logprobs).tobytes(),
             "finish_reason": first.finish_reason,
             "more_choices": dumps_or_none(more or None),
-            "tokens": sum(len(c.token_ids) for c in end.choices) or (used(end.usage) or Used()).output,
+            "tokens": sum(len(c.token_ids) for c in end.choices) or (tokens or Used()).output,
         }
         stored_bytes = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
         counts = [] if counted or end.status == "incomplete" else [(ROLLOUT_CALL_ENDED, row)]

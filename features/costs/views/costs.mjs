@@ -22,7 +22,7 @@ export function View({ params }) {
   const draw = ({ name }) => (name === null ? "–" : LINKS[by] ? html`<${LINKS[by]} id=${name} />` : name);
   return html`<h1 class="hidden">Costs</h1>
     <${Filters} view="costs"><${Select} name="by" label="by" options=${WAYS} value=${by} /><${Select} name="ago" label="calls of" options=${SINCE} value=${params.ago} /><//>
-    <${Loaded} of=${costs}>${({ data, total, complete }) => (total.calls === 0 ? html`<${Empty}>No calls yet. <${Start} /><//>` : html`
-      <p class="muted">${usd(total)} for ${plural(total.calls, "call")}${total.unpriced > 0 && `; ${plural(total.unpriced, "call")} of models without a price (prices)`}${total.unknown > 0 && `; ${plural(total.unknown, "answer")} without a usage`}${!complete && "; only the newest calls are counted"}</p>
+    <${Loaded} of=${costs}>${({ data, total }) => (total.calls === 0 ? html`<${Empty}>No calls yet. <${Start} /><//>` : html`
+      <p class="muted">${usd(total)} for ${plural(total.calls, "call")}${total.unpriced > 0 && `; ${plural(total.unpriced, "call")} of models without a price (prices)`}${total.unknown > 0 && `; ${plural(total.unknown, "answer")} without a usage`}</p>
       <${Table} label=${`Calls by ${by}`} columns=${[{ name: by, cell: draw }, ...NUMBERS]} rows=${data} rowKey=${({ name }) => name} sortable />`)}<//>`;
 }
