@@ -313,8 +313,8 @@ def export(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="ends in .jsonl or .parquet; `-` and pipes take JSON Lines")],
     kind: Annotated[
-        Literal["transitions", "sft", "atif"],
-        typer.Option(help="`sft`: conversations to fine-tune on, `atif`: Harbor's trajectories"),
+        Literal["transitions", "sft"],
+        typer.Option(help="`sft`: conversations to fine-tune on"),
     ] = "transitions",
     mode: Annotated[
         Literal["train", "eval", "all"] | None,
@@ -340,9 +340,7 @@ def export(
 @app.command(name="import", rich_help_panel=RECORD)
 def import_(
     context: typer.Context,
-    file: Annotated[
-        Path, typer.Argument(help="JSON Lines, a chat conversation or a trajectory per line; or a trajectory.json")
-    ],
+    file: Annotated[Path, typer.Argument(help="JSON Lines or Parquet, a chat conversation per line or row")],
     model: Annotated[str, typer.Option(help="the model of lines without `model`")] = "imported",
     reward: Annotated[float, typer.Option(help="the reward of lines without `reward`")] = 1.0,
 ) -> None:

@@ -55,10 +55,6 @@ WHERE checkpoint IS NOT NULL AND status = 'trained'
   AND NOT EXISTS (SELECT 1 FROM policy_versions WHERE policy_versions.version = steps.version AND path IS NOT NULL)
 ORDER BY step
 """
-TRAINED_DATA = """
-SELECT COUNT(*) AS rollouts, COUNT(DISTINCT task_id) AS tasks, MIN(created_at) AS first, MAX(created_at) AS last
-FROM rollouts WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:steps))
-"""
 # What was dropped is in no group any more: the others are not late.
 OFFER_ALL = (
     "UPDATE rollouts SET group_id = NULL WHERE dropped IS NOT NULL AND group_id IS NOT NULL",
@@ -87,16 +83,6 @@ class Step:
     created_at: float
     finished_at: float | None
     metrics: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedData:
-    """The rollouts that steps took: of `tasks` tasks, opened from `first` to `last` (Unix time)."""
-
-    rollouts: int
-    tasks: int
-    first: float | None
-    last: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +194,6 @@ class TrainingSteps(Records):
     async def rollouts_of(self, step: int) -> list[Rollout]:
         statement = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
         return await self._db.records(Rollout, statement, step=step)
-
-    async def data_of(self, steps: Sequence[int]) -> TrainedData:
-        """Return the rollouts that steps took, as far as they are still in the store."""
-        (data,) = await self._db.records(TrainedData, TRAINED_DATA, steps=dumps([*steps]))
-        return data
 
     async def took_any(self) -> bool:
         return await self._db.one("SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1") is not None

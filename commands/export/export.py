@@ -1,4 +1,4 @@
-"""`export`: writes transitions, conversations or trajectories of the store to a file. The proxy need not run."""
+"""`export`: writes transitions or conversations of the store to a file. The proxy need not run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from ...core.config.section import feature_sections
 from ...core.errors import ConfigError, LightningError, NotFound
 from ...core.json_text import dumps, fields_of
 from ...core.records import Event, ModelCall, Reward, Rollout, RolloutStatus
-from ...proxy.api.views import call_fields, transitions
+from ...core.redact import REASON as REDACTED
+from ...proxy.api.views import call_fields, call_view, transitions
+from ...proxy.dialects.transcript import beginnings, chat_turns
 from ...store.database import Row
 from ...store.opening import opened
 from ...store.sqlite.file import IdleFile, is_in_use, make_private
@@ -25,7 +27,6 @@ from ..files import is_stream, pyarrow, written
 from ..formats import progress_bar
 from ..show.find import since_of
 from ..signals import run_until_signal
-from .conversations import conversations, trajectories
 
 Json = dict[str, Any]
 
@@ -35,6 +36,7 @@ IMITATED = ("completed", "failed")  # unless others are asked for: none that is 
 PAGE = 100
 ROW_GROUP = 256  # rows of Parquet that are held in memory
 ODD = "a rollout that cannot be written"
+REJECTED = "another attempt was used in place of its last answer"
 SEVERAL = "several answers: it is not known which one earned the reward"
 
 # What features say of each call.
@@ -44,7 +46,7 @@ OF_CALL = ("temperature", "untrainable_reason", "started_at", "latency_ms", "usa
 OF_REWARD = ("call_id", "name", "reward", "source")
 TOKENS = ("prompt_token_ids", "response_token_ids", "logprobs")
 OF_CREDIT = ("return", "advantage", "step")
-# The columns of Parquet by their type. Objects, whose shape differs from row to row, are JSON text there.
+# The columns of Parquet by their type. Objects differ in shape from row to row, and are JSON text there.
 COLUMNS: dict[str, dict[str, Sequence[str]]] = {
     "transitions": {
         "json": ("state", "action", "next_state", "rewards", "usage", "metadata", *CALL_FIELDS),
@@ -74,8 +76,6 @@ def export_command(
     format = "jsonl" if is_stream(target) else target.suffix.removeprefix(".")
     if format not in FORMATS:
         raise ConfigError(f"the file must end in .jsonl or .parquet, got {target.name!r}")
-    if kind == "atif" and format != "jsonl":
-        raise ConfigError("--kind atif is written as JSON Lines only")
     if not config.store.may_be_there:
         raise LightningError(f"there is no store at {config.store.where} (store.url)")
     statuses = IMITATED if kind == "sft" and status is None else get_args(RolloutStatus)
@@ -123,8 +123,8 @@ async def _rows(store: Store, rollout: Rollout, kind: str, left_out: Counter[str
     name = rollout.rollout_id
     try:
         calls = await store.calls.of(name, short=kind == "sft")
-        if kind != "transitions":
-            return list((conversations if kind == "sft" else trajectories)(rollout, calls, left_out))
+        if kind == "sft":
+            return list(conversations(rollout, calls, left_out))
         events, rewards = await store.events.of(name), await store.rewards.of(name)
         return list(_transitions(rollout, calls, events, rewards, await store.credit.of(name)))
     except NotFound:
@@ -134,6 +134,34 @@ async def _rows(store: Store, rollout: Rollout, kind: str, left_out: Counter[str
     except Exception as error:  # the record may hold whatever agents and upstreams have written
         left_out[f"{ODD} ({type(error).__name__}: {error})"] += 1
         return []
+
+
+def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
+    """Yield a row for each conversation of a rollout, which ends where no later call continues or repeats it.
+
+    Count in `left_out` each that cannot be a row, by reason.
+    """
+    turns = [
+        (call, turn, fields)
+        for call, turn, fields in zip(calls, chat_turns([*map(call_view, calls)]), call_fields(calls), strict=True)
+        if call.is_decision and call.response is not None
+    ]
+    latest, lasts = dict[int, int](), list[int]()
+    for i, (_, turn, _) in enumerate(turns):
+        digests = [*beginnings(turn.messages)]
+        latest |= dict.fromkeys(digests, i)
+        lasts.append(digests[-1])
+    for i, (call, turn, fields) in enumerate(turns):
+        if not turn.answer or latest[lasts[i]] != i:
+            continue
+        unreadable = REDACTED if call.untrainable_reason == REDACTED else turn.unreadable
+        if reason := unreadable or (REJECTED if fields.get("rejected") else None):
+            left_out[reason] += 1
+            continue
+        facts = {name: getattr(rollout, name) for name in (*OF_ROLLOUT, "reward")}
+        yield {
+            "messages": turn.messages, "tools": turn.tools or None, **facts, "agent": call.agent, "model": call.model,
+        }  # fmt: skip
 
 
 def _transitions(

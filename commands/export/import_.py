@@ -26,11 +26,10 @@ from ...store.store import Store
 from ..files import lines
 from ..formats import progress_bar
 from ..signals import run_until_signal
-from .conversations import conversation_of
 
 Json = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST = sys.float_info.max
 UPSTREAM = SOURCE = "import"
 
@@ -80,10 +79,7 @@ async def import_file(config: Config, file: Path, model: str, reward: float, cou
 
 def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedConversation]:
     """Yield the file's conversations; ConfigError with the line's number for one that is none."""
-    numbered = lines(file)
-    if file.suffix == ".json":  # a trajectory, over several lines
-        numbered = iter([(1, " ".join(line for _, line in numbered))])
-    for number, line in numbered:
+    for number, line in lines(file):
         try:
             yield _read(line, model, reward)
         except (InvalidRequest, ValueError) as error:
@@ -96,12 +92,9 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedCon
 def _read(line: str, model: str, reward: float) -> ImportedConversation:
     """Read a line; ValueError or InvalidRequest if it is no conversation."""
     row = loads(line)
-    if isinstance(row, dict) and str(row.get("schema_version")).startswith("ATIF-v1."):
-        row = conversation_of(row)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError("it is no object with `messages`")
-    messages = _with_tools([_message(message, i) for i, message in enumerate(row["messages"], 1)])
-    tools = dicts(row.get("tools")) or [{"type": "function", "function": one} for one in dicts(row.get("functions"))]
+    messages = [_message(message, i) for i, message in enumerate(row["messages"], 1)]
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and row["messages"][i].get("weight") != 0]
     if not answers or answers[0] == 0:
         raise ValueError("no message of the assistant answers another one")
@@ -110,7 +103,7 @@ def _read(line: str, model: str, reward: float) -> ImportedConversation:
         raise ValueError(f"`mode` is train or eval, got {str(mode)[:50]!r}")
     task = None if row.get("task_id") in (None, "") else check_id(str(row["task_id"]), "task_id")
     # The same line is the same rollout, however often it is imported.
-    same = dumps([messages, row.get("tools", row.get("functions")), row.get("task_id")])
+    same = dumps([messages, row.get("tools"), row.get("task_id")])
     digest = hashlib.sha256(same.encode()).hexdigest()[:32]
     failed = row.get("status") == "failed"
     if (given := row.get("reward")) is None:
@@ -121,7 +114,7 @@ def _read(line: str, model: str, reward: float) -> ImportedConversation:
         name=RolloutName(f"import-{digest}", task, mode=cast(Mode, mode)),
         model=str(row.get("model") or model),
         messages=messages,
-        tools=tools,
+        tools=dicts(row.get("tools")),
         answers=answers,
         reward=None if given is None else float(given),
         failed=failed,
@@ -134,41 +127,16 @@ def _message(message: Any, place: int) -> Json:
         raise ValueError(f"message {place} has no role among {', '.join(ROLES)}")
     if not isinstance(message.get("content"), str | list | None):
         raise ValueError(f"message {place}: `content` is neither text nor a list")
-    kept = {name: value for name, value in message.items() if name not in ("weight", "function_call")}
-    calls = message.get("tool_calls")
-    if not calls and (called := message.get("function_call")):
-        calls = [{"function": called}]
-    if not calls:
-        return kept
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ValueError(f"message {place}: `tool_calls` are no calls of functions")
-    return kept | {"tool_calls": [_tool_call(call, place, i) for i, call in enumerate(calls)]}
-
-
-def _tool_call(call: Json, place: int, i: int) -> Json:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"message {place}: `tool_calls` are no calls of functions with names")
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else dumps(arguments or {})
-    made = {"name": function["name"], "arguments": text}
-    return {"id": str(call.get("id") or f"call_{place}_{i}"), "type": "function", "function": made}
-
-
-def _with_tools(messages: list[Json]) -> list[Json]:
-    """Results of functions as results of tools: each of the first call of its name that has none yet."""
-    made, waiting = list[Json](), list[tuple[str, str]]()
-    for message in messages:
-        waiting += [(call["function"]["name"], call["id"]) for call in message.get("tool_calls") or ()]
-        if message["role"] != "function":
-            made.append(message)
-            continue
-        made.append(message | {"role": "tool"})
-        if waiting:
-            call = next((call for call in waiting if call[0] == message.get("name")), waiting[0])
-            waiting.remove(call)
-            made[-1]["tool_call_id"] = call[1]
-    return made
+    kept = {name: value for name, value in message.items() if name not in ("weight", "tool_calls")}
+    made = []
+    for i, call in enumerate(message.get("tool_calls") or ()):
+        if not isinstance(call, dict) or not isinstance(name := (call.get("function") or {}).get("name"), str):
+            raise ValueError(f"message {place}: `tool_calls` are no calls of functions with names")
+        arguments = call["function"].get("arguments")
+        text = arguments if isinstance(arguments, str) else dumps(arguments or {})
+        function = {"name": name, "arguments": text}
+        made.append({"id": str(call.get("id") or f"call_{place}_{i}"), "type": "function", "function": function})
+    return kept | ({"tool_calls": made} if made else {})
 
 
 async def _record(store: Store, recorder: Recorder, conversation: ImportedConversation) -> bool:

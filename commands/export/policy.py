@@ -22,13 +22,7 @@ Form = Literal["adapter", "merged"]
 MARKER = "COMPLETE"
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-rank
-# Of each method of training: its tag on model hubs, and what it is.
-METHODS = {
-    "rl": ("reinforcement-learning", "reinforcement learning from rewards (LightningRL)"),
-    "sft": ("sft", "supervised fine-tuning on the best rollouts (TRL's SFTTrainer)"),
-    "dpo": ("dpo", "direct preference optimization on pairs of rollouts (TRL's DPOTrainer)"),
-    "kto": ("kto", "Kahneman-Tversky optimization on single rollouts (TRL's KTOTrainer)"),
-}
+TAGS = {"rl": "reinforcement-learning"}  # on model hubs; other methods of training are named there as here
 
 
 async def export_policy(config: Config, number: int, target: Path, form: Form | None) -> Form:
@@ -139,19 +133,26 @@ async def _card(store: Store, config: Config, version: PolicyVersion, form: Form
     hub_name = None if Path(base).exists() else base  # a directory of this machine is nobody's name of a model
     name = Path(base).name
     means = await store.versions.rewards((0, n))
-    methods = list(dict.fromkeys(map(_method, steps))) or ["rl"]
+    methods: dict[str, list[Step]] = {}
+    for step in steps:
+        methods.setdefault(str(step.metrics.get("method", "rl")), []).append(step)
     full = "all weights of" if config.trainer.weights == "full" else "a LoRA adapter merged into"
     header = "" if hub_name is None else f"base_model: {dumps(hub_name)}\n"
-    described = "\n".join(f"- method `{method}`: {METHODS[method][1]}" for method in methods)
 
     def mean(mode: str, number: int) -> str:
         seen = means.get((mode, number))
         return "-" if seen is None else f"{seen.mean:.3f} (of rollouts: {seen.rollouts})"
 
+    def data(of_method: list[Step]) -> str:
+        rollouts, groups = (
+            round(sum(step.metrics.get(key, 0) for step in of_method)) for key in ("rollouts_trained", "groups_trained")
+        )
+        return f"{len(of_method)} steps on {rollouts} rollouts of {groups} groups"
+
     return f"""---
 {header}library_name: {"peft" if form == "adapter" else "transformers"}
 pipeline_tag: text-generation
-tags: [lightning-proxy, {", ".join(METHODS[method][0] for method in methods)}]
+tags: [lightning-proxy, {", ".join(TAGS.get(method, method) for method in methods)}]
 ---
 
 # {name}, policy version {n}
@@ -159,9 +160,8 @@ tags: [lightning-proxy, {", ".join(METHODS[method][0] for method in methods)}]
 {"A LoRA adapter for" if form == "adapter" else f"A full model: {full}"} `{name}`, \
 trained with lightning-proxy. The licence of the base model applies.
 
-- made: {_day(version.created_at)}
-- training steps from the base model to here: {len(steps)} ({", ".join(methods)})
-{described}
+- made: {time.strftime("%Y-%m-%d", time.gmtime(version.created_at))}
+- trained, from the base model to here: {"; ".join(f"`{method}`, {data(of)}" for method, of in methods.items())}
 - served weights compared with the trainer's: {"yes" if version.verified else "no"}
 
 ## Reward before and after
@@ -173,42 +173,10 @@ trained with lightning-proxy. The licence of the base model applies.
 
 Means over the tasks of rewarded rollouts that began with the version. The tasks of the two may differ.
 
-## Data
-
-{await _learned_from(store, steps)}
-
 ## Use
 
 {_use(form, hub_name or "BASE", config.trainer.lora_rank)}
 """
-
-
-def _method(step: Step) -> str:
-    return str(step.metrics.get("method", "rl"))
-
-
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(at))
-
-
-async def _learned_from(store: Store, steps: Sequence[Step]) -> str:
-    """What the steps learned from: those of RL from rollouts, as far as the store still has them."""
-    lines = []
-    for step in steps:
-        if (method := _method(step)) != "rl":
-            rollouts, tasks, held_out = (
-                round(step.metrics.get(name, 0)) for name in ("rollouts_trained", "groups_trained", "groups_held_out")
-            )
-            measured = f"; {held_out} more tasks were held out to measure on" if held_out else ""
-            lines.append(f"- step {step.step}, `{method}`: {rollouts} rollouts of {tasks} tasks{measured}")
-    if len(lines) < len(steps) or not steps:
-        data = await store.steps.data_of([step.step for step in steps])
-        what = "none of the rollouts that it learned from are in the store any more"
-        if data.first is not None and data.last is not None:
-            what = f"{data.rollouts} rollouts of {data.tasks} tasks"
-            what += f", recorded from {_day(data.first)} to {_day(data.last)}"
-        lines.append(f"- all steps of `rl`: {what}")
-    return "\n".join(lines)
 
 
 def _use(form: Form, base: str, rank: int) -> str:

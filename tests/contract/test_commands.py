@@ -106,7 +106,6 @@ WRONG = {
     "keys create a --concurrent 18446744073709551616": "--concurrent",
     "export out.csv": "out.csv",
     "export - --kind x": "--kind",
-    "export out.parquet --kind atif": "JSON Lines only",
     "import none.jsonl": "none.jsonl",
     "run --tasks none.jsonl -- true": "none.jsonl",
     "run -- true": "--tasks",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.export.conversations import conversations
+from lightning_proxy.commands.export.export import conversations
 from lightning_proxy.core.records import ModelCall, Rollout
 from support.models import TEMPLATE
 

@@ -54,7 +54,7 @@ async def traces(tmp_path: Path) -> Lessons:
     tokenizer = AutoTokenizer.from_pretrained(save_small_model(tmp_path / "model"))
     tokenizer.chat_template = TEMPLATE.strip()
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
-        settings = TrainerConfig.model_validate({"sft": {"held_out": 0}})
+        settings = TrainerConfig()
         trainer: Any = SimpleNamespace(settings=settings, tokenizer=tokenizer, max_tokens=512, vocabulary=None)
         return await LessonReader("sft", Store(database), trainer).read()
 
@@ -79,36 +79,6 @@ async def test_imported_conversations_are_imitated_answer_by_answer(tmp_path: Pa
     assert len(found.rollout_ids) == 2, "nobody imitates what failed"
     assert found.metrics["calls_untokenised"] == 0
     assert all(any(row.mask) for one in found.train for row in one.rows)
-
-
-async def test_functions_of_older_files_become_tools_with_their_results(tmp_path: Path) -> None:
-    def called(name: str) -> Json:
-        return {"role": "assistant", "content": None, "function_call": {"name": name, "arguments": "{}"}}
-
-    row = {
-        "messages": [
-            {"role": "user", "content": "w1"},
-            called("f"),
-            {"role": "function", "name": "f", "content": "one"},
-            called("f"),
-            {"role": "function", "name": "f", "content": "two"},
-            {"role": "assistant", "content": "w2"},
-        ],
-        "functions": [{"name": "f", "parameters": {}}],
-    }
-    bom = "\ufeff"
-    file = written(tmp_path, bom + json.dumps(row) + "\r", bom + json.dumps(PLAIN))
-    done = await asyncio.to_thread(run, tmp_path, "import", file)
-    assert done.returncode == 0, done.stderr
-    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
-        store = Store(database)
-        page, _ = await store.rollouts.page({}, 10)
-        (calls,) = [of for one in page if len(of := await store.calls.of(one.rollout_id)) == 3]
-    made = [[(tool.name, tool.result) for tool in call.tool_calls] for call in calls]
-    assert made == [[("f", "one")], [("f", "two")], []]
-    assert calls[2].request["tools"] == [{"type": "function", "function": row["functions"][0]}]  # type: ignore[index]
-    roles = [message["role"] for message in calls[2].request["messages"]]
-    assert roles == ["user", "assistant", "tool", "assistant", "tool"]
 
 
 async def test_rewards_outside_of_the_range_are_imported_by_no_means(tmp_path: Path) -> None:

@@ -62,9 +62,8 @@ async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path
     assert header["library_name"] == "peft"
     assert "base_model" not in header, "a directory of this machine is nobody's name of a model"
     told = (
-        "training steps from the base model to here: 1 (rl)",
+        "trained, from the base model to here: `rl`, 1 steps on 8 rollouts of 2 groups",
         "| training (mode `train`) | 0.500 (of rollouts: 8) | 1.000 (of rollouts: 1) |",
-        "8 rollouts of 2 tasks, recorded from ",
         "served weights compared with the trainer's: yes",
     )
     assert str(base) not in card
@@ -72,14 +71,13 @@ async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path
 
 
 async def test_the_card_names_the_data_and_the_method_of_fine_tuning(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, "lora", sft={"epochs": 1, "held_out": 0.0}) as b:
+    async with bench(base, tmp_path, "lora", sft={"epochs": 1}) as b:
         await b.groups("t1", "t2")
         await b.loop(partial(TuningRun, "sft")).run(asyncio.Event())
         assert (await asyncio.to_thread(command, b, tmp_path, "policy", "export", "1", tmp_path / "out"))[0] == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "sft" in yaml.safe_load(card.split("---")[1])["tags"]
-    assert "training steps from the base model to here: 1 (sft)" in card
-    assert "- step 1, `sft`: 4 rollouts of 2 tasks\n" in card, card
+    assert "to here: `sft`, 1 steps on 4 rollouts of 2 groups\n" in card, card
 
 
 async def test_all_weights_are_a_model_and_no_adapter(base: Path, tmp_path: Path) -> None:
