@@ -141,12 +141,10 @@ class Trial:
         """Return what the proxy knows of the training."""
         policy = await api.policy()
         steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]
-        everything = [one async for one in api.every_rollout()]
-        rollouts = [one for one in everything if one["mode"] == "train" and one["status"] != "discarded"]
+        rollouts = [one async for one in api.every_rollout(mode="train") if one["status"] != "discarded"]
         curve = [{"step": one["step"], **{key: one["metrics"].get(key) for key in OF_STEP}} for one in steps]
         return {
             "rollouts": len(rollouts),
-            "calls": sum(one["calls"] for one in everything),
             "tokens": sum(one["tokens"] for one in rollouts),
             "version": policy["live_version"],
             "best": (policy.get("best") or {}).get("story"),

@@ -48,15 +48,17 @@ def test_two_variants_with_two_seeds_train_on_equally_many_rollouts(tmp_path: Pa
     (tmp_path / "config.yaml").write_text(CONFIG.format(model=prepare_model(cache_directory())))
     tasks = [sys.executable, str(EXAMPLES / "addition" / "tasks.py"), "tasks", "--held-out", "8"]
     subprocess.run(tasks, cwd=tmp_path, check=True)
-    _, *rows = compare(tmp_path, "rollouts: 32", "[0, 1]", "{slow: {trainer: {learning_rate: 1.0e-5}}, fast: {}}")
-    assert [row[:2] for row in rows] == [["slow", "2"], ["fast", "2"]]
+    _, *rows, few_seeds = compare(
+        tmp_path, "rollouts: 32", "[0, 1]", "{slow: {trainer: {learning_rate: 1.0e-5}}, fast: {}}"
+    )
+    assert [row[:2] for row in rows] == [["slow", "2"], ["fast", "2"]] and few_seeds[0] == "fewer"
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("lightning-experiments/compare/*/*/result.json")]
     assert [run["rollouts"] for run in runs] == [32] * 4
     for run in runs:
         before, after = (run["held_out"][when] for when in ("before", "after"))
         assert before["policy_versions"] == [0] and after["policy_versions"] == [run["version"]]
         assert before["by_task"].keys() == after["by_task"].keys() and len(before["by_task"]) == 8
-        assert run["calls"] == 32 + 2 * 8 and run["tokens"] > 32 and run["minutes"]["training"] > 0
+        assert before["rollouts"] == after["rollouts"] == 8 and run["tokens"] > 32 and run["minutes"]["training"] > 0
 
     compare(tmp_path, "minutes: 1.5", "[1]", "{timed: {}}")
     (timed,) = tmp_path.glob("lightning-experiments/compare/timed/seed-1/result.json")
