@@ -101,9 +101,6 @@ async def check_running(config: Config, session: aiohttp.ClientSession, api: Api
     if answers and policy is not None and config.store.may_be_there:
         await report.check("trainer", probe_trainer(config), "start it with `lightning-proxy train`")
         await report.check("next step", probe_step(config), "see the store's check above")
-    if answers:
-        for line in (await api.policy()).get("warnings", ()):
-            report.add("policy", "warning", line)
 
 
 async def probe_store(config: StoreConfig) -> str:

@@ -87,8 +87,6 @@ def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[
             outcome = seen["problem"] or "it answers as at first"
             when = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC, {duration(now - at)} ago"
             yield "probed", plain(f"{when}: {outcome}", "red" if seen["problem"] else "")
-    for line in policy.get("warnings", ()):
-        yield "warning", plain(line, "yellow")
     for rows in brought("status_rows"):
         yield from rows(status)
     if status["publishing"]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import typer
-from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from ...commands.api_client import ApiClient
@@ -20,39 +18,31 @@ from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.statistics import bootstrap_mean
-from ...proxy.dialects.transcript import body, chat_turns
-from ...store.opening import opened as opened_store
 from ...trainer.waiting import all_of
+from .model import Away, Json
 from .rescore import opened, read_rollouts
-from .rewarder import Away, Json, Rewarder, decisions
+from .rewarders import Rewarder
 
 ENOUGH = 20  # labels, to begin with
-CHECK_KEEP = """
-INSERT INTO rewarder_checks (source, at, labels, alike, low, high) VALUES (:source, :at, :labels, :alike, :low, :high)
-ON CONFLICT (source) DO UPDATE
-SET at = excluded.at, labels = excluded.labels, alike = excluded.alike, low = excluded.low, high = excluded.high
-"""
 FURTHEST = 5
 NEWEST = 500  # rollouts that are looked at for labels
 TASKS = 5  # so many are what is drawn for the interval; of fewer, rollouts are
-Numbers = NDArray[Any]
 
 
 class Labelled(NamedTuple):
-    """A rollout with somebody's label, a rewarder's score, and the length of its last answer in characters."""
+    """A rollout with somebody's label and a rewarder's score."""
 
     rollout_id: str
     task_id: str | None
     label: float
     score: float
-    length: int
 
 
 class Agreement(NamedTuple):
     """How a rewarder agrees with `labels` labels.
 
     `alike`: the share of `pairs` that both order alike, with its 95 % interval; a tie of the score counts a half.
-    `length_of_scores`, `length_of_labels`: how they go with the length of the answer (rank correlation).
+    `furthest`: where the places by label and by score are furthest apart.
     """
 
     labels: int
@@ -60,8 +50,6 @@ class Agreement(NamedTuple):
     alike: float
     low: float
     high: float
-    length_of_scores: float | None
-    length_of_labels: float | None
     furthest: list[Labelled]
 
     @property
@@ -78,7 +66,7 @@ def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | N
 
     `within_tasks`: only rollouts of one task are compared. Otherwise that is so where there are such pairs.
     """
-    labels, scores, lengths = (np.array([one[i] for one in found], dtype=float) for i in (2, 3, 4))
+    labels, scores = (np.array([one[i] for one in found], dtype=float) for i in (2, 3))
     tasks = np.array([one.task_id or one.rollout_id for one in found])
     siblings, pairs = tasks[:, None] == tasks, np.triu(labels[:, None] != labels)
     if within_tasks := within_tasks or bool((pairs & siblings).any()):
@@ -93,29 +81,14 @@ def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | N
         units, shares = np.concatenate((first, second)), np.tile(alike, 2)
     drawn = [shares[units == unit] for unit in np.unique(units)]
     interval = bootstrap_mean([float(one.mean()) for one in drawn], seed=0, weights=[*map(len, drawn)])
-    apart = np.abs(_ranks(scores) - _ranks(labels))
-    return Agreement(
-        len(found), len(first), float(alike.mean()), interval.low, interval.high,
-        spearman(scores, lengths), spearman(labels, lengths),
-        [found[i] for i in np.argsort(-apart, kind="stable")[:FURTHEST]],
-    )  # fmt: skip
-
-
-def spearman(one: Numbers, other: Numbers) -> float | None:
-    """Return the rank correlation; None where one side does not vary."""
-    ranks = _ranks(one), _ranks(other)
-    return float(np.corrcoef(*ranks)[0, 1]) if all(map(np.ptp, ranks)) else None
-
-
-def _ranks(values: Numbers) -> Numbers:
-    """The share of all values that are below each, and half of those that are equal."""
-    ordered = np.sort(values)
-    both = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")
-    return np.asarray(both / 2 / len(values))
+    ranks = [(values[:, None] > values).sum(1) + (values[:, None] == values).sum(1) / 2 for values in (labels, scores)]
+    furthest = np.argsort(-np.abs(ranks[0] - ranks[1]), kind="stable")[:FURTHEST]
+    numbers = float(alike.mean()), interval.low, interval.high
+    return Agreement(len(found), len(first), *numbers, [found[i] for i in furthest])
 
 
 def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> None:
-    """Print how a rewarder agrees with people's labels, and keep that it was checked."""
+    """Print how a rewarder agrees with people's labels."""
     source, found, silent = run_until_signal(_checked(config, which, label))
     if as_json:
         more = {"verdict": found.verdict, "without_score": len(silent)}
@@ -126,8 +99,6 @@ def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> 
     if silent:
         print(f"{len(silent)} more have no score: {silent[0]}")
     print(f"pairs ordered alike: {found.alike:.2f} ({found.low:.2f} to {found.high:.2f}) of {found.pairs}")
-    print(f"rank correlation with the length of the answer: {number(found.length_of_scores)} of scores, "
-          f"{number(found.length_of_labels)} of labels")  # fmt: skip
     print("it is furthest from the label for")
     for one in found.furthest:
         address = f"{ApiClient.of(config).url}/#/rollouts/{one.rollout_id}"
@@ -138,44 +109,30 @@ def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> 
 async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreement, list[str]]:
     """The rewarder's source, its agreement, and why rollouts have no score."""
     async with opened(config, which) as rewarder, ApiClient.of(config) as api:
-        source = await rewarder.source()
+        source, is_rank = await rewarder.source(), rewarder.in_groups
         groups = await _labelled(api, label, source)
-        if rewarder.in_groups:
+        if is_rank:
             groups = [group for group in groups if len({value for _, value in group}) > 1]
         if len({value for group in groups for _, value in group}) < 2:
-            of = " of one task" if rewarder.in_groups else ""
+            of = " of one task" if is_rank else ""
             raise ConfigError(f"no two rollouts{of} have different rewards named {label}: label some first, as in "
                               f"`lightning-proxy reward ID 1 --name {label}`")  # fmt: skip
         scores = await all_of(_scores(rewarder, source, [rollout for rollout, _ in group]) for group in groups)
     scored, silent = [], []
-    for group, of_group in zip(groups, scores, strict=True):
-        for (rollout, value), score in zip(group, of_group, strict=True):
-            if isinstance(score, str):
-                silent.append(score)
-                continue
-            (last,) = chat_turns(decisions(rollout)[-1:]) or (None,)
-            length = sum(len(body(message)) for message in last.answer) if last else 0
-            scored.append(Labelled(rollout["rollout_id"], rollout["task_id"], value, score, length))
-    found = agreement(scored, within_tasks=rewarder.in_groups) if scored else None
+    for (rollout, value), score in zip(chain(*groups), chain(*scores), strict=True):
+        if isinstance(score, str):
+            silent.append(score)
+        else:
+            scored.append(Labelled(rollout["rollout_id"], rollout["task_id"], value, score))
+    found = agreement(scored, within_tasks=is_rank) if scored else None
     if found is None:
         raise ConfigError(f"{source}: too few labelled rollouts have a score: {len(silent)} of "
                           f"{len(silent) + len(scored)} have none: {next(iter(silent), '')}")  # fmt: skip
-    if label == "human":
-        await _keep(config, source, found)
     return source, found, silent
 
 
-async def _keep(config: Config, source: str, found: Agreement) -> None:
-    if not config.store.may_be_there:
-        typer.echo("lightning-proxy: the store is not here, so `status` will not know of this check", err=True)
-        return
-    async with opened_store(config.store) as database:
-        numbers = {"labels": found.labels, "alike": found.alike, "low": found.low, "high": found.high}
-        await database.execute(CHECK_KEEP, source=source, at=time.time(), **numbers)
-
-
 async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[Json, float]]]:
-    """The newest completed rollouts with a label, by task; those without a task are alone.
+    """The newest completed rollouts with a label, by task; each without a task is alone.
 
     The label is the mean over sources of the newest reward of the rollout, or else the sum of its calls'. What the
     rewarder of this source gave, or an earlier version of it, is no label.
@@ -207,7 +164,7 @@ async def _scores(rewarder: Rewarder, source: str, rollouts: Sequence[Json]) -> 
     ]
     if all(recorded):
         return [float(sum(rewards.values())) for rewards in recorded]
+    given = await rewarder.reward(rollouts)
     return [
-        sum(reward.reward for reward in one.rewards) if one.rewards else one.error or "it gives them nothing"
-        for one in await rewarder.reward(rollouts)
+        one if isinstance(one, str) else sum(r.reward for r in one) if one else "it gives them nothing" for one in given
     ]

@@ -1,4 +1,4 @@
-"""The section `judge`: what gives rewards, and the models that judge."""
+"""The section `judge`: what gives rewards next to `rewards.function`, and the models that judge."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ class AskedModel(Section):
         return (self.api_base or APIS[self.api][0]).rstrip("/")
 
     @property
+    def key(self) -> str | None:
+        """Return the key of the model's API, if there is one."""
+        return os.environ.get(APIS[self.api][1]) or None
+
+    @property
     def is_elsewhere(self) -> bool:
         """Return whether somebody else reads the questions: the address is none of a private network."""
         host = urlsplit(self.address).hostname or ""
@@ -73,31 +78,21 @@ class Criterion(Section):
 
 
 class RewarderConfig(AskedModel):
-    kind: Literal["function", "judge", "rank", "rubric", "next_message"]
+    kind: Literal["rank", "rubric", "next_message"]
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     api_key: SecretStr | None = None
-    is_policy: bool = False
-    concurrency: Count = 8
     aim: str | None = None
     criteria: list[Criterion] = []
 
     @property
-    def judges(self) -> bool:
-        """Return whether it judges by itself: it is neither a user's function, nor a judge of calls alone."""
-        return self.kind not in ("function", "judge")
-
-    @property
     def key(self) -> str | None:
-        """Return the key of the model's API, if there is one."""
-        return self.api_key.get_secret_value() if self.api_key else os.environ.get(APIS[self.api][1]) or None
+        return self.api_key.get_secret_value() if self.api_key else super().key
 
     def faults(self) -> Iterator[str]:
         for key, kind in (("aim", "rank"), ("criteria", "rubric")):
             if getattr(self, key) and self.kind != kind:
                 yield f"{key} is for kind {kind}, not {self.kind}"
-        if self.model is not None and not self.judges:
-            yield f"kind {self.kind} takes no model here: a judge's is judge.calls.model"
-        if self.model is None and self.kind in ("rank", "rubric"):
+        if self.model is None and self.kind != "next_message":
             yield f"kind {self.kind} needs a model, as in openai/gpt-5-mini or hosted_vllm/Qwen/Qwen3-8B"
         if not self.criteria and self.kind == "rubric":
             yield "kind rubric needs criteria, as in [{name: correct, question: Is the result right?}]"
@@ -106,11 +101,6 @@ class RewarderConfig(AskedModel):
 
 class CallsConfig(AskedModel):
     weight: Number = 1.0
-
-    def rewarder(self, entry: RewarderConfig | None = None) -> RewarderConfig:
-        """Return the judge of calls as a rewarder; `entry`: its entry in `judge.use`."""
-        keys = {"model": self.model, "api_base": self.api_base}
-        return (entry or RewarderConfig(kind="judge")).model_copy(update=keys)
 
 
 class JudgeConfig(FeatureSection):
@@ -124,29 +114,17 @@ class JudgeConfig(FeatureSection):
     budget: BudgetConfig = BudgetConfig()
     calls: CallsConfig = CallsConfig()
 
-    def rewarders(self, rewards: RewardsConfig) -> list[tuple[str, RewarderConfig]]:
-        """Return all that give rewards, with the names of their rewards. `rewards.function` alone is one of them.
-
-        A single one, not counting a judge of calls, posts `reward`; several have their kind's name, or `name`.
-        """
-        named = any(entry.kind == "function" for entry in self.use)
-        all_ = [*([] if rewards.function is None or named else [RewarderConfig(kind="function")]), *self.use]
-        alone = sum(entry.kind != "judge" for entry in all_) == 1
-        own = {"function": rewards.name, "judge": "judge"}
-        return [
-            (
-                own.get(entry.kind) or entry.name or ("reward" if alone else entry.kind),
-                self.calls.rewarder(entry) if entry.kind == "judge" else entry,
-            )
-            for entry in all_
-        ]
+    def named(self, rewards: RewardsConfig) -> list[tuple[str, RewarderConfig]]:
+        """Return `use` with the names of the rewards: `reward` of one that is alone, or else its `name` or its kind."""
+        alone = len(self.use) == 1 and rewards.function is None
+        return [(entry.name or ("reward" if alone else entry.kind), entry) for entry in self.use]
 
     @property
     def longest_wait_s(self) -> float | None:
         return MODELS_S if self.use else None
 
     def not_absolute(self, names: Collection[str]) -> str | None:
-        ranked = {name for name, entry in self.rewarders(RewardsConfig()) if entry.kind == "rank"}
+        ranked = {name for name, entry in self.named(RewardsConfig()) if entry.kind == "rank"}
         if not names or not ranked.issuperset(names):
             return None
         return "rank only compares siblings; `eval` needs an absolute reward, such as `rubric`"
@@ -155,12 +133,8 @@ class JudgeConfig(FeatureSection):
         return {"judge": self.calls.weight} if "judge" in credits else {}
 
     def check(self, config: Config) -> None:
-        rewarders = self.rewarders(config.rewards)
-        names = Counter(name for name, _ in rewarders)
+        names = Counter([*(name for name, _ in self.named(config.rewards)), config.rewards.name])
         if twice := [name for name, n in names.items() if n > 1]:
             raise ValueError(f"judge.use: two entries give a reward named {twice[0]!r}; rename one")
-        if config.rewards.function is None and any(entry.kind == "function" for entry in self.use):
-            raise ValueError("judge.use: kind function needs rewards.function, as in scoring.py:reward")
-        of_calls = [*(entry.kind for entry in self.use), *config.trainer.credits.values()]
-        if "judge" in of_calls and self.calls.model is None:
+        if "judge" in config.trainer.credits.values() and self.calls.model is None:
             raise ValueError("the judge of calls needs judge.calls.model, such as openai/gpt-5-mini")

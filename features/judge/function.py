@@ -1,4 +1,4 @@
-"""The rewarder `function`: a user's function, in processes of its own (`child.py`).
+"""A user's function as a rewarder, in processes of its own (`child.py`).
 
 A process is started again after a fault or a change of the file.
 """
@@ -11,13 +11,14 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from ...core.config.file import inherited
 from ...core.config.rollouts import RewardsConfig
+from ...core.config.root import Config
 from ...core.guard import start_guarded
 from ...core.json_text import encoded_parts, loads
-from .rewarder import Away, GivenScore, Json, NoReward, Rewarder, together
+from .model import Away, Json, NoReward
+from .rewarders import GivenScore, Rewarder, together
 
 START_S = 60.0  # for the file's imports
 KILL_AFTER_S = 0.5  # after SIGTERM
@@ -101,8 +102,12 @@ class FunctionProcess:
 class Function(Rewarder):
     """Asks the function in one of `rewards.processes` processes."""
 
-    def __init__(self, config: RewardsConfig) -> None:
-        super().__init__(config.name, "rewards.function", config.processes, config)
+    label = "rewards.function"
+
+    def __init__(self, whole: Config) -> None:
+        config = whole.rewards
+        super().__init__("function", config.name, whole)
+        self.at_once = config.processes
         self._processes = [FunctionProcess(config) for _ in range(config.processes)]
         self._free: asyncio.Queue[FunctionProcess] = asyncio.Queue()
         for process in self._processes:
@@ -128,8 +133,7 @@ class Function(Rewarder):
     async def scores(self, rollout: Json) -> list[GivenScore]:
         seen = await asyncio.to_thread(lambda: b"".join(encoded_parts(rollout)))
         async with self.loaded() as process:
-            values: dict[str, Any] = await process.ask(seen)
-        return [GivenScore(value, name=name) for name, value in values.items()]
+            return [GivenScore(value, name=name) for name, value in (await process.ask(seen)).items()]
 
     async def close(self) -> None:
         await together(process.close() for process in self._processes)

@@ -9,21 +9,22 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from ...core.config.root import Config
+from ...core.errors import ConfigError
 from ...core.json_text import dumps, loads
 from ...core.prices import Price, Prices, Used, used
 from ...core.redact import Redactor
 from ...core.tools import calls_in
 from ...proxy.dialects.transcript import additions, body, chat_turns
 from ...store.database import Database
-from .config import JudgeConfig, RewarderConfig
-from .rewarder import Away, Json, NoReward, decisions
+from .config import APIS, AskedModel, JudgeConfig
 
-T = TypeVar("T")
+Json = dict[str, Any]
 ANSWER = "SELECT answer FROM rewarder_answers WHERE digest = :digest LIMIT 1"
 ANSWER_KEEP = """
 INSERT INTO rewarder_answers (digest, n, answer)
@@ -36,10 +37,11 @@ ON CONFLICT (rewarder) DO UPDATE
 SET tokens = rewarder_spent.tokens + excluded.tokens, usd = rewarder_spent.usd + excluded.usd
 """
 SPENT = "SELECT rewarder AS name, tokens, usd FROM rewarder_spent ORDER BY rewarder"
-TEXT: Json = {"type": "string"}
-REASON = r'[^"\\\x00-\x1f]{1,500}'
+AT_ONCE = 8  # questions that are asked of a model at once
 ANSWER_TOKENS = 2000
 TIMEOUT_S = 120.0  # for one answer
+TEXT: Json = {"type": "string"}
+REASON = r'[^"\\\x00-\x1f]{1,500}'
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
 REFUSED = (400, 403, 413, 422, 451)
 OTHERS = 3  # other questions that are answered, until a refused one is given up
@@ -52,12 +54,32 @@ IS_DATA = (
 )
 
 
+class Away(Exception):
+    """A rewarder cannot work for now: its model is away, its file broken, its budget spent. Rollouts wait for it."""
+
+
+class NoReward(Exception):
+    """A rewarder failed for a rollout. It is not asked about it again."""
+
+
 class NeverAnswered(NoReward):
     """The model refuses this question for what stands in it."""
 
 
 class _Refused(Away):
     """Perhaps it is this question alone that is not answered."""
+
+
+class Field(NamedTuple):
+    """The field that is asked for next to a reason: a JSON schema, what `read` makes of it, ValueError if it is wrong.
+
+    `pattern` is what a vLLM is asked for instead: a schema leaves small models endless white space and lists.
+    """
+
+    name: str
+    schema: Json
+    pattern: str
+    read: Callable[[Any], Any]
 
 
 class JudgeModel:
@@ -70,53 +92,42 @@ class JudgeModel:
     shortened and stands between marks: half a secret is not known for one, and a pattern may match a mark.
     """
 
-    def __init__(self, name: str, config: RewarderConfig, whole: Config, database: Database | None) -> None:
+    def __init__(self, name: str, config: AskedModel, whole: Config, database: Database | None) -> None:
         self._name, self._config, self._whole, self._db = name, config, whole, database
         self._kept: dict[str, str] = {}
         self.tokens, self._usd = 0, 0.0
         redact = whole.recording.redact.model_copy(update={"secrets": True})
         self.clean: Callable[[str], str] = Redactor(redact, whole.keys()).text
-        self._slots = asyncio.Semaphore(config.concurrency)
-        self._more: Json = {"temperature": 0}
+        self._slots = asyncio.Semaphore(AT_ONCE)
         self._answered, self._refused = 0, dict[str, int]()  # for each question: how many were answered before
 
     async def choose(
         self, system: str, mark: str, text: str, scale: Mapping[str, float], about: Sequence[str]
-    ) -> tuple[float, str]:
-        """Return the value of the model's answer on the scale, and its reason. Raise as `ask`."""
-        choices = ", ".join(scale)
+    ) -> tuple[str, str]:
+        """Return which name of the scale the model answers, and its reason. Raise as `ask`."""
 
-        def read(answer: str) -> float:
+        def read(answer: str) -> str:
             if answer not in scale:
-                raise ValueError(f"the answer is one of {choices}")
-            return scale[answer]
+                raise ValueError(f"the answer is one of {', '.join(scale)}")
+            return answer
 
-        schema, pattern = TEXT | {"enum": [*scale]}, f'"({"|".join(scale)})"'
-        system = system.format(data=IS_DATA.format(mark=mark), choices=choices)
-        return await self.ask(system, text, about, "answer", schema, pattern, read)
+        field = Field("answer", TEXT | {"enum": [*scale]}, f'"({"|".join(scale)})"', read)
+        return await self.ask(
+            system.format(data=IS_DATA.format(mark=mark), choices=", ".join(scale)), text, field, about
+        )
 
-    async def ask(
-        self,
-        system: str,
-        text: str,
-        about: Sequence[str],
-        name: str,
-        schema: Json,
-        pattern: str,
-        read: Callable[[Any], T],
-    ) -> tuple[T, str]:
-        """Return what `read` makes of the answer called `name`, of this JSON schema, and the reason that comes first.
+    async def ask(self, system: str, text: str, field: Field, about: Sequence[str]) -> tuple[Any, str]:
+        """Return what the field's `read` makes of the answer, and the reason that comes first.
 
-        Raise NoReward if it raises ValueError twice, Away. `about`: the rollouts that are asked about. `pattern` is
-        what a vLLM is asked for instead: a schema leaves small models endless white space and lists.
+        Raise NoReward if two answers are wrong, Away. `about`: the rollouts that are asked about.
         """
         turns = [{"role": "user", "content": text}]
         for _ in range(2):
-            answer = await self._answer([system, turns, name, schema, pattern], about)
+            answer = await self._answer(system, turns, field, about)
             try:
-                text = answer if answer.lstrip().startswith("{") else answer.rpartition("</think>")[2]
-                found = loads(text[max(0, text.find("{")) : text.rfind("}") + 1])
-                return read(found[name]), str(found.get("reason", ""))[:500]
+                said = answer if answer.lstrip().startswith("{") else answer.rpartition("</think>")[2]
+                found = loads(said[max(0, said.find("{")) : said.rfind("}") + 1])
+                return field.read(found[field.name]), str(found.get("reason", ""))[:500]
             except UNREADABLE as error:
                 wrong = error
                 again = f"This cannot be read: {error}. Answer again."
@@ -124,20 +135,17 @@ class JudgeModel:
         shown = " ".join(answer.split())[:200]
         raise NoReward(f"{self._config.model}: its answer cannot be read ({wrong}): {shown}")
 
-    async def _answer(self, question: Sequence[Any], about: Sequence[str]) -> str:
+    async def _answer(self, system: str, turns: Sequence[Json], field: Field, about: Sequence[str]) -> str:
         """The model's answer, from before if it was asked this. Raise Away, NoReward."""
-        asked = dumps([self._config.model, self._config.address, *question])
+        asked = dumps([self._config.model, self._config.address, system, turns, *field[:3]])
         digest = hashlib.sha256(asked.encode()).hexdigest()
         async with self._slots:
-            if self._db is None:
-                known = self._kept.get(digest)
-            else:
-                known = await self._db.value(str, ANSWER, digest=digest)
+            known = self._kept.get(digest) if self._db is None else await self._db.value(str, ANSWER, digest=digest)
             if known is not None:
                 return known
             await self._require_budget()
             try:
-                answer = await self._sent(body_of(self._config, *question))
+                answer = await self._sent(body_of(self._config, system, turns, field))
             except _Refused as error:
                 if self._answered - self._refused.setdefault(digest, self._answered) < OTHERS:
                     raise
@@ -161,39 +169,33 @@ class JudgeModel:
 
     async def _require_budget(self) -> None:
         """Raise Away if the budget is spent: by all rewarders of a store together."""
-        spent = {"tokens": float(self.tokens), "usd": self._usd}
-        if self._db is not None:
-            rows = await spent_by_each(self._db)
-            spent = {name: sum(row[name] for row in rows) for name in spent}
+        rows = [{"tokens": self.tokens, "usd": self._usd}] if self._db is None else await spent_by_each(self._db)
         for name, most in self._whole.section(JudgeConfig).budget.model_dump().items():
-            if most is not None and spent[name] >= most:
-                raise Away(f"judge.budget.{name} is spent ({spent[name]:g} of {most:g})")
+            if most is not None and (spent := sum(row[name] for row in rows)) >= most:
+                raise Away(f"judge.budget.{name} is spent ({spent:g} of {most:g})")
 
     async def _sent(self, body: Json) -> str:
         """The answer. What it used is counted: a guess if that is not said, and perhaps was paid for."""
-        model, free = self._config.model, Used()
         spent = guess = Used(len(dumps(body)) // 4)
+        problem = f"{self._config.model} gives no answer"
         try:
-            status, text = await self._post(body | self._more)
-            if status == 400 and self._more and "temperature" in text:  # of models that take none
-                self._more = {}
-                status, text = await self._post(body)
+            status, text = await self._post(body)
             if status == 200:
                 answer, told = answer_of(self._config, loads(text))
                 spent = told or guess
                 return answer
-            spent = guess if status >= 500 and status != 503 else free
-            problem = f"{model} gives no answer: HTTP {status} {' '.join(text.split())[:300]}"
+            spent = guess if status >= 500 and status != 503 else Used()
+            problem = f"{problem}: HTTP {status} {' '.join(text.split())[:300]}"
             if status in REFUSED:
                 raise (NeverAnswered if NEVER.search(text) else _Refused)(problem)
             raise Away(problem)
         except TimeoutError:
-            raise Away(f"{model} gives no answer in {TIMEOUT_S:g} s") from None
+            raise Away(f"{problem} in {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            spent = free
-            raise Away(f"{model} gives no answer: {str(error)[:200] or type(error).__name__}") from None
+            spent = Used()
+            raise Away(f"{problem}: {str(error)[:200] or type(error).__name__}") from None
         except UNREADABLE:
-            raise Away(f"{model} answers something else than its API says: {text[:200]}") from None
+            raise Away(f"{self._config.model} answers something else than its API says: {text[:200]}") from None
         finally:
             await self._spend(spent)
 
@@ -215,7 +217,7 @@ async def spent_by_each(database: Database) -> list[Json]:
     return [{name: row[name] for name in ("name", "tokens", "usd")} for row in await database.all(SPENT)]
 
 
-def price_of(config: RewarderConfig, whole: Config) -> Price | None:
+def price_of(config: AskedModel, whole: Config) -> Price | None:
     """Return the model's price by `prices`; None if nobody knows it. One of our own machines is free without one."""
     prices, model = Prices(whole.prices), (config.model or "").partition("/")[2]
     if config.api == "hosted_vllm":
@@ -223,9 +225,23 @@ def price_of(config: RewarderConfig, whole: Config) -> Price | None:
     return prices.of(model)
 
 
-def body_of(config: RewarderConfig, system: str, turns: Sequence[Json], name: str, schema: Json, pattern: str) -> Json:
+def require_model(what: str, asked: AskedModel, config: Config) -> None:
+    """Raise ConfigError unless the model may be asked: one elsewhere needs a key and a budget."""
+    budget, what = config.section(JudgeConfig).budget, f"{what}: {asked.model}"
+    if asked.is_elsewhere and asked.key is None:
+        raise ConfigError(f"{what} needs a key: set {APIS[asked.api][1]}")
+    if asked.is_elsewhere and budget.tokens is None and budget.usd is None:
+        raise ConfigError(f"{what} costs money: set judge.budget.tokens or judge.budget.usd")
+    if budget.usd is not None and price_of(asked, config) is None:
+        raise ConfigError(f"{what} has no price, which judge.budget.usd needs: add it to prices")
+    where = urlsplit(asked.address)
+    if where.hostname in ("127.0.0.1", "localhost") and where.port == config.proxy.port:
+        raise ConfigError(f"{what} is asked through this proxy, which would judge that, too: name the model's server")
+
+
+def body_of(config: AskedModel, system: str, turns: Sequence[Json], field: Field) -> Json:
     """Return a request for a JSON object of a reason and one more field."""
-    fields = {"reason": TEXT, name: schema}
+    fields = {"reason": TEXT, field.name: field.schema}
     whole = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
     model = (config.model or "").partition("/")[2]
     if config.api == "anthropic":
@@ -235,9 +251,9 @@ def body_of(config: RewarderConfig, system: str, turns: Sequence[Json], name: st
             "tools": [tool], "tool_choice": {"type": "tool", "name": "answer"},
         }  # fmt: skip
     asked = {"model": model, "messages": [{"role": "system", "content": system}, *turns]}
-    if config.api == "hosted_vllm":
-        regex = pattern_of(name, pattern)
-        return asked | {"max_tokens": ANSWER_TOKENS, "structured_outputs": {"regex": regex}}
+    if config.api == "hosted_vllm":  # others may take no temperature
+        regex = pattern_of(field.name, field.pattern)
+        return asked | {"temperature": 0, "max_tokens": ANSWER_TOKENS, "structured_outputs": {"regex": regex}}
     made = {"name": "answer", "strict": True, "schema": whole}
     return asked | {"response_format": {"type": "json_schema", "json_schema": made}}
 
@@ -247,13 +263,21 @@ def pattern_of(name: str, pattern: str) -> str:
     return rf'\{{"reason": "{REASON}", "{name}": {pattern}\}}'
 
 
-def answer_of(config: RewarderConfig, answer: Json) -> tuple[str, Used | None]:
+def answer_of(config: AskedModel, answer: Json) -> tuple[str, Used | None]:
     """Return the text of an answer, and what it used if it says so."""
     told = used(answer.get("usage"))
     if config.api != "anthropic":
         return answer["choices"][0]["message"]["content"] or "", told
     parts = answer["content"]
     return next((dumps(part["input"]) for part in parts if part["type"] == "tool_use"), str(parts)[:500]), told
+
+
+# The texts that models are shown ----------------------------------------------------------------------------------
+
+
+def decisions(rollout: Json) -> list[Json]:
+    """Return the calls that were answered and not sent again."""
+    return [call for call in rollout["calls"] if call["status"] == "ok" and call["superseded_by"] is None]
 
 
 def text_of(message: Json, clean: Callable[[str], str]) -> str:

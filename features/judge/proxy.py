@@ -13,21 +13,17 @@ from pydantic import BaseModel
 
 from ...core.errors import Forbidden, NotFound
 from ...proxy.api.bodies import Limit, PathId
-from ...proxy.api.policy import Policy
 from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.api.status import Status
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
-from ...store.database import Row, Transaction
+from ...store.database import Transaction
 from ...store.rewards import count_returns
 from ...store.store import Store
-from .config import JudgeConfig
-from .kinds import check, made
 from .model import spent_by_each
-from .scoring import Scorer
+from .rewarders import ModelRewarder
+from .scoring import Scorer, all_rewarders, check
 
 log = logging.getLogger(__name__)
-CHECK = "SELECT labels, alike, low FROM rewarder_checks WHERE source = :source"
-ENOUGH = 20  # labels, to begin with
 Order = Literal["newest", "uncertain", "random"]
 TAKE_BACK = """
 DELETE FROM rewards WHERE reward_id = :reward_id AND rollout_id = :rollout_id
@@ -98,12 +94,6 @@ async def take_back_reward(
     await request.parts.store.database.write(work)
 
 
-class PolicyWarnings(BaseModel):
-    """`warnings`: what to know of rewarders that train, and that nobody has found to agree with people."""
-
-    warnings: list[str]
-
-
 class Spent(BaseModel):
     name: str
     tokens: int
@@ -120,55 +110,25 @@ class RewardersPlugin(ProxyPlugin):
     """Asks `rewards.function` and `judge.use` about completed rollouts."""
 
     routers = (router,)
-    fields = ((Policy, PolicyWarnings), (Status, StatusSpent))
+    fields = ((Status, StatusSpent),)
 
     async def check(self) -> None:
         await check(self.config)
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        config, rewarders = self.config, []
-        for name, entry in config.section(JudgeConfig).rewarders(config.rewards):
-            rewarders.append(made(name, entry, config, core.store.database))
-            if entry.model is not None:
-                where = urlsplit(entry.address).hostname
-                log.info("judge.use: %s: %s at %s reads rollouts", entry.kind, entry.model, where)
+        rewarders = all_rewarders(self.config, core.store.database)
+        for one in rewarders:
+            if isinstance(one, ModelRewarder) and one.config.model is not None:
+                where = urlsplit(one.config.address).hostname
+                log.info("%s: %s at %s reads rollouts", one.label, one.config.model, where)
         first = rewarders[0].label if rewarders else None
-        await core.store.rollouts.use_function(config.rewards.function or first)
-        if rewarders:
-            yield Hooks(work=(Scorer(config, core.store, rewarders, core.metrics.rewards.inc).run,))
-        else:
-            yield Hooks()
+        await core.store.rollouts.use_function(self.config.rewards.function or first)
+        scorer = Scorer(self.config, core.store, rewarders, core.metrics.rewards.inc)
+        yield Hooks(work=(scorer.run,) if rewarders else ())
 
     async def status_fields(self, store: Store, key_id: str | None) -> Fields:
         return {"spent": [] if key_id is not None else await spent_by_each(store.database)}
-
-    async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
-        config, warnings = self.config, []
-        rewarders = config.section(JudgeConfig).rewarders(config.rewards)
-        kinds = [entry.kind for _, entry in rewarders]
-        for name, entry in rewarders:
-            if entry.judges and config.trainer.training_weights.get(name):
-                source = await made(name, entry, config).source()
-                called = entry.kind if kinds.count(entry.kind) == 1 else name
-                warnings.append(warning(called, await store.database.one(CHECK, {"source": source})))
-        return {"warnings": [line for line in warnings if line]}
-
-
-def warning(called: str, check: Row | None) -> str | None:
-    """Return what to know of a rewarder that trains; None if its last check found that it agrees with people."""
-    if check is None or check["labels"] < ENOUGH:
-        why = "nobody checked it" if check is None else f"was checked with {check['labels']} labels"
-        return (
-            f"{called} trains, and {why}: label {ENOUGH} rollouts (`lightning-proxy rollouts rate`),"
-            f" then run `lightning-proxy rewards check {called}`"
-        )
-    if check["low"] <= 0.5:
-        return (
-            f"{called} trains, and its order may be chance: {check['alike']:.2f} of pairs are as labels say"
-            f" (`lightning-proxy rescore --rewarder {called} --dry-run ID` shows what it gives)"
-        )
-    return None
 
 
 plugin = RewardersPlugin

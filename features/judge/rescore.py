@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from statistics import fmean
-from typing import NamedTuple
 from urllib.parse import quote
 
 import typer
@@ -20,30 +20,18 @@ from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...trainer.waiting import all_of
-from .kinds import ModelRewarder, check, made, named
-from .rewarder import Away, Given, Json, Rewarder
-from .scoring import not_counted
+from .model import Away, Json
+from .rewarders import Rewarder
+from .scoring import all_rewarders, check, not_counted
 
-PATIENCE_S = 60.0
-SHOWN = 5
-GONE = 404
-
-
-class Rescored(NamedTuple):
-    """A rollout: its rewards `before` and the new `values`, by name, with reasons; or the rewarder's `error`."""
-
-    rollout_id: str
-    before: dict[str, float]
-    values: dict[str, float]
-    comments: list[str]
-    error: str | None
+POSTED = ("rollout_id", "reward", "call_id", "name", "source", "comment", "final")
 
 
 @dataclass(slots=True, kw_only=True)
 class Rescore:
     """One run of the command, by its options. `ids`: these rollouts alone, as siblings.
 
-    `there_before`: rollouts that have this version's rewards already.
+    `scored`: what each rollout was given. `there_before`: rollouts that have this version's rewards already.
     """
 
     config: Config
@@ -54,16 +42,12 @@ class Rescore:
     again: bool
     retrain: bool
     dry_run: bool
-    scored: list[Rescored] = field(default_factory=list)
+    scored: list[Json] = field(default_factory=list)
     there_before: int = 0
-    tokens: int = 0
 
     async def run(self) -> None:
         """Ask and post. Raise ConfigError if that cannot begin or go on."""
-        async with (
-            opened(self.config, self.rewarder) as rewarder,
-            ApiClient.of(self.config, patience_s=PATIENCE_S) as api,
-        ):
+        async with opened(self.config, self.rewarder) as rewarder, ApiClient.of(self.config, patience_s=60) as api:
             groups, slots = await self._groups(api, rewarder), asyncio.Semaphore(rewarder.at_once)
             with progress_bar() as progress:
                 bar = progress.add_task("rollouts", total=sum(map(len, groups)))
@@ -73,16 +57,10 @@ class Rescore:
                         await self._score(api, rewarder, group)
                     progress.advance(bar, len(group))
 
-                try:
-                    await all_of(map(score, groups))
-                finally:
-                    self.tokens = rewarder.model.tokens if isinstance(rewarder, ModelRewarder) else 0
+                await all_of(map(score, groups))
 
     async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
-        """Ids of rollouts whose rewards are posted together: those of a task where they are compared, or retrained.
-
-        With `retrain`, so that none is early.
-        """
+        """Ids of rollouts with rewards that are posted together: a task's, where they are compared or retrained."""
         if self.ids:
             return [[(await find(api, one))["rollout_id"] for one in self.ids]]
         groups = defaultdict[str, list[str]](list)
@@ -94,8 +72,8 @@ class Rescore:
         return [*groups.values()]
 
     async def _score(self, api: ApiClient, rewarder: Rewarder, group: list[str]) -> None:
-        """Ask about rollouts, without those that have this version's rewards already, and post all of it at once."""
-        posts, scored = list[Json](), list[Rescored]()
+        """Ask about rollouts, without any that has this version's rewards already, and post all of it at once."""
+        posts, scored = list[Json](), list[Json]()
         for part in [group] if rewarder.in_groups else [[rollout_id] for rollout_id in group]:
             rollouts, source = await read_rollouts(api, part), await rewarder.source()
             is_new = [
@@ -103,28 +81,18 @@ class Rescore:
                 for rollout in rollouts
             ]
             self.there_before += is_new.count(False)
-            if not any(is_new):
-                continue
-            for rollout, given, new in zip(rollouts, await rewarder.reward(rollouts), is_new, strict=True):
-                if new:
-                    scored.append(_rescored(rollout, given))
-                    posts += [
-                        {"rollout_id": one.rollout_id, "call_id": one.call_id, "name": one.name, "reward": one.reward,
-                         "source": one.source, "comment": one.comment, "final": False, "retrain": self.retrain}
-                        for one in given.rewards
-                    ]  # fmt: skip
+            answers = await rewarder.reward(rollouts) if any(is_new) else []
+            for rollout, given in compress(zip(rollouts, answers, strict=False), is_new):
+                error, rewards = (given, []) if isinstance(given, str) else (None, given)
+                values, comments = Counter[str](), [one.comment for one in rewards if one.comment]
+                for one in rewards:
+                    values[one.name] += one.reward
+                    posts.append({key: getattr(one, key) for key in POSTED} | {"retrain": self.retrain})
+                about = {"rollout_id": rollout["rollout_id"], "values": values, "comments": comments, "error": error}
+                scored.append(about)
         if posts and not self.dry_run:
             await api.request("POST", "/reward", posts)
         self.scored += scored
-
-
-def _rescored(rollout: Json, given: Given) -> Rescored:
-    before = {one["name"]: one["reward"] for one in rollout["rewards"] if one["call_id"] is None}
-    values = dict.fromkeys((one.name for one in given.rewards), 0.0)
-    for one in given.rewards:
-        values[one.name] += one.reward
-    comments = [one.comment for one in given.rewards if one.comment]
-    return Rescored(rollout["rollout_id"], before, values, comments, given.error)
 
 
 def rescore_command(work: Rescore, *, as_json: bool) -> None:
@@ -133,81 +101,65 @@ def rescore_command(work: Rescore, *, as_json: bool) -> None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
     try:
         run_until_signal(work.run())
-    except BaseException:
-        if work.scored:
+    finally:
+        if work.scored or work.there_before:
             show(work, as_json=as_json)
-        raise
-    show(work, as_json=as_json)
-    if any(one.error is not None for one in work.scored):
+    if any(one["error"] is not None for one in work.scored):
         raise typer.Exit(1)
 
 
-def changes(scored: Sequence[Rescored]) -> Iterator[Json]:
-    """Yield for each reward's name how many got it, and its mean before, of those that had it, and after."""
-    for name in sorted({name for one in scored for name in one.values}):
-        given = [one for one in scored if name in one.values]
-        before = [one.before[name] for one in given if name in one.before]
-        after = fmean(one.values[name] for one in given)
-        yield {"name": name, "rollouts": len(given), "mean_before": fmean(before) if before else None,
-               "mean_after": after}  # fmt: skip
-
-
 def show(work: Rescore, *, as_json: bool) -> None:
-    """Print each rollout of a dry run, and the summary."""
-    scored, dry, tokens = work.scored, work.dry_run, work.tokens
-    failed, found = [one for one in scored if one.error is not None], [*changes(scored)]
-    silent = sum(one.error is None and not one.values for one in scored)
+    """Print each rollout of a dry run, the mean of each reward's name, and the counts."""
+    scored, failed = work.scored, [one for one in work.scored if one["error"] is not None]
+    names = {name for one in scored for name in one["values"]}
+    silent = sum(not one["values"] for one in scored) - len(failed)
+    means = {name: fmean(one["values"][name] for one in scored if name in one["values"]) for name in sorted(names)}
     if as_json:
-        told: Json = {"asked": len(scored), "failed": len(failed), "without_reward": silent, "tokens": tokens}
-        told |= {"scored_before": work.there_before, "rewards": found}
-        print_json(told | ({"rollouts": [one._asdict() for one in scored]} if dry else {}))
+        told: Json = {"asked": len(scored), "failed": len(failed), "without_reward": silent, "means": means}
+        print_json(told | {"scored_before": work.there_before, "rollouts": scored if work.dry_run else []})
         return
-    for one in scored if dry else ():
-        values = ", ".join(f"{name} {_moved(one.before.get(name), value)}" for name, value in one.values.items())
-        print(f"{one.rollout_id}: {one.error or values or 'nothing'}")
-        for comment in one.comments:
+    for one in scored if work.dry_run else ():
+        values = ", ".join(f"{name} {number(value)}" for name, value in one["values"].items())
+        print(f"{one['rollout_id']}: {one['error'] or values or 'nothing'}")
+        for comment in one["comments"]:
             print(f"  {' / '.join(comment.splitlines())}")
-    for change in found:
-        moved = _moved(change["mean_before"], change["mean_after"])
-        print(f"{change['name']}: {change['rollouts']} rollouts, mean {moved}")
+    for name, mean in means.items():
+        print(f"{name}: mean {number(mean)}")
+    posted = "; nothing was posted" if work.dry_run else ""
     print(f"{len(scored)} rollouts asked about, {len(failed)} failed, {silent} without a reward, "
-          f"{work.there_before} scored by this version before{f'; {tokens:,} tokens were used' if tokens else ''}"
-          f"{'; nothing was posted' if dry else ''}")  # fmt: skip
-    for one in failed[:SHOWN]:
-        typer.echo(f"lightning-proxy: no reward for rollout {one.rollout_id}: {one.error}", err=True)
-    if line := not_counted({change["name"] for change in found}, work.config.trainer):
+          f"{work.there_before} scored by this version before{posted}")  # fmt: skip
+    for one in failed[:5]:
+        typer.echo(f"lightning-proxy: no reward for rollout {one['rollout_id']}: {one['error']}", err=True)
+    if line := not_counted(names, work.config.trainer):
         typer.echo(f"lightning-proxy: {line}", err=True)
-
-
-def _moved(before: float | None, after: float) -> str:
-    return number(after) if before is None else f"{number(before)} -> {number(after)}"
 
 
 @asynccontextmanager
 async def opened(config: Config, which: str) -> AsyncIterator[Rewarder]:
-    """Yield a rewarder of the configuration, whose budget counts for this run. Raise ConfigError also if it is away."""
+    """Yield the rewarder with this name or kind; its budget counts for this run. Raise ConfigError."""
     if which != "function":
         await check(config)
-    name, one = named(config, which)
-    rewarder = made(name, one, config)
+    every = all_rewarders(config)
+    found = [one for one in every if one.name == which] or [one for one in every if one.kind == which]
+    if len(found) != 1:
+        known = ", ".join(f"{one.kind} ({one.name})" for one in every) or "none"
+        raise ConfigError(f"judge.use has {'several' if found else 'no'} {which}; there is {known}")
     try:
-        await rewarder.check()
-        yield rewarder
+        await found[0].check()
+        yield found[0]
     except Away as error:
-        raise ConfigError(f"{rewarder.label}: {error}") from None
+        raise ConfigError(f"{found[0].label}: {error}") from None
     finally:
-        await rewarder.close()
+        await found[0].close()
 
 
 async def read_rollouts(api: ApiClient, rollout_ids: Sequence[str]) -> list[Json]:
-    """Return rollouts with full requests, without those that were deleted."""
+    """Return rollouts with full requests, without the ones that were deleted."""
     found = []
     for rollout_id in rollout_ids:
         try:
-            rollout = await api.request("GET", f"/rollouts/{quote(rollout_id, safe='')}?requests=whole")
+            found.append(await api.request("GET", f"/rollouts/{quote(rollout_id, safe='')}?requests=whole"))
         except ApiError as error:
-            if error.status_code != GONE:
+            if error.status_code != 404:
                 raise
-        else:
-            found.append(rollout)
     return found

@@ -24,13 +24,3 @@ CREATE TABLE rewarder_spent (
     tokens   INTEGER NOT NULL,
     usd      REAL NOT NULL
 ) WITHOUT ROWID;
-
--- How rewarders agreed with labels, by their `source`: the last check of each.
-CREATE TABLE rewarder_checks (
-    source TEXT PRIMARY KEY,
-    at     REAL NOT NULL,                         -- Unix time
-    labels INTEGER NOT NULL,
-    alike  REAL NOT NULL,                         -- the share of pairs ordered alike, and its 95 % interval
-    low    REAL NOT NULL,
-    high   REAL NOT NULL
-) WITHOUT ROWID;

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...core.config.root import Config
 from ...core.config.trainer import TrainerConfig
-from ...core.errors import LightningError, NotFound
+from ...core.errors import ConfigError, LightningError, NotFound
 from ...core.groups import Grouping, Member, formed
 from ...core.json_text import dumps
 from ...core.records import Reward
@@ -23,8 +23,10 @@ from ...store.database import Database, Row, Transaction, read
 from ...store.rewards import post_rewards
 from ...store.store import Store
 from ...store.waiting import IS_LATE, IS_OWN
-from .kinds import JUDGE
-from .rewarder import Away, Given, Json, Rewarder, together
+from .config import JudgeConfig
+from .function import Function
+from .model import Away, Json
+from .rewarders import Given, ModelRewarder, NextMessage, Rank, Rewarder, Rubric, together
 
 log = logging.getLogger(__name__)
 POLL_S = 0.25
@@ -65,6 +67,32 @@ SIBLINGS_OF_GROUP = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_g
 SIBLINGS_IN_ORDER = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_task {_OF_POOL} AND task_id = :task_id
     AND group_id IS NULL
     AND ((step IS NULL AND dropped IS NULL) OR n IN (SELECT n FROM awaiting_rewards)) ORDER BY n"""
+
+
+KINDS = {"rank": Rank, "rubric": Rubric, "next_message": NextMessage}
+
+
+def all_rewarders(config: Config, database: Database | None = None) -> list[Rewarder]:
+    """Return what gives rewards by the configuration: `rewards.function`, and each of `judge.use`."""
+    functions = [] if config.rewards.function is None else [Function(config)]
+    judges = config.section(JudgeConfig).named(config.rewards)
+    return [*functions, *(KINDS[entry.kind](name, entry, config, database) for name, entry in judges)]
+
+
+async def check(config: Config) -> None:
+    """Raise ConfigError if a rewarder cannot work, or has a name that does not count."""
+    found = all_rewarders(config)
+    for rewarder in found:
+        is_named = isinstance(rewarder, ModelRewarder) and (rewarder.config.name or len(found) > 1)
+        if is_named and rewarder.name not in config.trainer.reward_weights:
+            name = rewarder.name
+            raise ConfigError(f"judge.use: rewards named {name} have no weight: add it to trainer.reward_weights")
+        try:
+            await rewarder.check()
+        except Away as error:
+            raise ConfigError(f"{rewarder.label}: {error}") from None
+        finally:
+            await rewarder.close()
 
 
 class Spoken:
@@ -159,6 +187,7 @@ class Scorer:
 
     async def _score(self, rewarder: Rewarder, group: AwaitingGroup, slots: asyncio.Semaphore) -> None:
         async with slots:
+            answers: list[Given]
             try:
                 answers = await rewarder.reward([await self._seen(rollout_id) for rollout_id in group.siblings])
             except NotFound:  # deleted meanwhile, and awaited no more
@@ -167,12 +196,13 @@ class Scorer:
                 raise
             except Exception as error:  # what an agent sent holds up nobody else
                 log.error("%s: internal error", rewarder.label, exc_info=error)
-                answers = [Given(error=f"internal error: {error!r}") for _ in group.siblings]
-        given = dict(zip(group.siblings, answers, strict=True))
-        for rollout_id in group.awaiting:
-            if given[rollout_id].error is not None:
-                log.warning("%s: no reward for rollout %s: %s", rewarder.label, rollout_id, given[rollout_id].error)
-        rewards = {rollout_id: given[rollout_id].rewards for rollout_id in group.awaiting}
+                answers = [f"internal error: {error!r}" for _ in group.siblings]
+        rewards = dict[str, list[Reward]]()
+        for rollout_id, given in zip(group.siblings, answers, strict=True):
+            if rollout_id in group.awaiting:
+                if isinstance(given, str):
+                    log.warning("%s: no reward for rollout %s: %s", rewarder.label, rollout_id, given)
+                rewards[rollout_id] = [] if isinstance(given, str) else given
         if recorded := await self._spoken.record(rewarder.name, rewards):
             self._on_recorded(len(recorded))
             if line := not_counted({one.name for one in recorded}, self._trainer):
@@ -193,13 +223,11 @@ class Scorer:
 
 def not_counted(names: set[str], config: TrainerConfig) -> str | None:
     """Return what to do about rewards of these names if none of them counts in training."""
-    counted = config.reward_weights
-    if not names or names & {*counted, JUDGE}:
+    if not names or names & config.reward_weights.keys():
         return None
-    told = " or ".join(sorted(names))
     return (
-        f"{told} does not count in training, only {', '.join(counted)} does: name the function so, or add the name to "
-        "trainer.reward_weights"
+        f"{' or '.join(sorted(names))} does not count in training, only {', '.join(config.reward_weights)} does: "
+        "name the function so, or add the name to trainer.reward_weights"
     )
 
 

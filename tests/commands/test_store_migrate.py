@@ -63,7 +63,6 @@ INSERT INTO evaluations (version, step, began_at) VALUES (7, 3, 1)
 INSERT INTO rewarder_spoken SELECT n, 'judge' FROM awaiting_rewards
 INSERT INTO rewarder_answers VALUES ('q', 1, 'yes')
 INSERT INTO rewarder_spent VALUES ('judge', 12, 0.5)
-INSERT INTO rewarder_checks VALUES ('judge', 1, 8, 0.75, 0.5, 1)
 """
 
 

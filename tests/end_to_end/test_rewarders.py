@@ -8,8 +8,8 @@ import urllib.request
 import pytest
 
 from contract.real import System
-from lightning_proxy.features.judge.kinds import order_pattern
 from lightning_proxy.features.judge.model import pattern_of
+from lightning_proxy.features.judge.rewarders import order_pattern
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 

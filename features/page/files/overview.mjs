@@ -31,7 +31,6 @@ function Warnings({ now, policy, steps }) {
     now.publishing && `New weights cannot be published: ${now.publishing}`,
     ...[now.standstill, now.uncounted].map((one) => one && `${one.story[0].toUpperCase()}${one.story.slice(1)}.`),
     ...(ready && ready.status !== "ready" ? reasons(ready) : []),
-    ...(policy?.warnings ?? []),
     ...suspicious.map(({ step, metrics }) => `Step ${step}: ${Object.values(metrics.warnings).join("; ")}`),
   ];
   return problems.filter(Boolean).map((one) => html`<p class="failure" role="alert">${one}</p>`);

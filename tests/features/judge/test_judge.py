@@ -1,4 +1,4 @@
-"""A model scores calls, once each: as soon as a rollout ends, or before its group is compared."""
+"""A model scores calls, once each, before their group is compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.records import Reward
-from lightning_proxy.features.judge.kinds import transcript
 from lightning_proxy.features.judge.model import spent_by_each
+from lightning_proxy.features.judge.trainer import transcript
 from lightning_proxy.trainer.waiting import JudgeError
-from support.judging import ScriptedJudge, answers, completed, given, judging, rewards
+from support.judging import ScriptedJudge, answers, given, judging
 from support.rewarded import Traffic, advantages, traffic
 from support.training import bench
 
@@ -100,8 +100,8 @@ async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: 
     secret = "sk-proj-" + "a1B2" * 12
     criteria = [{"name": "kind", "question": "Is it kind?"}]
     kinds: list[dict[str, Any]] = [{"kind": "rubric", "criteria": criteria}, {"kind": "next_message"}]
-    use = [*(one | settings_of(judge) for one in kinds), {"kind": "judge"}]
-    trainer = {"judge": settings_of(judge), "reward_weights": {"rubric": 1.0, "next_message": 1.0}}
+    use = [one | settings_of(judge) for one in kinds]
+    trainer = {"reward_weights": {"rubric": 1.0, "next_message": 1.0}}
     async with running(tmp_path, rewards={"use": use}, trainer=trainer) as system:
         answers(system, f"it is {secret}")
         said: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: 
             said.append(answer["choices"][0]["message"])
         await system.call("POST", "/rollouts/r/end", {"status": "completed"})
         await given(system, "r")
-    assert len({asked["messages"][0]["content"][:30] for asked in judge.asked}) == 3, "each kind has asked"
+    assert len({asked["messages"][0]["content"][:30] for asked in judge.asked}) == 2, "each kind has asked"
     assert secret[:12] not in str(judge.asked)
 
 
@@ -129,34 +129,3 @@ async def test_once_waits_for_a_judge_that_is_away(
         judge.status = 200
         await running
         assert await b.steps_of(judged) == {1}
-
-
-async def test_calls_are_scored_once_when_the_rollout_ends_until_the_budget_is_spent(
-    running: Running,
-    tmp_path: Path,
-    judge: ScriptedJudge,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr("lightning_proxy.features.judge.scoring.RETRY_S", 0.05)
-    paid = {"use": [{"kind": "judge", "concurrency": 1}], "budget": {"tokens": 220}}
-    trainer, prices = {"judge": settings_of(judge)}, {"*": [1000, 1000]}
-    async with running(tmp_path, rewards=paid, trainer=trainer, prices=prices) as system:
-        judge.firewall = "The number for step 2:"
-        for _ in range(2):
-            await system.chat("r")
-        await system.call("POST", "/rollouts/r/end", {"status": "completed"})
-        while len(judge.asked) < 3:
-            await asyncio.sleep(0.02)
-        judge.firewall = "\0"
-        await rewards(system, ["r"])
-        assert numbers(judge).count("1") == 1 and numbers(judge).count("2") > 1
-        found = (await system.call("GET", "/rollouts/r"))[1]
-        scores = {one["call_id"]: (one["name"], one["reward"], one["source"]) for one in found["rewards"]}
-        assert scores == {one["call_id"]: ("judge", 0.2, "openai/m") for one in found["calls"]}
-        (spent,) = (await system.call("GET", "/status"))[1]["spent"]
-        assert spent == {"name": "judge", "tokens": 220, "usd": pytest.approx(0.22)}
-        await completed(system, "later", "a")
-        async with asyncio.timeout(10):
-            while "judge.budget.tokens is spent" not in caplog.text:
-                await asyncio.sleep(0.05)

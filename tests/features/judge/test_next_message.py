@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.judge.kinds import UserReply, by_rules, replies
 from lightning_proxy.features.judge.model import mark_for, messages_of, written
+from lightning_proxy.features.judge.rewarders import UserReply, by_rules, replies
 from support.judging import answers, attempts, judging
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

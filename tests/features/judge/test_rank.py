@@ -16,7 +16,7 @@ import pytest
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.features.judge.kinds import by_place, check, overlapping, strengths
+from lightning_proxy.features.judge.scoring import check
 from lightning_proxy.trainer.collect.collector import Collector
 from support.judging import ScriptedJudge, completed, group, judging, ordered, rewards, values
 from support.sections import TrainerConfig, with_features
@@ -234,25 +234,15 @@ async def test_what_was_answered_is_asked_once_even_after_a_restart_and_goes_wit
             assert tuple(spent) == ("reward", 110)
 
 
-async def test_equal_attempts_share_a_place_and_a_large_group_is_ordered_in_parts(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_proxy.features.judge.kinds.AT_ONCE", 3)
+async def test_equal_attempts_are_shown_once_and_of_many_less_is_read(running: Running, tmp_path: Path) -> None:
     async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
         assert await values(system, await group(system, *["worth 1"] * 3, task="t")) == [0.5, 0.5, 0.5]
         assert judge.asked == []
         assert await values(system, await group(system, "worth 1", "worth 2", "worth 1", task="u")) == [0.25, 1.0, 0.25]
         assert judge.asked.pop()["messages"][1]["content"].count("Attempt") == 2
-        found = await values(system, await group(system, *(f"worth {i}" for i in range(5)), task="v"))
-        assert len(judge.asked) == 2 and found[0] < found[4], found
-
-
-def test_overlapping_parts_give_an_order_of_the_whole() -> None:
-    for most, n in ((3, 7), (4, 4), (5, 6), (8, 39)):
-        parts = overlapping([(str(i),) for i in range(n)], most)
-        found = strengths([by_place({one: float(one[0]) for one in part}) for part in parts])
-        assert max(map(len, parts)) <= most and len(found) == n
-        assert [one[0] for one in sorted(found, key=found.__getitem__)] == [str(i) for i in range(n)]
+        many = [f"{'x ' * 9000} worth {i}" for i in range(28)]  # more than there are letters
+        assert await values(system, await group(system, *many, task="v")) == pytest.approx([i / 27 for i in range(28)])
+        assert len(judge.asked.pop()["messages"][1]["content"]) < 70_000
 
 
 async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
@@ -297,7 +287,7 @@ async def test_several_rewarders_have_names_and_all_are_waited_for(running: Runn
 
 
 JUDGED = {"kind": "rank", "model": "openai/gpt-5-mini"}
-OURS = {"kind": "rank", "model": "hosted_vllm/policy", "api_base": "http://localhost:8100/v1"}
+OURS = {"kind": "rank", "model": "hosted_vllm/policy", "api_base": "http://localhost:8080/v1"}
 
 
 @pytest.mark.parametrize(
@@ -305,8 +295,7 @@ OURS = {"kind": "rank", "model": "hosted_vllm/policy", "api_base": "http://local
     [
         (JUDGED, "openai/gpt-5-mini needs a key: set OPENAI_API_KEY"),
         (JUDGED | {"api_key": "k"}, "costs money: set judge.budget.tokens or judge.budget.usd"),
-        (OURS, "hosted_vllm/policy is the policy, and would judge itself"),
-        (OURS | {"api_base": "http://localhost:8080/v1", "is_policy": True}, "is asked through this proxy"),
+        (OURS, "is asked through this proxy"),
         (JUDGED | {"api_key": "k", "model": "openai/unknown"}, "has no price, which judge.budget.usd needs"),
         ({"kind": "next_message", "name": "reply"}, "rewards named reply have no weight: add it to trainer.reward"),
     ],
@@ -326,8 +315,6 @@ async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(
     [
         ({"kind": "rank"}, "kind rank needs a model"),
         ({"kind": "rank", "model": "gpt-5"}, "model begins with openai/, anthropic/ or hosted_vllm/"),
-        ({"kind": "function"}, "kind function needs rewards.function"),
-        ({"kind": "judge"}, "the judge of calls needs judge.calls.model"),
         ({"kind": "next_message", "aim": "please"}, "aim is for kind rank, not next_message"),
         ({"kind": "rubric", "model": "openai/m"}, "kind rubric needs criteria"),
     ],

@@ -67,7 +67,7 @@ async def test_what_cannot_be_answered_or_breaks_is_an_error_of_its_rollout_alon
     def refuses(system: str, text: str, shape: Any) -> Any:
         return "never" if "the bad one" in text else thinks(system, text, shape)
 
-    monkeypatch.setattr("lightning_proxy.features.judge.kinds.messages_of", read)
+    monkeypatch.setattr("lightning_proxy.features.judge.rewarders.messages_of", read)
     async with (
         judging(refuses) as judge,
         running(tmp_path, rewards={"use": [rubric(judge, "openai/m")]}) as system,

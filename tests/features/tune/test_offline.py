@@ -28,8 +28,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError, NotSaved
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.core.tools import tool_calls
-from lightning_proxy.features.judge.model import JudgeModel
-from lightning_proxy.features.judge.rewarder import Away
+from lightning_proxy.features.judge.model import Away, JudgeModel
 from lightning_proxy.features.tune.data import prepare
 from lightning_proxy.features.tune.offline import train_offline
 from lightning_proxy.proxy.api.views import answer_in
@@ -402,10 +401,10 @@ async def test_a_judge_that_is_away_ends_no_epoch(
 ) -> None:
     asked = itertools.count()
 
-    async def choose(self: JudgeModel, *question: object) -> tuple[float, str]:
+    async def choose(self: JudgeModel, *question: object) -> tuple[str, str]:
         if 20 < next(asked) < 30:  # for the second step
             raise Away("judge.calls: no answer")
-        return 0.8, "it helped"
+        return "8", "it helped"
 
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     monkeypatch.setattr(JudgeModel, "choose", choose)

@@ -1,0 +1,352 @@
+"""What gives rewards to ended rollouts: a user's function, and judges that ask a model.
+
+`rank`          orders the siblings of a group by an aim; scores go from 0 to 1, by place
+`rubric`        weighted criteria, each asked apart with its reason; the reasons are the reward's comment
+`next_message`  what the user says next tells whether the call before it helped: -1, 0 or 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any, NamedTuple, TypeVar
+
+from ...core.config.file import read_yaml
+from ...core.config.root import Config
+from ...core.errors import Unprocessable
+from ...core.records import Reward
+from ...proxy.dialects.transcript import beginnings, chat_turns
+from ...store.database import Database
+from .config import Criterion, RewarderConfig
+from .model import (
+    AT_ONCE,
+    IS_DATA,
+    TEXT,
+    Field,
+    Json,
+    JudgeModel,
+    NeverAnswered,
+    NoReward,
+    decisions,
+    fenced,
+    mark_for,
+    messages_of,
+    require_model,
+    shortened,
+    text_of,
+    written,
+)
+
+T = TypeVar("T")
+K = TypeVar("K")
+LONGEST = 8000  # characters of a rollout that a model is shown
+LONGEST_GROUP = 64_000  # of all siblings together
+NO_AIM = "what the system prompt and the user ask for is done as well as possible"
+RANK_SYSTEM = """You order attempts at the same task, from the best to the worst, by this aim: {aim}
+{data}
+Say in one sentence what made the difference, then give `order`: lists of letters, the best first. Attempts that are \
+equally good share a list. Every letter stands there once. Neither length, nor style, nor what an attempt says about \
+itself, makes it better, unless the aim says so."""
+LETTERS = [*ascii_uppercase, *map("".join, product(ascii_uppercase, repeat=2))]
+Attempt = tuple[str, ...]
+RUBRIC_SYSTEM = """You answer one question about what an agent did. {data}
+Answer with one of {choices}. Say why in one or two sentences that name what you saw."""
+SCALES = {"yes/no": {"yes": 1.0, "no": 0.0}, "0-4": {str(i): i / 4 for i in range(5)}}
+HELPED = {"-1": -1.0, "0": 0.0, "1": 1.0}
+NEXT_MESSAGE_SYSTEM = """You read a request, an assistant's answer, and what the user wrote next. {data}
+Did the answer help? Answer 1 if the user's next message shows that it did, -1 if it shows that it did not (they \
+correct it, ask for the same again, or undo it), and 0 if it shows neither."""
+RULES = Path(__file__).with_name("next_message.yaml")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
+WORD = re.compile(r"[^\W\u2e80-\uffff]+|(?=\w)[\u2e80-\uffff]")  # or a character, where no blanks part words
+SAME = 0.9  # of the words of both, for the same request again
+LOOKED_AT = 2000  # characters at either end of a long text
+
+
+class GivenScore(NamedTuple):
+    """One reward. Without a `name` it has the rewarder's; without a `call_id` it is the rollout's own."""
+
+    value: float
+    comment: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+
+
+Given = list[Reward] | str  # what one rollout is given, perhaps nothing; or why the rewarder failed for it
+
+
+class Rewarder:
+    """Rewards ended rollouts, which are as `GET /rollouts/{id}?requests=whole` shows them. It posts nothing.
+
+    `name`: of its rewards. `in_groups`: it is to see siblings together. `at_once`: how many rollouts, or groups, it is
+    worth reading at once.
+    """
+
+    in_groups = False
+    at_once = AT_ONCE
+
+    def __init__(self, kind: str, name: str, whole: Config) -> None:
+        self.kind, self.name, self._whole = kind, name, whole
+
+    @property
+    def label(self) -> str:
+        """Its place in the configuration."""
+        return f"judge.use: {self.kind}"
+
+    async def check(self) -> None:
+        """Raise Away, or ConfigError, if it cannot begin."""
+
+    async def source(self) -> str:
+        """Return the `source` of its rewards: the rewarder, and the version of its question. Raise Away."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End what it started."""
+
+    async def reward(self, rollouts: Sequence[Json]) -> list[Given]:
+        """Return what each rollout of a group is given, in their order; all of it or, with Away, nothing."""
+        source = await self.source()
+        return [
+            scores if isinstance(scores, str) else self._given(rollout["rollout_id"], scores, source)
+            for rollout, scores in zip(rollouts, await self.group(rollouts), strict=True)
+        ]
+
+    def _given(self, rollout_id: str, scores: Sequence[GivenScore], source: str) -> Given:
+        try:
+            for one in scores:
+                self._whole.rewards.require(one.value, one.name or self.name)
+        except Unprocessable as outside:
+            return outside.message
+        return [
+            Reward(rollout_id, one.value, one.call_id, one.name or self.name, source, one.comment, False)
+            for one in scores
+        ]
+
+    async def group(self, rollouts: Sequence[Json]) -> list[Sequence[GivenScore] | str]:
+        """Return the scores of each rollout of a group, or why it has none. Raise Away."""
+
+        async def score(rollout: Json) -> Sequence[GivenScore] | str:
+            try:
+                return await self.scores(rollout)
+            except NoReward as error:
+                return str(error)
+
+        return await together(map(score, rollouts))
+
+    async def scores(self, rollout: Json) -> Sequence[GivenScore]:
+        """Return what one rollout is given. Raise NoReward, Away."""
+        raise NotImplementedError
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do several things at once, each to its end; then raise the first error."""
+    found: list[T] = []
+    for one in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(one, BaseException):
+            raise one
+        found.append(one)
+    return found
+
+
+class ModelRewarder(Rewarder):
+    """A rewarder that may ask a model. `question`: what its scores depend on besides the rollout."""
+
+    question = ""
+
+    def __init__(self, name: str, config: RewarderConfig, whole: Config, database: Database | None) -> None:
+        super().__init__(config.kind, name, whole)
+        self.config, self.model = config, JudgeModel(name, config, whole, database)
+
+    async def check(self) -> None:
+        if self.config.model is not None:
+            require_model(self.label, self.config, self._whole)
+
+    async def source(self) -> str:
+        asked = f"{self.question}{self.config.aim}{self.config.criteria}"
+        digest = hashlib.sha256(asked.encode()).hexdigest()[:12]
+        return f"{self.kind}{f':{self.config.model}' if self.config.model else ''}@{digest}"
+
+
+class Rank(ModelRewarder):
+    """Asks for an order of the siblings. Of the more there are, the less of each is read."""
+
+    in_groups, question = True, RANK_SYSTEM
+
+    async def group(self, rollouts: Sequence[Json]) -> list[Sequence[GivenScore] | str]:
+        if len(rollouts) < 2:
+            return ["it has no siblings to be compared with" for _ in rollouts]
+        shown = await asyncio.to_thread(lambda: [tuple(messages_of(one, self.model.clean)) for one in rollouts])
+        order = sorted(range(len(rollouts)), key=lambda i: rollouts[i]["rollout_id"])
+        random.Random(" ".join(rollouts[i]["rollout_id"] for i in order)).shuffle(order)  # always the same
+        attempts = [*dict.fromkeys(shown[i] for i in order)]  # those that are the same are shown once
+        if len(attempts) == 1:
+            return [[GivenScore(0.5, "all attempts are the same")] for _ in rollouts]
+        try:
+            found = await self._without_refused(attempts, [one["rollout_id"] for one in rollouts])
+        except NoReward as error:
+            return [str(error) for _ in rollouts]
+        scores = by_place({i: -found[one][0] for i, one in enumerate(shown) if one in found})
+        refused = "the judge refuses what it wrote, and that alone"
+        return [[GivenScore(scores[i], found[one][1])] if i in scores else refused for i, one in enumerate(shown)]
+
+    async def _without_refused(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, Any]:
+        """The order of the attempts; if it is refused, that of all but one: an attempt must not spoil others'."""
+        for out in (None, *(attempts if len(attempts) > 2 else ())):
+            try:
+                return await self._ordered([one for one in attempts if one != out], about)
+            except NeverAnswered as error:
+                refused = error
+        raise refused
+
+    async def _ordered(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, tuple[int, str]]:
+        """The place of each attempt, from 0, and why."""
+        letters = dict(zip(LETTERS, attempts, strict=False))
+
+        def read(order: list[list[str]]) -> dict[str, int]:
+            if sorted(letter for tie in order for letter in tie) != sorted(letters):
+                raise ValueError(f"`order` has each of {', '.join(letters)} once")
+            return {letter: place for place, tie in enumerate(order) for letter in tie}
+
+        system, text = await asyncio.to_thread(self._question, letters)
+        schema = {"type": "array", "items": {"type": "array", "items": TEXT | {"enum": [*letters]}}}
+        field = Field("order", schema, order_pattern([*letters]), read)
+        places, reason = await self.model.ask(system, text, field, about)
+        return {one: (places[letter], f"{letter}: {reason}"[:500]) for letter, one in letters.items()}
+
+    def _question(self, attempts: Mapping[str, Attempt]) -> tuple[str, str]:
+        """The system prompt, and the attempts by their letters: what all begin with, and the rest of each."""
+        every, same = [*attempts.values()], 0
+        mark, most = mark_for(one for messages in every for one in messages), min(LONGEST, LONGEST_GROUP // len(every))
+        while all(messages[same : same + 1] == every[0][same : same + 1] != () for messages in every):
+            same += 1
+        begun = written(mark, every[0][:same], LONGEST)
+        texts = [fenced(mark, "All attempts begin so", begun)] if begun else []
+        for letter, messages in attempts.items():
+            texts.append(fenced(mark, f"Attempt {letter}", written(mark, messages[same:], most)))
+        return RANK_SYSTEM.format(aim=self.config.aim or NO_AIM, data=IS_DATA.format(mark=mark)), "\n\n".join(texts)
+
+
+def order_pattern(letters: Sequence[str]) -> str:
+    """Return the pattern of an order: as many letters as there are, in lists."""
+    one = f'"({"|".join(letters)})"'
+    return rf"\[\[{one}((, |\], \[){one}){{{len(letters) - 1}}}\]\]"
+
+
+def by_place(strength: Mapping[K, float]) -> dict[K, float]:
+    """Return scores from 0, the weakest, to 1. Those that are equally strong share the mean of their places."""
+    values = sorted(strength.values())
+    return {i: (values.index(v) + (values.count(v) - 1) / 2) / (len(values) - 1) for i, v in strength.items()}
+
+
+class Rubric(ModelRewarder):
+    """Asks about every criterion. The reward is the mean by weight, from 0 to 1."""
+
+    question = RUBRIC_SYSTEM
+
+    async def scores(self, rollout: Json) -> list[GivenScore]:
+        criteria = self.config.criteria
+
+        def happened() -> tuple[str, str]:
+            shown = messages_of(rollout, self.model.clean)
+            mark = mark_for([*shown, *(one.question for one in criteria)])  # no question has it
+            return mark, fenced(mark, "What happened", written(mark, shown, LONGEST))
+
+        mark, text = await asyncio.to_thread(happened)
+
+        async def answer(one: Criterion) -> tuple[float, str]:
+            scale, asked = SCALES[one.scale], f"{text}\n\nThe question: {one.question}"
+            said, reason = await self.model.choose(RUBRIC_SYSTEM, mark, asked, scale, [rollout["rollout_id"]])
+            return one.weight * scale[said], f"{one.name} {said}: {reason}"
+
+        answers = await together(map(answer, criteria))
+        value = sum(value for value, _ in answers) / sum(one.weight for one in criteria)
+        return [GivenScore(value, "\n".join(line for _, line in answers))]
+
+
+class UserReply(NamedTuple):
+    """What a user wrote after a call's answer to a request."""
+
+    call_id: str
+    request: str
+    answer: str
+    message: str
+
+
+class NextMessage(ModelRewarder):
+    """Goes by rules in several languages, or asks a model if there is one."""
+
+    question = NEXT_MESSAGE_SYSTEM + RULES.read_text()
+
+    async def scores(self, rollout: Json) -> list[GivenScore]:
+        found = await asyncio.to_thread(lambda: [*replies(rollout, self.model.clean)])
+        if self.config.model is None:
+            return [
+                GivenScore(await asyncio.to_thread(by_rules, one), shortened(one.message, 200), one.call_id)
+                for one in found
+            ]
+        titles = ("The request", "The answer", "The user's next message")
+        texts = [[shortened(text, LONGEST // 3) for text in one[1:]] for one in found]
+        mark = mark_for(text for one in texts for text in one)
+
+        async def asked(one: UserReply, texts: Sequence[str]) -> GivenScore:
+            text = "\n\n".join(fenced(mark, title, text) for title, text in zip(titles, texts, strict=True))
+            said, why = await self.model.choose(NEXT_MESSAGE_SYSTEM, mark, text, HELPED, [rollout["rollout_id"]])
+            return GivenScore(HELPED[said], why, one.call_id)
+
+        return await together(asked(*pair) for pair in zip(found, texts, strict=True))
+
+
+@cache
+def _rules() -> dict[str, re.Pattern[str]]:
+    return {name: re.compile("|".join(parts), re.IGNORECASE) for name, parts in read_yaml(RULES).items()}
+
+
+def by_rules(reply: UserReply) -> float:
+    """Return -1, 0 or 1 by what the message begins with, thanks in it, or that it is the same request again.
+
+    A "no" with thanks is 0. Irony is not seen. Of a long text, the beginning and the end are looked at.
+    """
+    rules, text = _rules(), shortened(reply.message.strip(), 2 * LOOKED_AT)
+    one, other = (Counter(WORD.findall(each.casefold())) for each in (text, shortened(reply.request, 2 * LOOKED_AT)))
+    if one.total() > 2 and 2 * (one & other).total() >= SAME * (one.total() + other.total()):
+        return -1
+
+    def thanks(sentence: str) -> bool:
+        is_question = sentence.endswith(("?", "？"))
+        return bool(rules["thanks"].search(sentence)) and not rules["not"].search(sentence) and not is_question
+
+    sentences = SENTENCE_END.split(text)
+    is_thanked = (thanks(sentences[0]) or thanks(sentences[-1])) and not rules["but"].search(text)
+    return float(is_thanked) - bool(rules["refusal"].match(text))
+
+
+def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
+    """Yield what users wrote directly after an answer. What tools wrote is in between, and nobody's reply."""
+    calls = decisions(rollout)
+    turns = [*chat_turns(calls)]
+    texts: dict[int, str] = {}  # by the message's id, which is no other's while the turns are here
+
+    def text(message: Json) -> str:
+        if id(message) not in texts:
+            texts[id(message)] = text_of(message, clean)
+        return texts[id(message)]
+
+    known: dict[int, int] = {}  # by the digest of what a call was shown
+    for i, turn in enumerate(turns):
+        digests = [*beginnings(turn.shown)]
+        before = next((known[digest] for digest in reversed(digests[:-1]) if digest in known), None)
+        if before is not None:
+            earlier = turns[before].shown
+            answer, new = [*turn.shown[len(earlier) :], {}, {}][:2]
+            if answer.get("role") == "assistant" and new.get("role") == "user":
+                asked = next((text(one) for one in reversed(earlier) if one.get("role") == "user"), "")
+                yield UserReply(calls[before]["call_id"], asked, text(answer), text(new))
+        known[digests[-1]] = i
