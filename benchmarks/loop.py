@@ -13,14 +13,15 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,15 @@ from lightning_proxy.core.config.file import load_config
 OURS, TRL = "lightning-proxy", "TRL"
 SAMPLE, TRAIN, PUBLISH, VERIFY = "sample", "train", "save and load", "wait for verification"
 ROWS = 10  # of a table of rewards
+# Seconds from a step's end until its version is ...
+STAGES = ("written to files", "loaded by vLLM and live", "the first call's answer", "proven by log-probabilities")
+# Of each version: its step's end, when it went live, and the end of the first call that it alone answered.
+PUBLISHED = """
+SELECT versions.version, finished_at, versions.live_at, MIN(calls.started_at + calls.latency_ms / 1000)
+FROM policy_versions AS versions JOIN steps ON steps.version = versions.version
+LEFT JOIN calls ON calls.policy_version = versions.version AND calls.status = 'ok'
+WHERE versions.live_at IS NOT NULL GROUP BY versions.version
+"""
 # Of each step: when its first rollout was opened, the last one rewarded, all claimed, and the weights trained.
 STEPS = """
 SELECT MIN(rollouts.created_at), MAX(rewarded_at), steps.created_at, steps.finished_at, metrics
@@ -77,9 +87,42 @@ class Learned:
         return f"{fmean(self.rewards[max(0, steps - of) : steps]):.2f}" if steps else "-"
 
 
-def learn_by_demo(directory: Path, steps: int) -> Learned:
+class Served(threading.Thread):
+    """Notes, while a demo runs, when each version was in files and when it was verified: later nothing says so.
+
+    It looks every 50 ms.
+    """
+
+    def __init__(self, store: Path) -> None:
+        super().__init__(daemon=True)
+        self._store, self._stopped = store, threading.Event()
+        self.written, self.proven = dict[int, float](), dict[int, float]()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.05):
+            with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{self._store}?mode=ro", uri=True)) as store:
+                for version, path, verified in store.execute("SELECT version, path, verified FROM policy_versions"):
+                    if path and version not in self.written:
+                        with suppress(OSError):  # its directory is renamed once it is whole
+                            self.written[version] = Path(path).stat().st_mtime
+                    if verified:
+                        self.proven.setdefault(version, time.time())
+
+    def stop(self) -> Iterator[Sequence[float | None]]:
+        """For each version, the seconds from its step's end to each of `STAGES`, None where it did not come to it."""
+        self._stopped.set()
+        self.join()
+        with closing(sqlite3.connect(self._store)) as store:
+            for version, trained, live, answered in store.execute(PUBLISHED):
+                ends = (self.written.get(version), live, answered, self.proven.get(version))
+                yield [end and end - trained for end in ends]
+
+
+def learn_by_demo(directory: Path, steps: int) -> tuple[Learned, Sequence[Sequence[float | None]]]:
+    """Return how the demo learned, and for each version the seconds until each of `STAGES`."""
     options = ["--steps", str(steps), "--dir", str(directory)]
-    started = time.time()
+    started, served = time.time(), Served(directory / "lightning.db")
+    served.start()
     subprocess.run([sys.executable, "-m", "lightning_proxy.cli", "demo", *options], check=True)
     with closing(sqlite3.connect(directory / "lightning.db")) as store:
         steps_taken = list(store.execute(STEPS))
@@ -90,7 +133,7 @@ def learn_by_demo(directory: Path, steps: int) -> Learned:
     ]
     ready = [claimed - first for _, _, claimed, *_ in steps_taken]
     rollouts = list(accumulate(int(one["rollouts"]) for one in metrics))
-    return Learned(first - started, [one["reward_mean"] for one in metrics], rollouts, ready, parts)
+    return Learned(first - started, [one["reward_mean"] for one in metrics], rollouts, ready, parts), [*served.stop()]
 
 
 def learn_by_trl(directory: Path, steps: int) -> Learned:
@@ -163,6 +206,13 @@ def seconds(ours: Learned, trl: Learned) -> Iterator[Sequence[str]]:
     yield "start, before the first training rollout", *(f"{one.start_s:.0f}" for one in (ours, trl))
 
 
+def until_proven(versions: Sequence[Sequence[float | None]]) -> Iterator[Sequence[str]]:
+    for stage, found in zip(STAGES, zip(*versions, strict=True), strict=True):
+        known = [value for value in found if value is not None]
+        if known:
+            yield stage, f"{median(known):.1f}", f"{min(known):.1f} to {max(known):.1f}", str(len(known))
+
+
 def by_rollouts(ours: Learned, trl: Learned, every: int) -> Iterator[Sequence[str]]:
     for step in range(every, min(len(ours.rewards), len(trl.rewards)) + 1, every):
         rollouts = f"{ours.rollouts[step - 1]}, {trl.rollouts[step - 1]}"
@@ -186,14 +236,16 @@ def main() -> int:
     steps, directory = 2 if options.quick else options.steps, options.dir.absolute()
     # Read when torch is loaded: threads wait for each other as those of the demo's trainer do.
     os.environ.update({"OMP_WAIT_POLICY": "PASSIVE"} | telemetry_off())
-    ours, trl = learn_by_demo(directory, steps), learn_by_trl(directory, steps)
+    (ours, versions), trl = learn_by_demo(directory, steps), learn_by_trl(directory, steps)
     page = Page("The demo beside TRL's own loop")
     every, head = max(1, steps // ROWS), (OURS, TRL)
     page.text(NOTES)
     page.table("Seconds of a step, means:", ("", *head), seconds(ours, trl))
+    head_of = ("a version is", "median", "least to most", "versions")
+    page.table("Seconds after the end of the step that made it:", head_of, until_proven(versions))
     page.table(f"Mean reward by rollouts, each of {every} steps:", ("rollouts", *head), by_rollouts(ours, trl, every))
     page.table("Mean reward by minutes (steps so far):", ("minutes", *head), by_minutes(ours, trl, every))
-    (directory / "steps.json").write_text(json.dumps({OURS: asdict(ours), TRL: asdict(trl)}))
+    (directory / "steps.json").write_text(json.dumps({OURS: asdict(ours), TRL: asdict(trl), "served": versions}))
     page.save(options.page)
     return 0
 
