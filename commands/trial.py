@@ -140,6 +140,7 @@ class Trial:
     async def found(self, api: ApiClient) -> Json:
         """Return what the proxy knows of the training."""
         policy = await api.policy()
+        best = policy.get("best") or {}
         steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]
         rollouts = [one async for one in api.every_rollout(mode="train") if one["status"] != "discarded"]
         curve = [{"step": one["step"], **{key: one["metrics"].get(key) for key in OF_STEP}} for one in steps]
@@ -147,7 +148,8 @@ class Trial:
             "rollouts": len(rollouts),
             "tokens": sum(one["tokens"] for one in rollouts),
             "version": policy["live_version"],
-            "best": (policy.get("best") or {}).get("story"),
+            "best": best.get("story"),
+            "best_version": best.get("version"),
             "steps_taken": policy["steps"],
             "collapse": policy["collapse"],
             "steps": sorted(curve, key=lambda one: one["step"]),

@@ -17,6 +17,7 @@ def experiment(
         Path | None, typer.Option("--dir", help="the runs' folder", show_default="lightning-experiments/FILE")
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", min=1, help="runs side by side, each with a vLLM of its own")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what it costs; nothing is started")] = False,
 ) -> None:
     """Compare variants of the configuration over seeds, with your tasks and agent.
 
@@ -24,7 +25,7 @@ def experiment(
     """
     from .experiment import experiment as run
 
-    run(file, context.obj, directory or Path("lightning-experiments") / file.stem, jobs)
+    run(file, context.obj, directory or Path("lightning-experiments") / file.stem, jobs, dry_run=dry_run)
 
 
 def add_to(commands: typer.Typer) -> None:

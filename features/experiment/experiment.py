@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import math
 import os
 import shutil
+import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import typer
@@ -25,9 +28,13 @@ from ...commands.signals import Interrupted, run_until_signal
 from ...commands.system.processes import make_directory
 from ...commands.trial import Json, Trial, draw
 from ...commands.vllm import visible_gpus
+from ...core.config.file import load_config
+from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ...core.statistics import bootstrap_mean
+from ...store.opening import opened
 from ...store.sqlite.file import lock_file
+from ...store.store import Store
 from ...trainer.plan import cards
 from .plan import Experiment, LessonPlan, check_agent, flat, lessons_of, read_experiment
 
@@ -41,12 +48,16 @@ SEEDS = 5  # with fewer, intervals over seeds are too narrow
 GROUPS_A_MINUTE = 10_000  # more than agents can work off
 
 
-def experiment(file: Path, config: Path | None, directory: Path, jobs: int) -> None:
+def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, dry_run: bool) -> None:
     """Run the command. Raise LightningError if a lesson failed."""
     plan = read_experiment(file, config)
     lessons, gpus = lessons_of(plan, directory), gpus_of(jobs)
-    if len(results_of(lessons)) < len(lessons):
+    results = results_of(lessons)
+    if len(results) < len(lessons):
         check_agent(plan, lessons[0].config)
+    if dry_run:
+        typer.echo(cost(plan, len(lessons) - len(results), [*results.values()], jobs))
+        return
     os.umask(0o077)
     with lock_file(make_directory(directory, "--dir") / ".experiment", "lock") as is_ours:
         if not is_ours:
@@ -62,7 +73,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int) -> N
         console = Console()
         show(finished, console if console.is_terminal else Console(width=240, no_color=True))
         write(finished, directory)
-        say(f"the table: {directory}/results.md and results.json")
+        say(f"the table: {directory}/results.md, .csv and .json")
         try:
             draw(finished, directory / "curves.png")
             say(f"curves: {directory / 'curves.png'}")
@@ -141,6 +152,23 @@ def gpus_of(jobs: int) -> list[Env]:
     return [visible_gpus(gpus[job * each : (job + 1) * each]) for job in range(jobs)]
 
 
+def cost(plan: Experiment, left: int, finished: Sequence[Json], jobs: int) -> str:
+    """Say what the lessons that are left cost: by the finished ones, or what is known without any."""
+    held_out = 2 * len(read_tasks(plan.held_out)) * plan.samples
+    train = f"{plan.rollouts} rollouts" if plan.rollouts else f"{plan.minutes:g} minutes"
+    runs = f"{left} runs to do; each trains for {train}, and evaluates {held_out} rollouts"
+    if not (left and finished):
+        return f"{runs}\nonce a run is finished, --dry-run says how many minutes and GiB the others take"
+    tokens, gib = (left * fmean(one[key] for one in finished) for key in ("tokens", "gib"))
+    minutes = left * fmean(map(minutes_of, finished)) / jobs
+    amounts = f"{minutes:.0f} minutes, {gib:.1f} GiB on the disk, {tokens:.0f} tokens sampled in training"
+    return f"{runs}\nabout {amounts}, as measured on {len(finished)} finished"
+
+
+def minutes_of(result: Json) -> float:
+    return float(sum(result["minutes"].values()))
+
+
 def show(results: Sequence[Json], console: Console) -> None:
     """Print a line for each variant: mean reward of the held-out tasks, and 95 % intervals over seeds and tasks."""
     (first, *others), *rows = lines(results)
@@ -169,7 +197,7 @@ def lines(results: Sequence[Json]) -> list[list[str]]:
             name, str(len(seeds)), _mean(before)[0], *_mean(after), *_mean(after - before, "+"), *above,
             " ".join(f"{value:.3f}" for value in after.mean(axis=1)), str(after.shape[1]),
             str(next(iter(seeds.values()))["made_with"]["samples"]),
-            f"{np.mean([sum(one['minutes'].values()) for one in seeds.values()]):.1f}",
+            f"{np.mean([minutes_of(one) for one in seeds.values()]):.1f}",
             f"{np.mean([one['tokens'] for one in seeds.values()]):.0f}",
         ])  # fmt: skip
     return rows
@@ -196,7 +224,7 @@ def _mean(values: Matrix, sign: str = "") -> tuple[str, str]:
 
 
 def write(results: Sequence[Json], directory: Path) -> None:
-    """Write results.md (the table) and results.json (all runs, and what they rest on)."""
+    """Write results.md (the table), results.csv (a line for each run) and results.json (all, and what it rests on)."""
     head, *rows = lines(results)
     table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     text = "".join(f"| {' | '.join(row)} |\n" for row in table)
@@ -204,8 +232,24 @@ def write(results: Sequence[Json], directory: Path) -> None:
     (directory / "results.md").write_text(
         "\n\n".join([text.rstrip(), note, *filter(None, [few_seeds(results)])]) + "\n"
     )
+    with (directory / "results.csv").open("w", newline="") as file:
+        sheet = csv.writer(file)
+        sheet.writerow(("variant", "seed", "before", "after", "tasks", "rollouts", "steps", "tokens", "minutes"))
+        for one in results:
+            ends = [one["held_out"][when]["mean_reward"] for when in ("before", "after")]
+            amounts = (one["rollouts"], len(one["steps"]), one["tokens"], round(minutes_of(one), 2))
+            sheet.writerow((one["variant"], one["seed"], *ends, len(one["held_out"]["after"]["by_task"]), *amounts))
     packages = {one.name: one.version for one in distributions()}
     save_json({"packages": dict(sorted(packages.items())), "runs": results}, directory / "results.json")
+
+
+def commit() -> str | None:
+    """Return the commit of the working directory, which may have changes; None outside of a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 class Lesson(Trial):
@@ -220,7 +264,14 @@ class Lesson(Trial):
     async def run(self) -> Json:
         self.begin()
         about = {"variant": self.lesson.variant, "seed": self.lesson.seed, "made_with": self.lesson.made_with}
-        return about | await super().run()
+        found: Json = about | {"commit": commit()} | await super().run()
+        bytes_ = sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+        return found | {"gib": round(bytes_ / 2**30, 3)}
+
+    async def stages(self, config: Config) -> Json:
+        found = await super().stages(config)
+        await self.tidy({found["version"], found["best_version"]})
+        return found
 
     async def ended(self, api: ApiClient) -> None:
         await asyncio.sleep(self.plan.minutes * 60 if self.plan.minutes else math.inf)
@@ -232,3 +283,16 @@ class Lesson(Trial):
         rollouts, group_size = self.plan.rollouts, self.lesson.config.trainer.group_size
         groups = len(read_tasks(self.work.tasks)) if rollouts is None else rollouts // group_size
         self.prepare(self.lesson.settings, self.lesson.seed, groups)
+
+    async def tidy(self, kept: Container[int]) -> None:
+        """Remove the weights of all versions but these, and all checkpoints but the last."""
+        shutil.rmtree(self.directory / "policy" / "checkpoints" / "0", ignore_errors=True)  # of the base model
+        async with opened(load_config(self.launch.path).store) as database:
+            store = Store(database)
+            for version in await store.versions.with_files():
+                if version.version not in kept:
+                    await store.versions.forget_files(version.version)
+                    shutil.rmtree(self.directory / "policy" / "versions" / f"v{version.version}", ignore_errors=True)
+            for step, checkpoint in await store.steps.old_checkpoints(1):
+                await store.steps.forget_checkpoint(step)
+                shutil.rmtree(checkpoint, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,13 @@ import pytest
 import yaml
 
 from lightning_proxy.commands.run.tasks import read_tasks
+from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError, LightningError
 from lightning_proxy.features.experiment import experiment as module
 from lightning_proxy.features.experiment.experiment import Lesson, run_lessons
 from lightning_proxy.features.experiment.plan import lessons_of, read_experiment
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
 
 # `experiment` in front of a played run, which takes as long as the file `hang` is there.
@@ -133,7 +137,7 @@ def test_a_wrong_file_or_variant_is_refused_before_anything_starts(
     monkeypatch.setenv("LIGHTNING_TRAINER__DISCOUNT", "0.5")
     (place / "mine.py").write_text("def ppo(given):\n    return -given.ratios * given.advantages\n")
     with pytest.raises(ConfigError) as refused:
-        module.experiment(write(place, **changes), place / "config.yaml", place / "out", 1)
+        module.experiment(write(place, **changes), place / "config.yaml", place / "out", 1, dry_run=False)
     assert named in refused.value.message and not (place / "out").exists()
 
 
@@ -152,7 +156,7 @@ def test_it_resumes_after_a_kill_also_elsewhere_and_refuses_another_file(place: 
         ["uniform", "2", "0.250", "0.562"], ["discounted", "2", "0.250", "0.562"],
     ]  # fmt: skip
     results = place / "lightning-experiments" / "compare"
-    assert {"curves.png", "results.md", "results.json"} < {file.name for file in results.iterdir()}
+    assert {"curves.png", "results.md", "results.csv", "results.json"} < {file.name for file in results.iterdir()}
     assert all(path.stat().st_size < 10_000 for path in results.glob("*/*/result.json"))
 
     other = place.with_name("other")
@@ -223,6 +227,38 @@ def test_gpus_are_shared_out_to_the_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert module.gpus_of(1) == [{}]  # it may use all
     with pytest.raises(ConfigError, match="--jobs 5: there are 4 GPUs"):
         module.gpus_of(5)
+
+
+def test_a_dry_run_says_the_cost_as_far_as_it_is_known(place: Path) -> None:
+    file = write(place)
+    first = lightning("experiment", file, "--dry-run").stdout.splitlines()
+    assert first[0] == "4 runs to do; each trains for 16 rollouts, and evaluates 16 rollouts"
+    for lesson in lessons_of(read_experiment(file, place / "config.yaml"), place / "lightning-experiments/compare")[:2]:
+        lesson.directory.mkdir(parents=True)
+        measured = {"minutes": {"training": 2, "start": 1}, "tokens": 1000, "gib": 0.4}
+        lesson.result.write_text(json.dumps({"made_with": lesson.made_with} | measured))
+    done = lightning("experiment", file, "--dry-run", "--jobs", "2").stdout.splitlines()
+    cost = "about 3 minutes, 0.8 GiB on the disk, 2000 tokens sampled in training, as measured on 2 finished"
+    assert done == ["2 runs to do; each trains for 16 rollouts, and evaluates 16 rollouts", cost]
+
+
+async def test_a_finished_run_keeps_the_last_and_the_best_weights(place: Path) -> None:
+    experiment = read_experiment(write(place), place / "config.yaml")
+    lesson = Lesson(experiment, lessons_of(experiment, place / "out")[0], {}, print)
+    lesson.begin()
+    policy = lesson.directory / "policy"
+    async with opened(load_config(lesson.launch.path).store) as database:
+        store = Store(database)
+        for _ in range(4):
+            number = await store.steps.claim([], 0)
+            weights, checkpoint = policy / "versions" / f"v{number}", policy / "checkpoints" / str(number)
+            weights.mkdir(parents=True)
+            checkpoint.mkdir(parents=True)
+            await store.steps.trained(number, str(checkpoint), {})
+            await store.versions.saved(await store.versions.new("lora", number, {}), str(weights), f"policy-v{number}")
+    await lesson.tidy({4, 2})
+    assert {path.name for path in (policy / "versions").iterdir()} == {"v2", "v4"}
+    assert {path.name for path in (policy / "checkpoints").iterdir()} == {"4"}
 
 
 def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def test_results_are_written_for_a_paper_with_a_warning_where_seeds_are_few(tmp_
     assert head.startswith("| variant | seeds | before | after |") and rule.startswith("| --- | ---: |")
     assert first.startswith("| first | 5 | 0.000 | 0.250 |") and "| 0.500 | 4 | 3 |" in second
     assert notes[-1].startswith("fewer than 5 seeds (second has 1): ")
+    sheet = [*csv.DictReader((tmp_path / "results.csv").read_text().splitlines())]
+    assert [row["seed"] for row in sheet] == [*"012340"] and sheet[5]["after"] == "0.5"
     whole = json.loads((tmp_path / "results.json").read_text())
     assert whole["runs"] == results and whole["packages"]["numpy"] == np.__version__
 
