@@ -7,23 +7,21 @@ task. The tables also show how many these are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from ...core.statistics import SEED, bootstrap_mean, compare, difference, evidence_of
+from ...core.statistics import SEED, bootstrap_mean, compare
 from ..formats import table
 from ..run.report import by_name, by_task, names_table
 from ..run.run import RolloutResult
 
 Json = dict[str, Any]
-Rewards = Mapping[str, Sequence[float]]  # by task
 LIVE = "live"
 PASSED = 1.0  # the reward of a rollout that has passed
-MARGIN, LEVEL = 0.1, 0.05
 
 
 @dataclass(slots=True)
@@ -109,34 +107,7 @@ def _versus(row: Json, first: Json) -> Json | None:
     if not both:
         return None
     ours, theirs = ([side["by_task"][task]["mean_reward"] for task in both] for side in (row, first))
-    rewards = ({task: [r or 0.0 for r in side["by_task"][task]["rewards"]] for task in both} for side in (row, first))
-    versions = [version for version in row["policy_versions"] if version is not None]
-    is_same = len(versions) == 1 and row["policy_versions"] == first["policy_versions"]
-    return {
-        "model": first["model"],
-        **asdict(compare(ours, theirs)),
-        "evidence": weigh(*rewards),
-        "same_version": versions[0] if is_same else None,
-    }
-
-
-def weigh(rewards: Rewards, first: Rewards) -> Json:
-    """Weigh a row against the first one, as promotion weighs a new version; both have the same tasks.
-
-    `margin`: a tenth of the rewards' range, which is 0 to 1, or wider if rewards are. `shown`: there is a drop, with an
-    e-value of at least `needed`. `excluded`: there is none of more than `margin`.
-    """
-    seen = [reward for rows in (rewards, first) for task in rows.values() for reward in task]
-    low, high = min(0.0, *seen), max(1.0, *seen)
-    evidence = evidence_of((difference(rewards[task], first[task], low, high) for task in rewards), MARGIN, LEVEL)
-    return {
-        "margin": MARGIN * high - MARGIN * low,
-        "e_drop": evidence.e_drop,
-        "e_safe": evidence.e_safe,
-        "needed": 1 / LEVEL,
-        "shown": evidence.e_drop >= 1 / LEVEL,
-        "excluded": evidence.e_safe >= 1 / LEVEL,
-    }
+    return {"model": first["model"], **asdict(compare(ours, theirs))}
 
 
 def print_tables(found: Json) -> None:
@@ -167,22 +138,6 @@ def print_tables(found: Json) -> None:
         versus.add_row(row["model"], *numbers, str(of_row["tasks"]))
     if others:
         console.print("", versus, sep="\n")
-    for row in compared:
-        print(f"{row['model']} beside {first['model']}: {verdict(row['versus'])}")
-
-
-def verdict(versus: Json) -> str:
-    """Say in words whether there is a drop."""
-    if (version := versus["same_version"]) is not None:
-        return f"both are policy version {version}, so any difference is chance"
-    found = versus["evidence"]
-    margin, excluded = f"{found['margin']:g}", found["excluded"]
-    if found["shown"]:
-        return "a drop is shown" + (f", and one of more than {margin} is excluded" if excluded else "")
-    if excluded:
-        return f"a drop of more than {margin} is excluded"
-    needed = f"(evidence {found['e_safe']:.2g}, {found['needed']:g} are needed)"
-    return f"a drop of more than {margin} is not excluded yet {needed}"
 
 
 def _label(row: Json) -> str:

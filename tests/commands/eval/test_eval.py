@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.commands.eval.eval import parse_models
-from lightning_proxy.commands.eval.report import EvalRow, ks, pass_at_k, report, verdict, weigh
+from lightning_proxy.commands.eval.report import EvalRow, ks, pass_at_k, report
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.upstreams import UpstreamConfig
@@ -24,7 +24,7 @@ Running = Callable[..., AbstractAsyncContextManager[System]]
 
 # Version 1 does all tasks, the base model every other one, any other model none.
 AGENT = """
-import json, os, sys, urllib.request
+import json, os, urllib.request
 
 def post(url, body):
     headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -32,16 +32,13 @@ def post(url, body):
         return json.load(answer)
 
 task = json.loads(os.environ["LIGHTNING_TASK"])
-asked = {"model": task.get("asks_for", "policy"), "messages": [{"role": "user", "content": "who are you?"}]}
+asked = {"model": "policy", "messages": [{"role": "user", "content": "who are you?"}]}
 said = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked)["choices"][0]["message"]["content"]
 if "untrained_asks_for" in task:
     post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked | {"model": task["untrained_asks_for"]})
-if task.get("fails"):
-    sys.exit("gave up")
 trained = said.startswith("by policy-v1") or said.endswith("with v1")
 reward = 1.0 if trained else task["x"] % 2 if said.startswith("by base") else 0.0
-if not task.get("silent"):
-    post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": reward})
+post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": reward})
 """
 
 
@@ -72,16 +69,12 @@ class Evaluating:
         _, page = await self.system.call("GET", "/rollouts?limit=1000")
         return list(page["data"])
 
-    async def live(self) -> int:
-        _, policy = await self.system.call("GET", "/policy")
-        return int(policy["live_version"])
-
 
 @asynccontextmanager
 async def evaluating(
     running: Running, directory: Path, publish: str = "lora", tasks: int = 4, **more: Any
 ) -> AsyncIterator[Evaluating]:
-    """With policy version 1 beside the base model, which is live."""
+    """With policy version 1, while the base model is live."""
     async with running(directory, publish=publish, **more) as system:
         async with system.store() as store:
             assert await system.earlier_version(store, directory) == 1
@@ -116,54 +109,21 @@ async def test_versions_and_other_models_are_compared_with_the_first(running: Ru
     assert [row["policy_versions"] for row in rows.values()] == [[0], [1], [0], [None]]
     assert rows["live"]["by_task"]["t1"]["rewards"] == [1.0, 1.0]
     versus = rows["1"]["versus"]
-    assert versus == {
-        "model": "live", "difference": 0.5, "tasks": 4, "p": 0.5, "interval": versus["interval"],
-        "evidence": versus["evidence"], "same_version": None,
-    }  # fmt: skip
-    assert (versus["evidence"]["shown"], rows["0"]["versus"]["same_version"]) == (False, 0)
+    told = {"model": "live", "difference": 0.5, "tasks": 4, "p": 0.5}
+    assert versus == told | {"interval": versus["interval"]}
     assert rows["live"]["pass_at_k"]["2"]["value"] == 0.5
     assert (found["complete"], found["samples"], len(rollouts)) == (True, 2, 4 * 4 * 2)
     assert {r["mode"] for r in rollouts} == {"eval"}
 
 
-async def test_a_version_is_loaded_again_where_vllm_has_forgotten_it_as_long_as_its_files_are_there(
-    running: Running, tmp_path: Path
-) -> None:
-    async with evaluating(running, tmp_path, tasks=1) as e:
-        e.system.vllm.restart()
-        assert (await e.run("1"))[0] == 0
-        assert list(e.system.vllm.adapters) == ["policy-v1"]
-        async with e.system.store() as store:
-            await store.versions.forget_files(1)
-        code, _, err = await e.run("live,1")
-        assert (code, "keep_versions" in err) == (1, True)
-        assert len(await e.rollouts()) == 1, "nothing was started"
-
-
-async def test_an_agent_may_ask_for_other_models_beside_the_alias_and_not_in_its_place(
-    running: Running, tmp_path: Path
-) -> None:
+async def test_an_agent_may_ask_for_other_models_besides_the_alias(running: Running, tmp_path: Path) -> None:
     async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
         e.set_tasks([{"x": 1, "untrained_asks_for": name} for name in ("base", "vendor/gpt-mini")])
         code, _, err = await e.run("1,live")
         assert code == 0, err
         rows = e.rows()
-        e.set_tasks([{"x": 1, "asks_for": "base"}])
-        code, _, err = await e.run("vendor/gpt-mini")
     assert [row["mean_reward"] for row in rows.values()] == [1.0, 1.0]
     assert [row["policy_versions"] for row in rows.values()] == [[1], [0]]
-    assert (code, "never asked for 'policy', only for base" in " ".join(err.split())) == (1, True), err
-
-
-async def test_a_version_that_cannot_be_promoted_is_said_before_anything_starts(
-    running: Running, tmp_path: Path
-) -> None:
-    async with evaluating(running, tmp_path, "merged") as e:
-        assert "no policy version 9" in (await e.run("live,9", "--promote"))[2]
-        async with e.system.store() as store:
-            await store.versions.forget_files(1)
-        assert "no files" in (await e.run("live,1", "--promote"))[2]
-        assert await e.rollouts() == []
 
 
 async def test_rollouts_are_opened_for_a_model_by_the_control_api(running: Running, tmp_path: Path) -> None:
@@ -231,46 +191,3 @@ def test_pass_at_k_is_the_chance_that_one_of_k_drawn_has_passed(n: int, c: int, 
 
 def test_pass_at_k_is_shown_for_powers_of_two_and_all_samples() -> None:
     assert (ks(1), ks(4), ks(6)) == ([1], [1, 2, 4], [1, 2, 4, 6])
-
-
-def tasks(differences: list[float], live: float = 0.5) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Two rollouts a task, which are so much above two of the first row on average."""
-    ours = {f"t{i}": [live + value, live + value] for i, value in enumerate(differences)}
-    return ours, {task: [0.0, 2 * live] for task in ours}
-
-
-@pytest.mark.parametrize(
-    ("differences", "live", "expected"),
-    [
-        ([-0.5] * 20, 0.5, "a drop is shown"),
-        ([0.0] * 80, 0.5, "a drop of more than 0.1 is excluded"),
-        ([-0.06] * 200, 0.5, "a drop is shown, and one of more than 0.1 is excluded"),
-        ([0.1], 0.5, "a drop of more than 0.1 is not excluded yet (evidence 1.1, 20 are needed)"),
-        ([0.0] * 80, 2.0, "a drop of more than 0.4 is excluded"),  # rewards beyond 1 widen the range and the margin
-    ],
-)
-def test_one_line_says_whether_there_is_a_drop(differences: list[float], live: float, expected: str) -> None:
-    assert verdict({"evidence": weigh(*tasks(differences, live)), "same_version": None}) == expected
-
-
-def test_a_task_counts_once_and_in_any_order() -> None:
-    ours, first = tasks([-0.5, 0.25, 0.0, 0.5])
-    again = {task: rewards * 4 for task, rewards in reversed(ours.items())}
-    assert weigh(again, first) == pytest.approx(weigh(ours, first))
-    assert weigh({"t": [-1.0]}, {"t": [1.0]})["margin"] == pytest.approx(0.2)
-    assert weigh({"t": [-1.5e308]}, {"t": [1.5e308]})["margin"] == pytest.approx(3e307)
-
-
-def test_rows_of_one_version_differ_by_chance() -> None:
-    def answered(*versions: int | None) -> EvalRow:
-        model: dict[str | None, tuple[int | None, ...]] = {"policy": versions}
-        return EvalRow("live", [RolloutResult("r", "t", 0, None, 1.0, answers=model)])
-
-    def same(row: EvalRow, first: EvalRow) -> Any:
-        return report([first, row], {})["rows"][1]["versus"]["same_version"]
-
-    assert (same(answered(3), answered(3)), same(answered(None, 3), answered(None, 3))) == (3, 3)
-    for versions in ((4,), (3, 4), (None,), ()):
-        assert same(answered(*versions), answered(3)) is None
-    assert same(answered(None, 3), answered(3)) is same(answered(None), answered(None)) is None
-    assert verdict({"same_version": 3}) == "both are policy version 3, so any difference is chance"
