@@ -37,7 +37,7 @@ class Plan:
     """What is done with each seed.
 
     `python`: the interpreter of the agent's environment. `preload`: what `run --preload` imports once. `model`: None is
-    SmolLM2-135M-Instruct. `imitate`: rollouts of the teacher that are recorded; 0: RL begins with the model as it is.
+    SmolLM2-135M-Instruct. `imitate`: rollouts of the teacher that are recorded; 0: RL begins with the model itself.
     `steps`: of RL, at most. `train`, `held_out`: how many tasks. `samples`: rollouts of a held-out task, each time.
     """
 

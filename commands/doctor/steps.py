@@ -58,7 +58,7 @@ from .checks import Doubt, Finding, Report
 REWARD = "doctor"  # other rewards, such as an agent posts for itself, do not count
 GROUP_SIZE, TASKS = 8, 4
 CONCURRENCY = 16
-TOKENS = 12  # of each answer of the built-in agent
+TOKENS = 24  # of each answer of the built-in agent
 # A step with less is too small for a server's answers to show.
 LEAST_RATE = {"lora": 1e-4, "full": 1e-5}
 PUBLISH_S = 240.0
@@ -139,24 +139,20 @@ async def served(config: Config) -> AsyncIterator[None]:
 
 
 class BuiltInAgent:
-    """A Runner whose agent has a conversation of two turns with `model`, in this process."""
+    """A Runner with an agent in this process, which makes one call of `model`."""
 
     def __init__(self, model: str, session: aiohttp.ClientSession) -> None:
         self._model, self._session = model, session
 
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
-        """Return 1, and write the reason to the log, if a call fails."""
+        """Return 1, and write the reason to the log, if the call fails."""
         messages = [{"role": "user", "content": json.loads(env["LIGHTNING_TASK"])["prompt"]}]
-        url = f"{env['OPENAI_BASE_URL']}/chat/completions"
-        headers = {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"}
-        for _ in range(2):
-            body = {"model": self._model, "messages": messages, "max_tokens": TOKENS, "temperature": 1.0}
-            async with self._session.post(url, json=body, headers=headers) as answer:
-                if answer.status >= 400:
-                    log.write_text(f"HTTP {answer.status}: {await answer.text()}\n")
-                    return 1
-                said = (await answer.json())["choices"][0]["message"].get("content") or ""
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Say it in another way."}]
+        body = {"model": self._model, "messages": messages, "max_tokens": TOKENS, "temperature": 1.0}
+        url, headers = env["OPENAI_BASE_URL"], {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"}
+        async with self._session.post(f"{url}/chat/completions", json=body, headers=headers) as answer:
+            if answer.status >= 400:
+                log.write_text(f"HTTP {answer.status}: {await answer.text()}\n")
+                return 1
         return 0
 
     async def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from ...core.config.upstreams import UpstreamConfig
 from ...proxy.gateway.exact import RENDER
 from ...serving.mode import publish_mode
 from ...serving.operator import key_file, operator_headers
-from ...trainer.rows.sampling import is_installed, sampling_of
-from ...trainer.types import Sampling
 from .checks import Doubt, Finding, Report
 
 REFUSED = (401, 403)
@@ -25,8 +22,6 @@ RESTART = "start the server with `lightning-proxy vllm`"
 QUESTION = [{"role": "user", "content": "What is two plus two?"}]
 ANSWER = "The answer is four."
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-# The sampling parameters for which a model's generation configuration may have defaults.
-SHOWN = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 CHAT, LOAD, UNLOAD = "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # An adapter without weights: vLLM reads this file, then says that the tensors are missing.
 ABOUT = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "bias": "none"}
@@ -52,8 +47,6 @@ class VllmChecks:
         await report.check("sampling", self._sampling(), RESTART)
         await report.check("template", self._template(), RESTART)
         await report.check("tools", self._tools(), RESTART)
-        if self._config.policy.token_continuity == "exact":
-            await report.check("continuity", self._continuity(), RESTART)
         await report.check("publishing", self._publishing(), RESTART)
         await report.check("operator", self._operator(), RESTART)
         if self._publish == "lora":
@@ -104,19 +97,12 @@ class VllmChecks:
         return "taken after temperature, as training needs them"
 
     async def _sampling(self) -> str:
-        """Check that the trainer can read how an answer was sampled, and show the server's own defaults."""
-        status, rendered = await self._post(RENDER, messages=QUESTION)
-        if status >= 400 or "sampling_params" not in rendered:
-            found = "the server does not say how it samples: calls with a grammar are not trained on"
-            raise Doubt(found, f"{RESTART}, or add --enable-scale-out")
-        if not is_installed():
-            found = "xgrammar is missing: calls with a grammar are not trained on"
-            raise Doubt(found, "pip install xgrammar where the trainer runs; it comes with vLLM")
-        own, usual = asdict(sampling_of(rendered["sampling_params"]) or Sampling()), asdict(Sampling())
-        changed = [f"{name} {own[name]}" for name in usual if name in SHOWN and own[name] != usual[name]]
-        if changed:
-            return f"by the server's own defaults: {', '.join(changed)}; the trainer reckons with them"
-        return "as requests say, without defaults of the server's own"
+        """Check the route that says how an answer was sampled, and takes a next turn as tokens."""
+        status, _ = await self._post(RENDER, messages=QUESTION)
+        if status >= 400:
+            found = f"{RENDER} answers HTTP {status}: calls with a grammar are not trained on"
+            raise Doubt(f"{found}, policy.token_continuity cannot be exact", f"{RESTART}, or add --enable-scale-out")
+        return "the server says how it samples"
 
     async def _template(self) -> str:
         """Check that a second turn's prompt begins with the first turn's prompt and the answer's tokens."""
@@ -127,12 +113,9 @@ class VllmChecks:
             {"messages": [*QUESTION, *more], "add_generation_prompt": True},
         )
         first, said, second = [list((await self._answer("/tokenize", **body))["tokens"]) for body in asked]
-        turn = first + said
-        same = next((i for i, (a, b) in enumerate(zip(turn, second, strict=False)) if a != b), len(second))
-        if same < len(turn):
-            found = f"a second turn changes token {same + 1} of the {len(turn)} before it: a row for each call"
+        if second[: len(first + said)] != first + said:
             fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
-            raise Doubt(found, fix)
+            raise Doubt("a second turn changes tokens before it: a row for each call", fix)
         return "a second turn begins as the first one was: a conversation is trained on as one row"
 
     async def _tools(self) -> str:
@@ -142,17 +125,6 @@ class VllmChecks:
         found = f"a request with tools gets HTTP {status}; agents without tools need not care ({str(answer)[:200]})"
         fix = "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
         raise Doubt(found, fix)
-
-    async def _continuity(self) -> str:
-        """Check the two routes that `policy.token_continuity: exact` needs."""
-        status, rendered = await self._post(RENDER, messages=QUESTION)
-        if status >= 400:
-            raise Finding(f"{RENDER} answers HTTP {status}", f"{RESTART}, or add --enable-scale-out")
-        prompt = rendered["token_ids"][:-1]  # other tokens than the messages have
-        answer = await self._chat(max_tokens=1, kv_transfer_params={"prompt_token_ids": prompt})
-        if answer.get("prompt_token_ids") != prompt:
-            raise Finding("prompts are not taken as tokens", "use vLLM 0.32 or newer")
-        return "exact: a next turn can be sent as the last one's tokens"
 
     async def _publishing(self) -> str:
         """Check the routes by which new weights are loaded, and that they are open to us."""

@@ -17,7 +17,6 @@ from ..api_client import ApiClient, ApiError
 from ..files import save_json
 from ..formats import print_json
 from ..run.command import programs, run_options
-from ..run.limits import Observer
 from ..run.report import Bar, ProgressView
 from ..run.run import RolloutResult, RunOptions, require_success, run_tasks
 from ..run.runner import Runner, runner_for
@@ -63,7 +62,7 @@ def eval_command(
     async def work() -> None:
         api = ApiClient.of(config, patience_s=60)
         async with programs(api, runner, view):
-            await evaluate(api, read, runner, options, rows, view, Observer(), promote=promote)
+            await evaluate(api, read, runner, options, rows, view, promote=promote)
 
     try:
         run_until_signal(work())
@@ -89,7 +88,6 @@ async def evaluate(
     options: RunOptions,
     rows: Sequence[EvalRow],
     view: ProgressView,
-    gate: Observer,
     *,
     promote: bool,
 ) -> None:
@@ -116,7 +114,7 @@ async def evaluate(
                 row.results.append(_answered_by(row, result, alias))
                 bar.add(result)
 
-            await run_tasks(api, tasks, runner, replace(options, choice=row.choice), take, gate)
+            await run_tasks(api, tasks, runner, replace(options, choice=row.choice), take)
             row.complete = True
     finally:
         if live != before:

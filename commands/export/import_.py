@@ -64,7 +64,7 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
 
 
 async def import_file(config: Config, file: Path, model: str, reward: float, count: int) -> int:
-    """Record the file's conversations, and return how many. One that is in the store already is left as it is."""
+    """Record the file's conversations, and return how many. One that is in the store already stays unchanged."""
     recorded = 0
     redactor = Redactor(config.recording.redact, config.keys())
     async with opened(config.store) as database:

@@ -95,10 +95,10 @@ def compare(
 
     path = f"/policy/compare?a={a}&b={b}&costs=true"
     found = ask(configuration(context), lambda api: api.request("GET", path))
-    tasks, what = found["data"], f"rewarded rollouts of mode {found['mode']}"
+    tasks, mode = found["data"], found["mode"]
     if not tasks:
         mend = f"`lightning-proxy eval --tasks FILE --models {a},{b} -- COMMAND` gives both the same tasks"
-        raise LightningError(f"policy versions {a},{b} have no task in common with {what}; {mend}")
+        raise LightningError(f"policy versions {a},{b} have no task in common with rewarded {mode} rollouts; {mend}")
     found["metrics"] = {}
     for name in METRICS:
         pairs = [(task["a"][name], task["b"][name]) for task in tasks]
@@ -113,7 +113,7 @@ def compare(
         numbers = [_shown(metric[side]) for side in ("a", "b", "difference")]
         shown.add_row(METRICS[name], *numbers, f"{low} to {high}", f"{metric['p']:.4f}", str(metric["tasks"]))
     rollouts = [f"{count(sum(task[side]['rollouts'] for task in tasks))} of version {found[side]}" for side in "ab"]
-    return print_view(f"{what}, {found['tasks']} common tasks: {' and '.join(rollouts)}", shown)
+    return print_view(f"{mode} rollouts of {found['tasks']} common tasks: {' and '.join(rollouts)}", shown)
 
 
 def _shown(value: float) -> str:

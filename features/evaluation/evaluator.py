@@ -12,7 +12,6 @@ from ...commands.api_client import ApiClient
 from ...commands.eval.eval import evaluate
 from ...commands.eval.report import EvalRow
 from ...commands.run.command import programs, run_options
-from ...commands.run.limits import Observer
 from ...commands.run.report import ProgressView
 from ...commands.run.run import require_success
 from ...commands.run.runner import runner_for
@@ -88,7 +87,7 @@ class Evaluator:
         command = [*ALONE, *own.command] if config.run.executor == "local" else own.command
         runner, options = runner_for(config, command, (), view.say), run_options(config, 1, CONCURRENCY, "eval", None)
         async with programs(api := ApiClient.of(config, patience_s=60), runner, view):
-            await evaluate(api, tasks, runner, options, [row], view, Observer(), promote=False)
+            await evaluate(api, tasks, runner, options, [row], view, promote=False)
             require_success(row.results)
             if (first := await self.evaluations.first()) is not None:
                 compared = await api.request("GET", f"/policy/compare?a={first}&b={version}&mode=eval")

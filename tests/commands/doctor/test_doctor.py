@@ -59,24 +59,6 @@ async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Run
             assert (await checks(system))["trainer"]["found"] == "one runs on this store"
 
 
-async def test_what_the_server_adds_to_requests_is_told_and_continuity_is_checked_where_it_is_wanted(
-    running: Running, tmp_path: Path
-) -> None:
-    async with running(tmp_path, continuity="exact") as system:
-        found = await checks(system)
-        assert found["continuity"]["outcome"] == "ok"
-        assert found["sampling"]["found"] == "as requests say, without defaults of the server's own"
-        system.vllm.defaults = {"temperature": 0.7, "top_k": 20, "top_p": 1.0}
-        system.vllm.takes_tokens = False
-        found = await checks(system)
-        assert "defaults: temperature 0.7, top_k 20; the trainer" in found["sampling"]["found"]
-        assert found["continuity"]["outcome"] == "failed"
-        system.vllm.renders = False
-        found = await checks(system)
-        assert (found["sampling"]["outcome"], found["continuity"]["outcome"]) == ("warning", "failed")
-        assert all("--enable-scale-out" in found[name]["fix"] for name in ("sampling", "continuity"))
-
-
 async def test_where_nothing_was_ever_started_it_asks_whether_the_system_runs_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/new/s.db'}}\n")

@@ -21,16 +21,15 @@ from aiohttp import web
 
 from lightning_proxy.commands.doctor.checks import Broken, Check, Report
 from lightning_proxy.commands.doctor.learn import OWN_TASKS, learn
-from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier, second_system
+from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier
 from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
 from lightning_proxy.core.config.file import load_config
-from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import RolloutName
 from lightning_proxy.serving.swap import labels_of
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.lock import only_trainer
-from support.models import SIZES, VOCABULARY, save_small_model
+from support.models import VOCABULARY, save_small_model
 from support.training import HonestServer
 
 Json = dict[str, Any]
@@ -194,16 +193,6 @@ async def patient(
         file = directory / "config.yaml"
         file.write_text(yaml.safe_dump(settings))
         yield Patient(directory, server, file)
-
-
-def test_the_second_system_learns_from_rewards_alone_at_a_rate_that_shows(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SIZES["Qwen3-8B"]))
-    policy = {"model": str(tmp_path), "directory": tmp_path / "policy"}
-    store = {"url": f"sqlite:///{tmp_path / 'store.db'}"}
-    config = Config.model_validate({"policy": policy, "store": store, "trainer": {"context_loss": "echo"}})
-    with second_system(config, own_agent=True) as (second, _):
-        assert second.trainer.learning_rate == 1e-4
-        assert (second.trainer.context_loss, second.trainer.report_to) == (None, [])
 
 
 def test_only_what_follows_the_rewards_is_likelier() -> None:
