@@ -17,7 +17,6 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.prices import Price, Prices, Used, used
 from lightning_proxy.core.records import CallEnd, CallStart, CallStatus, Choice, Limits, RolloutName
-from lightning_proxy.features.costs.commands import seconds_of, steps_table
 from lightning_proxy.features.costs.proxy import CostTable, summed
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
@@ -173,20 +172,12 @@ async def test_a_key_of_its_own_rollouts_sees_the_costs_of_these(running: Runnin
         assert [one["name"] for one in own["data"]] == ["a"]
 
 
-async def test_a_terminal_shows_costs_and_the_seconds_of_steps(running: Running, tmp_path: Path) -> None:
+async def test_a_terminal_shows_costs(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         await record(store, RolloutName("a", "t1", None), "no such model", CHAT, at=time.time())
         done = await system.lightning("costs", "--by", "model")
         assert done.returncode == 0
         assert "no such model" in done.stdout and "all calls" in done.stdout, "next to rewarders"
         assert "1 calls of models without a price" in done.stdout
-        assert (await system.lightning("costs", "--by", "step")).returncode == 0
         wrong = await system.lightning("costs", "--by", "colour")
-        assert (wrong.returncode, "--by is day" in wrong.stderr) == (2, True)
-
-
-def test_a_teachers_tokens_stand_with_its_step() -> None:
-    steps = [{"step": 1, **seconds_of({"step_s": 2.0, "teacher_tokens": 1234.0})}, {"step": 0, **seconds_of({})}]
-    table = steps_table(steps)
-    assert [*table.columns[-1].cells] == ["1,234", "0"] and table.columns[-1].header == "teacher's tokens"
-    assert len(steps_table(steps[1:]).columns) == len(table.columns) - 1
+        assert (wrong.returncode, "'day'" in wrong.stderr) == (2, True)
