@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-import runpy
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -21,15 +19,6 @@ from support.command_line import lightning
 from tests.conftest import System
 
 TASKSET = Path(__file__).parents[3] / "examples" / "taskset"
-# Votes for, kills, protects and looks at somebody of those whom the game names.
-VOTES = r"""
-import random, re
-
-def play(seen, player, rng):
-    asked = [line for line in seen.splitlines() if "Valid" in line or "choose one player" in line]
-    options = re.findall(r"\[(\d+)\]", asked[-1]) if asked else []
-    return f"[{rng.choice(options)}]" if options else "I am a villager."
-"""
 Running = Callable[..., AbstractAsyncContextManager[System]]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -83,19 +72,6 @@ async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: 
             rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
             assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
             assert sum(reward for name, reward in rewards.items() if name[:-1] in ("player-", "opponent-")) == 0
-        (tmp_path / "votes.py").write_text(VOTES)
-        votes = runpy.run_path(str(tmp_path / "votes.py"))["play"]
-        system.vllm.answer = lambda body: {
-            "role": "assistant",
-            "content": votes(body["messages"][-1]["content"], 0, random.Random(0)),
-        }
-        given = json.dumps({"tasks": 6, "opponent": "votes.py:play"})
-        options = ("--environment", "textarena:SecretMafia-v0", "--environment-args", given)
-        code, out, err = await system.lightning("eval", *options, "--json")
-        assert code == 0, err
-        (row,) = json.loads(out)["rows"]
-        assert (row["failed"], row["without_reward"]) == (0, 0)
-        assert {name for name in row["by_name"] if name.startswith("player-")} == {f"player-{n}" for n in range(6)}
     done = lightning("run", "--environment", "textarena:Hangman-v0")
     assert "this game wants NLTK's words, and nothing is fetched here; do it by `" in done.stderr
 

@@ -19,11 +19,108 @@ import yaml
 from lightning_proxy.features.environments.commands import _stand_in
 from lightning_proxy.features.environments.source import ROOT, KindsEnvironment, experiment_of
 from support.command_line import lightning
+from support.played_kinds import played_kind
 from tests.conftest import System
 
 Running = Callable[..., AbstractAsyncContextManager[System]]
 SUMS = ("--environment", "reasoning_gym:sums", "--environment-args")
 pytestmark = pytest.mark.usefixtures("generators")
+
+GENERATORS = '''
+import os, random, subprocess, threading, time
+from dataclasses import dataclass
+
+DATASETS = {}
+SEEN = b"SECRET" in open("/proc/self/environ", "rb").read()  # as the package is imported
+
+@dataclass
+class SumConfig:
+    most: int = 1000
+    seed: int = 0
+    size: int = 500
+
+class Sums:
+    __doc__ = "Sees secrets" if SEEN else "Adds two numbers"
+
+    def __init__(self, config):
+        self.config = config
+
+    def __len__(self):
+        return self.config.size
+
+    def __getitem__(self, index):
+        a, b = (self.config.seed + index) % self.config.most, 1
+        return {"question": f"{a} + {b}?", "answer": str(a + b), "metadata": {}}
+
+    def score_answer(self, answer, entry):
+        if answer == "explode":
+            raise RuntimeError("no such score")
+        if answer == "sleep":
+            child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+            print(f"child {child.pid} in {os.getcwd()} ", flush=True)
+            time.sleep(60)
+        if answer == "thread":
+            started = []
+            thread = threading.Thread(target=lambda: started.append(subprocess.Popen(["sleep", "60"])))
+            thread.start()
+            thread.join()
+            time.sleep(0.3)
+            return float(started[0].poll() is None)
+        if answer == "secrets":
+            now = b"SECRET" in open("/proc/self/environ", "rb").read()
+            return float("SECRET" in str(os.environ)) + SEEN + now
+        if answer == "folder":
+            return float(len(os.listdir(".")) == 0 and os.environ["HOME"] == os.getcwd())
+        return float(answer == entry["answer"])
+
+class Drawn(Sums):
+    """Draws words"""
+
+    def __getitem__(self, index):
+        word = "".join({*"abcdefghijklmnop"}) + str(random.random())
+        return {"question": word, "answer": word, "metadata": {}}
+
+class Slow(Sums):
+    """Never ends"""
+
+    def __getitem__(self, index):
+        open(__file__ + ".pid", "w").write(str(os.getpid()))
+        time.sleep(60)
+
+class Open(Sums):
+    """Has many answers"""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) | {"answer": None}
+
+DATASETS["open"] = (Open, SumConfig)
+DATASETS["sums"] = (Sums, SumConfig)
+DATASETS["drawn"] = (Drawn, SumConfig)
+DATASETS["slow"] = (Slow, SumConfig)
+'''
+REASONING_GYM = {
+    "reasoning_gym/factory.py": GENERATORS,
+    "reasoning_gym/utils.py": (
+        "import re\n"
+        "SYSTEM_PROMPTS = {'default': 'Put it into <answer> tags.'}\n"
+        "def extract_answer(text):\n"
+        "    found = re.findall('<answer>(.*?)</answer>', text)\n"
+        "    return found[-1] if found else None\n"
+    ),
+    "reasoning_gym/__init__.py": (
+        "from .factory import DATASETS\n"
+        "def create_dataset(name, **settings):\n"
+        "    generator, config = DATASETS[name]\n"
+        "    return generator(config(**settings))\n"
+    ),
+}
+
+
+@pytest.fixture
+def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with a played reasoning_gym: `sums` asks for a sum, `drawn` for a word."""
+    monkeypatch.chdir(tmp_path)
+    played_kind("reasoning_gym", REASONING_GYM)
 
 
 def tasks(file: str) -> list[dict[str, Any]]:
@@ -117,23 +214,6 @@ async def test_an_episode_is_ended_after_its_time_with_its_children(running: Run
     assert (code, "the episode took longer than 3 s (limit_s in --environment-args)" in err) == (1, True), err
     (log,) = Path("logs").glob("*.log")
     assert left_of(log.read_text()) == []
-
-
-async def test_an_episode_ends_with_its_command(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running(tmp_path) as system:
-        monkeypatch.setenv("LIGHTNING_PROXY__PORT", system.url.rpartition(":")[2])
-        system.vllm.answer = lambda _: {"role": "assistant", "content": "sleep"}
-        given = '{"tasks": 1, "system": ""}'
-        command = await started(*SUMS, given, "--group-size", "1", "--logs", "logs")
-        await until(lambda: any(" in " in one.read_text() for one in Path("logs").glob("*.log")))
-        (log,) = Path("logs").glob("*.log")
-        assert len(left_of(log.read_text())) == 2
-        child, _ = left_of(log.read_text())
-        command.kill()
-        await command.wait()
-        await until(lambda: not child.exists())
 
 
 async def test_the_making_of_tasks_ends_with_its_command() -> None:

@@ -77,6 +77,22 @@ def test_openinference_tells_tools_parts_and_results() -> None:
     assert response["choices"][0]["message"]["content"] == "ho"
 
 
+def test_openllmetry_numbers_messages_and_tool_calls() -> None:
+    _, response = read({
+        "llm.request.type": "chat",
+        "gen_ai.completion.0.role": "assistant",
+        "gen_ai.completion.0.finish_reason": "tool_calls",
+        "gen_ai.completion.0.tool_calls.0.id": "c1",
+        "gen_ai.completion.0.tool_calls.0.name": "look",
+        "gen_ai.completion.0.tool_calls.0.arguments": "{}",
+        "gen_ai.usage.prompt_tokens": 1,
+        "gen_ai.usage.completion_tokens": 2,
+    })  # fmt: skip
+    (choice,) = response["choices"]
+    assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("tool_calls", MADE)
+    assert response["usage"]["total_tokens"] == 3
+
+
 def test_a_list_of_messages_is_openinferences_input() -> None:
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     request, _ = read({"openinference.span.kind": "LLM", "input.value": json.dumps(asked), "output.value": "ho"})

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Limits, Reward, RolloutName
 from lightning_proxy.core.tokens import GREEDY, MEDIA, NOT_FOLLOWED, NOT_THE_POLICY
-from lightning_proxy.features.judge.scoring import Spoken
 from lightning_proxy.features.tune.lessons import Example, LessonReader, Lessons, NothingToLearn, as_lesson
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
@@ -156,8 +155,6 @@ async def test_a_rollout_that_awaits_its_reward_function_is_not_learned_from_yet
     await r.store.rollouts.use_function("scoring.py:reward")
     await r.rollout("awaits", "t1", 1.0, (11,))
     assert set(await r.learned("sft")) == {"scored"}
-    await Spoken(r.store.database, ["reward"]).record("reward", {"awaits": []})
-    assert set(await r.learned("sft")) == {"scored", "awaits"}
 
 
 async def test_whole_answers_of_trained_agents_are_learned_however_sampled_and_no_others(r: Recorded) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -28,7 +27,6 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError, NotSaved
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.core.tools import tool_calls
-from lightning_proxy.features.judge.model import Away, JudgeModel
 from lightning_proxy.features.tune.data import prepare
 from lightning_proxy.features.tune.offline import train_offline
 from lightning_proxy.proxy.api.views import answer_in
@@ -310,24 +308,6 @@ def test_the_command_tunes_and_says_how_it_goes(recorded: Path, base: Path, tmp_
     assert (run.out / "adapter" / "COMPLETE").is_file()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
-def test_a_run_of_fine_tuning_that_was_killed_ends_as_any_other(
-    recorded: Path, base: Path, tmp_path: Path, method: str
-) -> None:
-    whole, run = (Run(tmp_path / name, base, **{method: SFT}) for name in ("whole", "run"))
-    arguments = ("--data", recorded, "--method", method)
-    assert whole.train(*arguments)[0] == 0
-    for moment in ("save:9", "commit:1"):
-        code, text = run.train(*arguments, script=KILLED, KILL_AT=moment)
-        assert code == -signal.SIGKILL, text
-    code, text = run.train(*arguments)
-    assert code == 0 and "resuming the run" in text, text
-    expected = whole.state()["adapters"]["default"]
-    for name, weight in run.state()["adapters"]["default"].items():
-        assert torch.allclose(weight, expected[name], atol=1e-6), name
-
-
 async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_ends_no_epoch(
     recorded: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,26 +374,6 @@ async def test_rollouts_without_a_task_that_are_not_trained_on_are_told_of(
     await train_offline(config, Asked(), Offline(source, out, 1), asyncio.Event())
     assert "nothing in the data can be learned from" in caplog.text
     assert "3 rollouts have no task: see trainer.lone_rollouts" in caplog.text
-
-
-async def test_a_judge_that_is_away_ends_no_epoch(
-    recorded: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = itertools.count()
-
-    async def choose(self: JudgeModel, *question: object) -> tuple[str, str]:
-        if 20 < next(asked) < 30:  # for the second step
-            raise Away("judge.calls: no answer")
-        return "8", "it helped"
-
-    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-    monkeypatch.setattr(JudgeModel, "choose", choose)
-    run = Run(
-        tmp_path / "run", base, credit="judge", judge={"model": "hosted_vllm/m", "api_base": "http://127.0.0.1:9/v1"}
-    )
-    config = Config.model_validate(run.settings())
-    await train_offline(config, Asked(), Offline(recorded, run.out, 1), asyncio.Event())
-    assert [m["rollouts_trained"] / SIBLINGS for m in run.steps().values()] == [2, 1, 2]
 
 
 @pytest.mark.parametrize("exported", [False, True])

@@ -110,29 +110,6 @@ def test_held_out_answers_that_are_better_become_the_likelier_ones(
         assert metrics["preference_margin"] > 1 and metrics["preference_accuracy"] > 0.95
 
 
-def test_pairs_that_are_computed_together_train_the_same_weights(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    together, weights = list[int](), list[dict[str, torch.Tensor]]()
-    dpo = methods.METHODS["dpo"]
-
-    def collate(rows: Any) -> Any:
-        together.append(len(rows))
-        assert dpo.collate is not None
-        return dpo.collate(rows)
-
-    monkeypatch.setitem(methods.METHODS, "dpo", dpo._replace(collate=collate))
-    monkeypatch.setitem(methods.BATCH_TOKENS, "dpo", 4 * 12)
-    pairs = Lessons(LESSONS["dpo"].train[:2] * 2, (), {})
-    for most in (1, 2):
-        monkeypatch.setattr(methods, "PASS_TOKENS", most * 12)
-        trainer = made(base, tmp_path / str(most), "dpo", epochs=2)
-        assert tune("dpo", trainer, pairs, tmp_path / str(most) / "run", never) is not None
-        weights.append(trainer.adapter())
-    assert together == [1] * 8 + [2] * 4
-    assert all(torch.allclose(weight, weights[1][name], atol=1e-4) for name, weight in weights[0].items())
-
-
 def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(methods.BATCH_TOKENS, "dpo", 1)
     trainer = made(base, tmp_path, "dpo", learning_rate=1e30)
