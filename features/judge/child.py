@@ -1,13 +1,12 @@
 """Runs a user's reward function in a process of its own: `child.py FILE NAME`.
 
-It reads rollouts from standard input and writes answers to standard output, a JSON line each. First it writes the
-version of the file it has loaded. It uses only the standard library, so that it starts quickly.
+It reads rollouts from standard input and writes answers to standard output, a JSON line each; the first one once the
+file is loaded. It uses only the standard library, so that it starts quickly.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import json
 import math
@@ -30,10 +29,10 @@ def main(file: str, name: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the function prints is for the log
 
-    def say(make: Callable[[], dict[str, Any]]) -> bool:
-        """Write an answer, or the error in place of it; return whether it is one."""
+    def say(make: Callable[[], dict[str, float]]) -> bool:
+        """Write the rewards, or the error in place of them; return whether there was none."""
         try:
-            answer = make()
+            answer: dict[str, Any] = {"values": make()}
         except BaseException as error:
             answer = {"error": error_line(error, file)}
         answers.write(json.dumps(answer) + "\n")
@@ -42,22 +41,21 @@ def main(file: str, name: str) -> None:
 
     function: Any = None
 
-    def load() -> dict[str, Any]:
+    def load() -> dict[str, float]:
         nonlocal function
-        source = Path(file).read_bytes()
         sys.path[0] = str(Path(file).parent)  # where its imports look
         module = ModuleType(MODULE)
         module.__file__ = file
         sys.modules[MODULE] = module
-        exec(compile(source, file, "exec"), module.__dict__)
+        exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)
         function = getattr(module, name, None)
         if not callable(function):
             raise LookupError(f"there is no function {name} in it")
-        return {"version": hashlib.sha256(source).hexdigest()[:12]}
+        return {}
 
-    def reward() -> dict[str, Any]:
+    def reward() -> dict[str, float]:
         answer = function(json.loads(rollouts.get()))
-        return {"values": named(asyncio.run(answer) if inspect.iscoroutine(answer) else answer, name)}
+        return named(asyncio.run(answer) if inspect.iscoroutine(answer) else answer, name)
 
     if say(load):
         rollouts: queue.SimpleQueue[bytes] = queue.SimpleQueue()

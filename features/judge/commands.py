@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import getpass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -67,9 +67,6 @@ def rate(
         list[str] | None,
         typer.Argument(metavar="[ID]...", help="rollouts, in place of a queue"),
     ] = None,
-    order: Annotated[
-        Literal["newest", "uncertain", "random"], typer.Option(help="uncertain: first those with a middling reward")
-    ] = "newest",
     person: Annotated[
         str, typer.Option("--as", metavar="NAME", help="who rates; each person has a queue", show_default="your user")
     ] = "",
@@ -78,7 +75,7 @@ def rate(
     """Rate rollouts by hand, one after the other: rewards named `human`, which `rewards check` compares with."""
     from .rate import rate_rollouts
 
-    rate_rollouts(configuration(context), ids or [], order, person or getpass.getuser(), limit)
+    rate_rollouts(configuration(context), ids or [], person or getpass.getuser(), limit)
 
 
 def add_to(commands: typer.Typer) -> None:

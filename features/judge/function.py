@@ -6,6 +6,7 @@ A process is started again after a fault or a change of the file.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -26,50 +27,40 @@ LONGEST_ANSWER = 2**20
 
 
 class FunctionProcess:
-    """One process with the function, which answers one rollout at a time. Close it at the end.
-
-    `version`: of the file that it has loaded.
-    """
-
-    version = ""
+    """One process with the function, which answers one rollout at a time. `version`: of the file that it has loaded."""
 
     def __init__(self, config: RewardsConfig) -> None:
-        self._config = config
+        self._config, self.version, self._lifeline = config, "", -1
         self._process: asyncio.subprocess.Process | None = None
-        self._lifeline = -1
-        self._stamp: tuple[int, int] | None = None
 
     async def load(self) -> None:
         """Load the function, unless this version of its file is loaded. Raise Away."""
         config = self._config
         try:
-            found = config.file.stat()
+            version = hashlib.sha256(config.file.read_bytes()).hexdigest()[:12]
         except OSError as error:
             raise Away(f"{config.function}: cannot read {config.file}: {error.strerror}") from None
-        stamp = (found.st_mtime_ns, found.st_size)
-        if self._process is not None and self._process.returncode is None and self._stamp == stamp:
+        if self._process is not None and self._process.returncode is None and self.version == version:
             return
         await self.close()
-        child = Path(__file__).with_name("child.py")
         self._process, self._lifeline = await start_guarded(
-            sys.executable, str(child), str(config.file), config.name, grace_s=KILL_AFTER_S, env=inherited(),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LONGEST_ANSWER,
+            sys.executable, str(Path(__file__).with_name("child.py")), str(config.file), config.name,
+            grace_s=KILL_AFTER_S, env=inherited(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            limit=LONGEST_ANSWER,
         )  # fmt: skip
-        self._stamp = stamp
         try:
-            loaded = await self._next_line(START_S)
+            await self._answer(START_S)
         except NoReward as error:
             await self.close()
             raise Away(f"{config.function}: {error}") from None
-        self.version = loaded["version"]
+        self.version = version
 
     async def ask(self, rollout: bytes) -> dict[str, float]:
         """Return the rewards of a rollout, a line of JSON, by name. Raise Away, NoReward."""
         await self.load()
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(rollout + b"\n")
-        values: dict[str, float] = (await self._next_line(self._config.timeout_s))["values"]
-        return values
+        return await self._answer(self._config.timeout_s)
 
     async def close(self) -> None:
         """End the process and whatever the function started."""
@@ -78,8 +69,8 @@ class FunctionProcess:
             os.close(self._lifeline)
             await process.communicate()
 
-    async def _next_line(self, limit_s: float) -> Json:
-        """The process's next line. A process that is late or ends, or whose caller is cancelled, is ended."""
+    async def _answer(self, limit_s: float) -> dict[str, float]:
+        """The process's next answer. A process that is late or ends, or has a cancelled caller, is ended."""
         assert self._process is not None and self._process.stdout is not None
         try:
             async with asyncio.timeout(limit_s):
@@ -96,7 +87,7 @@ class FunctionProcess:
             raise
         if "error" in answer:
             raise NoReward(answer["error"])
-        return answer
+        return dict(answer["values"])
 
 
 class Function(Rewarder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Path, Query
@@ -24,34 +24,29 @@ from .rewarders import ModelRewarder
 from .scoring import Scorer, all_rewarders, check
 
 log = logging.getLogger(__name__)
-Order = Literal["newest", "uncertain", "random"]
 TAKE_BACK = """
 DELETE FROM rewards WHERE reward_id = :reward_id AND rollout_id = :rollout_id
     AND name = 'human' AND (:any OR key_id IS :key_id) RETURNING reward_id
 """
-# Of the newest 5,000 rollouts that were opened with one key, or of all, those that this person has not rated.
+# Of the newest 5,000 rollouts that were opened with one key, or of all, the ones that this person has not rated.
 _OF_KEY = "SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT 5000"
 _OF_ALL = """
 SELECT * FROM rollouts WHERE n > COALESCE((SELECT n FROM rollouts WHERE n > 0 ORDER BY n DESC LIMIT 1 OFFSET 5000), 0)
 """
 QUEUE = """
 WITH seen AS ({seen})
-SELECT rollout_id, task_id, reward FROM seen
+SELECT rollout_id, task_id FROM seen
 WHERE status IN ('completed', 'failed') AND calls > 0 AND NOT EXISTS (
     SELECT 1 FROM rewards WHERE rewards.rollout_id = seen.rollout_id AND name = 'human' AND source = :person
 )
-ORDER BY {order} LIMIT :limit
+ORDER BY n DESC LIMIT :limit
 """
-# A reward in the middle says least.
-_UNCERTAIN = "reward IS NULL, ABS(reward - (SELECT (MIN(reward) + MAX(reward)) / 2 FROM seen)), n DESC"
-ORDERS: dict[Order, str] = {"newest": "n DESC", "random": "RANDOM()", "uncertain": _UNCERTAIN}
 router = APIRouter(tags=["rewards"], route_class=UserRoute)
 
 
 class Unrated(BaseModel):
     rollout_id: str
     task_id: str | None
-    reward: float | None
 
 
 class UnratedList(BaseModel):
@@ -60,17 +55,13 @@ class UnratedList(BaseModel):
 
 @router.get("/people/queue", response_model=UnratedList)
 async def get_queue(
-    request: ControlRequest,
-    person: Annotated[str, Query(min_length=1, max_length=200)],
-    order: Order = "newest",
-    limit: Limit = 50,
+    request: ControlRequest, person: Annotated[str, Query(min_length=1, max_length=200)], limit: Limit = 50
 ) -> Any:
-    """Ended rollouts that this person (a `source`) has not rated; `uncertain`: first those with a middling reward."""
+    """Ended rollouts that this person (a `source`) has not rated, the newest first."""
     key_id = request.caller.sees
-    statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY, order=ORDERS[order])
+    statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY)
     wanted = {"person": person, "limit": limit, "key_id": key_id}
-    rows = await request.parts.store.database.all(statement, wanted)
-    return {"data": [dict(row) for row in rows]}
+    return {"data": [dict(row) for row in await request.parts.store.database.all(statement, wanted)]}
 
 
 @router.delete("/rollouts/{rollout_id}/rewards/{reward_id}", status_code=204)

@@ -22,14 +22,14 @@ _RATED = re.compile(r"(?:call (?P<seq>\d+) )?(?P<value>[+-]|[+-]?\d+(?:\.\d+)?)(
 _THUMBS = {"+": 1.0, "-": -1.0}
 
 
-def rate_rollouts(config: Config, ids: Sequence[str], order: str, person: str, limit: int) -> None:
+def rate_rollouts(config: Config, ids: Sequence[str], person: str, limit: int) -> None:
     """Ask about each rollout until the queue, or the input, ends."""
 
     def request(method: str, path: str, **more: Any) -> Any:
         return ask(config, lambda api: api.request(method, path, **more))
 
     if not ids:
-        wanted = {"order": order, "person": person, "limit": str(limit)}
+        wanted = {"person": person, "limit": str(limit)}
         ids = [one["rollout_id"] for one in request("GET", "/people/queue", params=wanted)["data"]]
     print(f"{len(ids)} to rate as {person}. {HELP}")
     given: list[tuple[int, str]] = []  # what may be taken back: the place in the queue, and the route

@@ -1,10 +1,9 @@
 // A person's rewards, named `human`: a queue of rollouts, thumbs, numbers and comments by keyboard, and the way back.
 import { post, remove, route, useData } from "./data.mjs";
-import { Empty, Failure, Loaded, Select, html, isTyping, useEffect, useRef, useState } from "./parts.mjs";
+import { Empty, Failure, Loaded, html, isTyping, useEffect, useRef, useState } from "./parts.mjs";
 import { Rollout } from "./rollout.mjs";
 
 const PERSON = "lightning-proxy-person"; // who rates in this browser
-const ORDERS = ["newest", "uncertain", "random"];
 const KEYS = { "+": 1, "=": 1, "-": -1 };
 const given = []; // what may be taken back, newest last
 
@@ -12,19 +11,17 @@ export const filled = ["/rollouts", { limit: 1 }, ({ data }) => data.length > 0]
 
 export function View({ params }) {
   const [person, setPerson] = useState(localStorage.getItem(PERSON) ?? "");
-  const [order, setOrder] = useState("newest");
   const onPerson = ({ target }) => {
     localStorage.setItem(PERSON, target.value.trim());
     setPerson(target.value.trim());
   };
   const one = params.id && { data: { data: [{ rollout_id: params.id }] } };
-  const queue = useData(one || !person ? null : "/people/queue", { person, order });
+  const queue = useData(one || !person ? null : "/people/queue", { person });
   return html`<h1 class="hidden">Rate</h1><div class="filters">
       <label>your name<input name="person" value=${person} maxlength="200" onChange=${onPerson} onKeyDown=${({ key, target }) => key === "Enter" && target.blur()} /></label>
-      ${!one && html`<${Select} label="order" options=${ORDERS} value=${order} onChange=${({ target }) => setOrder(target.value)} />`}
     </div>
     ${!person ? html`<${Empty}>Say who you are: the rewards of several people are kept apart.<//>`
-      : html`<${Loaded} of=${one || queue}>${({ data }) => html`<${Queue} key=${`${params.id} ${person} ${order} ${data[0]?.rollout_id}`} rollouts=${data} person=${person} onMore=${queue.reload} />`}<//>`}`;
+      : html`<${Loaded} of=${one || queue}>${({ data }) => html`<${Queue} key=${`${params.id} ${person} ${data[0]?.rollout_id}`} rollouts=${data} person=${person} onMore=${queue.reload} />`}<//>`}`;
 }
 
 // A rollout without what others gave it, until this person has rated it: these labels check the judge.

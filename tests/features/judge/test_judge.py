@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -17,7 +16,6 @@ from lightning_proxy.features.judge.trainer import transcript
 from lightning_proxy.trainer.waiting import JudgeError
 from support.judging import ScriptedJudge, answers, given, judging
 from support.rewarded import Traffic, advantages, traffic
-from support.training import bench
 
 __all__ = ["traffic"]
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -114,18 +112,3 @@ async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: 
         await given(system, "r")
     assert len({asked["messages"][0]["content"][:30] for asked in judge.asked}) == 2, "each kind has asked"
     assert secret[:12] not in str(judge.asked)
-
-
-async def test_once_waits_for_a_judge_that_is_away(
-    base: Path, tmp_path: Path, judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-    judge.status = 503
-    async with bench(base, tmp_path, credit="judge", judge=settings_of(judge)) as b:
-        judged = await b.groups("t1")
-        running = asyncio.create_task(b.loop().run(asyncio.Event(), once=True))
-        while "the step waits" not in caplog.text:
-            await asyncio.sleep(0.01)
-        judge.status = 200
-        await running
-        assert await b.steps_of(judged) == {1}

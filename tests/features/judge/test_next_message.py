@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -122,17 +121,6 @@ def test_messages_of_any_shape_are_shown(message: dict[str, Any]) -> None:
     rollout = {"calls": [call(1, [user("x")], message), call(2, [user("x"), message, user("x")], message)]}
     assert len(messages_of(rollout, str)) >= 3
     assert len([*replies(rollout, str)]) <= 1
-
-
-def test_a_long_conversation_is_not_read_anew_for_each_of_its_calls() -> None:
-    calls, history = [], [user("x")]
-    for i in range(400):
-        answer = said(f"{i} " + "word " * 500)
-        calls.append(call(i, history, answer))
-        history = [*history, answer, user(f"{i} " + "more " * 500)]
-    begun = time.process_time()
-    assert len(messages_of({"calls": calls}, str)) == 800
-    assert time.process_time() - begun < 1.0
 
 
 def test_an_answer_cannot_pass_for_another_message() -> None:

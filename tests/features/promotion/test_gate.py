@@ -234,25 +234,6 @@ async def test_while_one_version_has_no_server_the_other_answers(running: Any, t
         assert {await served(system, name, "t") for name in names} == {other}
 
 
-async def test_a_deleted_rollout_of_a_test_is_split_anew(running: Any, tmp_path: Path) -> None:
-    async with gated(running, tmp_path, "lora") as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, "lora", version)
-        first = [await served(system, f"r{i}", "t") for i in range(2)]
-        assert sorted(first) == [0, version]
-        assert (await system.call("POST", "/rollouts/r0/end", {"status": "completed"}))[0] == 200
-        assert (await system.call("DELETE", "/rollouts/r0"))[0] == 204
-        async with system.store() as store:
-            trial = await Promotions(store.database).now()
-            assert [one.rollout_id for one in await Promotions(store.database).observed(trial.promotion)] == ["r1"]
-            await served(system, "r0", "t")
-            assert {one.rollout_id for one in await Promotions(store.database).observed(trial.promotion)} == {
-                "r0",
-                "r1",
-            }
-
-
 async def test_a_gate_that_is_opened_ends_the_test(running: Any, tmp_path: Path) -> None:
     async with gated(running, tmp_path, "lora") as system, system.store() as store:
         version = await system.candidate(store, tmp_path)

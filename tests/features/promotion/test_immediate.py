@@ -10,7 +10,6 @@ import yaml
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.serving import mode
 from lightning_proxy.serving.mode import decide
 from lightning_proxy.store.opening import open_database
@@ -20,24 +19,6 @@ from support.stores import store_url
 
 ONE = [{"name": "policy", "base_url": "http://127.0.0.1:1/v1"}]
 TWO = [ONE[0] | {"replicas": ["http://127.0.0.1:2/v1"]}]
-
-
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_an_open_gate_asks_for_no_test(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: str
-) -> None:
-    async def asked(self: Promotions, *_: Any) -> Any:
-        raise AssertionError("a test was asked for")
-
-    for name in ("now", "assign", "observed"):
-        monkeypatch.setattr(Promotions, name, asked)
-    async with running(tmp_path, publish=publish) as system:
-        async with system.store() as store:
-            version = await system.earlier_version(store, tmp_path)
-        assert (await system.chat("r", X_Task_Id="t"))[0] == 200
-        assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
-        assert (await system.chat("s", X_Task_Id="t"))[0] == 200
-        assert (await system.call("GET", "/policy"))[1]["promotion"] == "immediate"
 
 
 @pytest.mark.parametrize("command", ["serve", "train"])

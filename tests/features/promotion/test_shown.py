@@ -53,20 +53,3 @@ async def test_a_test_is_shown_while_it_is_under_way_and_after_it(running: Runni
         assert f"the test of version {version} against 0 was ended: version 0 was made live during the test" in listed
         answer = json.loads((await system.lightning("policy", "list", "--json")).stdout)
         assert answer["data"][version]["promotion"]["evidence"] == evidence, "its numbers are kept"
-
-
-async def test_a_feed_tells_of_evidence_as_it_grows(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="lora", policy={"promotion": "gated"}, trainer={"group_size": 2}) as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        async with system.session.get(f"{system.url}/feed") as feed:
-            for i in range(2):
-                await system.chat(f"r{i}", X_Task_Id="t")
-                await system.call("POST", "/reward", {"rollout_id": f"r{i}", "reward": 0.5})
-            groups = None
-            async for line in feed.content:
-                if line.startswith(b"data: ") and b'"candidate"' in line:
-                    assert json.loads(line.removeprefix(b"data: "))["version"] == version
-                    groups = (await system.call("GET", "/policy"))[1]["test"]["evidence"].get("groups")
-                if groups == 1:
-                    break
