@@ -65,7 +65,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 async def prune_checkpoints(store: Store, keep: int) -> None:
-    """Keep the newest checkpoints, and those of versions that have files: training may continue from them."""
+    """Keep the newest checkpoints, and the ones of versions that have files: training may continue from them."""
     for step, checkpoint in await store.steps.old_checkpoints(keep):
         await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
         await store.steps.forget_checkpoint(step)

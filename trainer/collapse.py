@@ -218,7 +218,7 @@ class Monitor:
     async def look(self) -> Collapse | None:
         """Return the collapse for which publication is stopped, or None. Check the rewards since the last look.
 
-        A collapse may be seen in rewards alone: if all are equal, no step is taken whose metrics could show it.
+        A collapse may be seen in rewards alone: if all are equal, there is no step with metrics that could show it.
         """
         live, last = await self._store.versions.live(), await self._store.steps.last()
         if self._config.action == "off" or last is None:

@@ -18,9 +18,8 @@ from ..store.training import Step
 from .checkpoint import prune_checkpoints
 from .collapse import LINE, Monitor
 from .collect.collector import Collector
-from .collect.groups import Order
+from .collect.groups import Order, Schedule
 from .collect.sampled import AsChat, Sampled
-from .collect.schedule import Schedule
 from .plugins import NO_HOOKS, TrainerCore, TrainerHooks
 from .publish import Publisher
 from .report.metric_schema import scalars
@@ -60,7 +59,7 @@ class TrainingLoop:
         sampled = Sampled(None if publisher is None else publisher.vllm, as_chat)
         settings, vocabulary = core.engine.settings, core.engine.vocabulary
         self.collector = Collector(settings, core.store, order, config.policy, vocabulary, sampled, hooks)
-        self._schedule = Schedule(config.trainer.schedule, self.collector)
+        self._schedule = Schedule(config.trainer.schedule, self.collector.waiting)
         self._monitor = Monitor(config.trainer, core.store)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._stop = asyncio.Event()
@@ -332,6 +331,5 @@ class TrainingLoop:
         return not goes_back
 
     async def is_done(self) -> bool:
-        """Return whether `trainer.max_steps` are done."""
         last = await self._store.steps.last()
         return self._config.max_steps is not None and last is not None and last.step >= self._config.max_steps

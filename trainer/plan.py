@@ -1,6 +1,6 @@
 """Shares out memory before vLLM and the trainer start: contexts, sizes of passes, GPUs and vLLM's share of them.
 
-On a GPU activations are bfloat16 beside float32 where it matters; on a CPU everything is float32. The trainer's pass is
+On a GPU activations are bfloat16, and float32 where it matters; on a CPU everything is float32. The trainer's pass is
 checked against runs on tensors without values (tests/trainer/test_pass_memory.py). What vLLM and CUDA take for
 themselves is an estimate.
 """
@@ -43,12 +43,12 @@ UTILIZATION = 0.5  # where there is no plan
 
 LENGTH_STEP = 1024
 MAX_LORAS = 4  # versions that vLLM serves side by side
-CONTEXTS = 2  # vLLM should hold so many full contexts at once
+CONTEXTS = 2  # full contexts that vLLM should hold at once
 
 # The most tokens of a pass where there is room, and on a CPU, where passes of more than 1,024 are no faster.
 TOKENS_PER_PASS, COMFORTABLE_ON_CPU = 8192, 1024
 
-# Models whose configurations list no layer types: layers have a state that runs through the row, or other attention.
+# Their configurations list no layer types, and layers have a state that runs through the row, or other attention.
 _RECURRENT = ("mamba", "rwkv", "jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "recurrent_gemma", "hybrid")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ASK = ("nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits")
@@ -84,10 +84,9 @@ def make_plan(
 ) -> Plan:
     """Return the plan with the longest context that fits `gpus`, by default those of this machine.
 
-    An `offline` trainer has no vLLM beside it, and neither has one whose vLLM is on another machine. If not `trained`,
-    or if a service takes the steps, vLLM has no trainer beside it. There is no plan for a base model that is `sharded`
-    over several GPUs, and on a CPU only for the size of a pass. ConfigError if the model cannot be trained, or does not
-    fit.
+    An `offline` trainer has the machine to itself, and so has one that publishes to another machine. If not `trained`,
+    or if a service takes the steps, vLLM has it to itself. There is no plan for a base model that is `sharded` over
+    several GPUs, and on a CPU only for the size of a pass. ConfigError if the model cannot be trained, or does not fit.
     """
     gpus = cards() if gpus is None else gpus
     about = (model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None) or {}
@@ -190,7 +189,7 @@ class DecoderShape(NamedTuple):
 
 
 def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
-    """Return the sizes in a config.json; None if it lacks some, as those of unusual models do."""
+    """Return the sizes in a config.json; None if it lacks some, as an unusual model's does."""
     text = _text(config)
     try:
         layers, hidden, heads = text["num_hidden_layers"], text["hidden_size"], text["num_attention_heads"]
@@ -211,16 +210,12 @@ def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
 def trainer_needs(
     shape: DecoderShape, config: Config, tokens: int, checkpointing: bool, *, on_cpu: bool = False
 ) -> Needs:
-    """Return the GiB that the trainer needs with passes of so many tokens, by what they are for."""
+    """Return the GiB that the trainer needs with passes of this number of tokens, by what they are for."""
     trainer, width = config.trainer, FLOAT32 if on_cpu else BF16
-    if (
-        trainer.weights == "full"
-    ):  # trained in float32, with gradients and AdamW's two moments; a frozen reference is in bfloat16
+    if trainer.weights == "full":  # in float32, with gradients and AdamW's two moments; the reference in bfloat16
         of_reference = BF16 if trainer.kl_coef or trainer.kl_metric else 0
-        needs: Needs = {
-            "weights": (FLOAT32 + of_reference) * shape.parameters,
-            "gradients, optimizer": 3 * FLOAT32 * shape.parameters,
-        }
+        weights = (FLOAT32 + of_reference) * shape.parameters
+        needs: Needs = {"weights": weights, "gradients, optimizer": 3 * FLOAT32 * shape.parameters}
     else:
         adapters = (1 + len(config.policy.adapters)) * trainer.lora_rank * shape.lora
         needs = {"weights": width * shape.parameters, "adapters": 4 * FLOAT32 * adapters}
@@ -289,10 +284,9 @@ def model_config(model: str, *, download: bool = True) -> dict[str, Any] | None:
             return dict(json.loads((path / "config.json").read_text()))
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-        cached = try_to_load_from_cache(model, "config.json")
-        file = (
-            cached if isinstance(cached, str) else hf_hub_download(model, "config.json", local_files_only=not download)
-        )
+        file = try_to_load_from_cache(model, "config.json")
+        if not isinstance(file, str):
+            file = hf_hub_download(model, "config.json", local_files_only=not download)
         return dict(json.loads(Path(file).read_text()))
     except Exception:  # no such package, no network, no such model: loading the model gives a better message
         return None

@@ -31,7 +31,7 @@ Tune = Callable[["Publisher | None", asyncio.Event, Sift | None], Awaitable[Step
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """The `data` to train on (None: the configured store), its `directory` (None: beside the policy's), its epochs."""
+    """The `data` to train on (None: the configured store), its `directory` (None: next to the policy's), its epochs."""
 
     data: Path | None = None
     directory: Path | None = None

@@ -21,7 +21,7 @@ class Rate:
 
 
 def automatic_rate(width: int, weights: Literal["lora", "full"] = "lora", alpha: int = ALPHA) -> float:
-    """Return the learning rate of AdamW, to two digits, for RL on a model whose hidden states have `width` numbers.
+    """Return the learning rate of AdamW, to two digits, for RL on a model with hidden states of `width` numbers.
 
     LoRA: 7.5e-5 · (2000 / width)^0.781 · (32 / alpha). All weights: 5e-6 · (2000 / width)^0.781.
 
@@ -52,7 +52,7 @@ def rate_of(config: TrainerConfig, width: int, kept: float | None = None) -> Rat
 
 
 def rate_after(config: TrainerConfig, rate: float, updates: int) -> float:
-    """Return the learning rate of the next update, after so many, by `trainer.lr_scheduler`; `rate` is its greatest."""
+    """Return the learning rate after this number of updates, by `trainer.lr_scheduler`; `rate` is its greatest."""
     if updates < config.warmup_steps:
         return rate * updates / config.warmup_steps
     if config.max_steps is None or config.lr_scheduler not in ("linear", "cosine"):

@@ -17,7 +17,7 @@ Show = Callable[[int, Mapping[str, Any]], None]
 # Takes a rollout's calls and rewards, and returns scores of the calls that have none yet. Raises JudgeError.
 AskJudge = Callable[[Sequence[ModelCall], Sequence[Reward]], Awaitable[list[Reward]]]
 
-# Returns a step's batch with guidance in its samples: also of rollouts whose rewards teach nothing. Raises GuideError.
+# Returns a step's batch with guidance in its samples, also where rewards teach nothing. Raises GuideError.
 Guide = Callable[["Batch"], Awaitable["Batch"]]
 
 
@@ -54,7 +54,7 @@ class RolloutRewards:
 
     @property
     def sum(self) -> float:
-        """Return the sum of all rewards: the rollout's own and those of its calls."""
+        """Return the sum of all rewards: the rollout's own and its calls'."""
         return (self.final or 0.0) + math.fsum(self.calls.values()) + math.fsum(self.air.values())
 
     def of_call(self, call_id: str) -> float:
@@ -80,7 +80,7 @@ Sift = Callable[[Sequence[ModelCall]], Sifted]
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """A rollout as it is compared with others: its calls, in order, and its rewards."""
+    """A rollout in a comparison with others: its calls, in order, and its rewards."""
 
     calls: Sequence[ModelCall]
     rewards: RolloutRewards
@@ -101,8 +101,8 @@ class Sibling:
 class Sampling:
     """How vLLM turned a model's logits into the distribution that an answer was sampled from.
 
-    Every field but `temperature` is neutral by default. `allowed` None: all tokens. `stop_tokens` are those of the
-    request, which `min_tokens` forbids. `grammar` is vLLM's structured outputs, as JSON.
+    Every field but `temperature` is neutral by default. `allowed` None: all tokens. `stop_tokens` are the
+    request's, which `min_tokens` forbids. `grammar` is vLLM's structured outputs, as JSON.
     """
 
     temperature: float = 1.0
@@ -124,7 +124,7 @@ class Sampling:
         return self == Sampling(self.temperature, stop_tokens=self.stop_tokens)
 
     def fits(self, vocabulary: int | None) -> bool:
-        """Return whether its numbers are those of a sampler, and its tokens those of a vocabulary (None: any)."""
+        """Return whether a sampler may have its numbers, and a vocabulary of this size its tokens (None: any)."""
         numbers = (self.temperature, self.frequency_penalty, self.presence_penalty, *(value for _, value in self.bias))
         tokens = (*(self.allowed or ()), *self.stop_tokens, *(token for token, _ in self.bias))
         return (
@@ -190,11 +190,11 @@ class Sample:
 class Batch:
     """The samples of one step, and the counts that go into the step's metrics.
 
-    `compared` is the number of rollouts whose rewards were compared, those that taught nothing included. The loss is
+    `compared` is the number of rollouts that were compared, also where that taught nothing. The loss is
     averaged over them. 0 stands for the rollouts of the samples.
     `compared_by_adapter` counts those in which the adapter's agents took part, where agents have adapters of their own.
     `tasks` has the mean, spread and number of rewards by task. `left_out`: why most calls are left out, if they are.
-    `version`: the policy version whose weights the step begins with; None if they are no version's.
+    `version`: the policy version that the step begins with; None if its weights are no version's.
     """
 
     step: int

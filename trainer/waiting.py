@@ -30,7 +30,7 @@ class GuideError(LightningError):
 
 
 async def pause(stop: asyncio.Event, seconds: float | None = None) -> None:
-    """Wait for so many seconds (by default RETRY_S), or until `stop` is set."""
+    """Wait for `seconds` (by default RETRY_S), or until `stop` is set."""
     with suppress(TimeoutError):
         await asyncio.wait_for(stop.wait(), RETRY_S if seconds is None else seconds)
 

@@ -32,11 +32,8 @@ Weights = dict[str, Tensor]
 LEFT_ALONE = frozenset(
     {"experts", "shared_expert", "shared_experts", "shared_expert_gate", "shared_mlp", "router", "gate"}
 )
-# The name of a parameter's adapter.
-ADAPTER_OF = re.compile(r"\.lora_[^.]*\.([^.]+)")
-
-# How far apart rounding alone takes the mean log-probability of two implementations.
-TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
+ADAPTER_OF = re.compile(r"\.lora_[^.]*\.([^.]+)")  # the name of a parameter's adapter
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}  # nats between two implementations, by rounding alone
 MARKER = "COMPLETE"
 
 
@@ -122,9 +119,6 @@ class TrainedWeights:
     def weights(self, name: str = DEFAULT_ADAPTER) -> Weights:
         """Return copies of a set's unsharded weights; nothing in a process that only helps to gather them."""
         return gathered(self.live(name), self.keeps or not self.sharded, lambda _, weight: weight.clone())
-
-    def all_weights(self) -> dict[str, Weights]:
-        return {name: self.weights(name) for name in self.names}
 
     @torch.no_grad()
     def set(self, weights: Mapping[str, Weights]) -> None:

@@ -91,7 +91,7 @@ def test_without_optimizer_state_its_moments_and_the_schedule_begin_anew_and_tha
     assert saved.optimizer.state and rates[1] < rates[0]
     with caplog.at_level(logging.WARNING):
         saved.load(tmp_path / "1")
-    assert "has no optimizer state: its moments and the schedule begin anew" in caplog.text
+    assert "has no optimizer state: its moments and the schedule start again" in caplog.text
     assert not saved.optimizer.state and saved.step(Batch(1, (sample,), ("r",)))["lr"] == rates[0]
 
 

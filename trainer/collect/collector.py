@@ -72,7 +72,7 @@ class Collector:
         own = [agent for agents in policy.adapters.values() for agent in agents]
         credited = [agent for agent in config.credits if agent != "*"]
         self._roll_call = RollCall(self._agents, {"trainer.credit": credited, "policy.adapters": own})
-        self._waiting = WaitingGroups(config, store, order)
+        self.waiting = WaitingGroups(config, store, order)
         self._seen = Seen()
         self._unverified: frozenset[int] = frozenset()  # versions that will not be
         self._logged: set[str] = set()  # why nothing was learned, since the last step
@@ -86,7 +86,7 @@ class Collector:
         `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError if
         the judge does not answer, UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
         """
-        while groups := await self._waiting.next(fewer=fewer, since=since):
+        while groups := await self.waiting.next(fewer=fewer, since=since):
             self._unverified = await self._store.versions.never_verified()
             takes = [await self._read(group, base) for group in groups]
             if self._config.compare == "step":
@@ -244,7 +244,7 @@ class Collector:
         self._logged.clear()
         rollout_ids = tuple(rollout.rollout_id for rollout in take.rollouts)
         step = await self._store.steps.claim(rollout_ids, take.base, take.dropped, take.groups, take.credit)
-        self._waiting.forget(take.waiting)
+        self.waiting.forget(take.waiting)
         return Batch(
             step=step,
             samples=tuple(take.samples),
@@ -266,7 +266,7 @@ class Collector:
         """Drop groups from which nothing can be learned. They are counted in the next step."""
         self._seen.add(take.seen)
         await self._store.steps.drop(take.dropped, take.groups)
-        self._waiting.forget(take.waiting)
+        self.waiting.forget(take.waiting)
         if new := take.dropped.keys() - self._logged:
             self._logged |= new
             reasons = ", ".join(f"{reason} ({len(ids)})" for reason, ids in take.dropped.items() if ids)
@@ -279,13 +279,9 @@ class Collector:
             self._logged.add(STANDSTILL)
             log.warning("%s", found.story)
 
-    async def waiting(self) -> tuple[int, float | None]:
-        """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
-        return await self._waiting.totals()
-
     async def why_no_step(self) -> str | None:
         """Return what the next step lacks, once rollouts have waited for minutes: for others, or for a reward."""
-        if (why := self._waiting.why_none()) is not None:
+        if (why := self.waiting.why_none()) is not None:
             return why
         if (now := time.time()) >= self._looks_at:
             self._looks_at = now + STANDS_S

@@ -1,14 +1,15 @@
-"""The groups that wait for a step, kept in memory: each look reads only those that have changed since the last."""
+"""The groups that wait for a step, kept in memory: each look reads only what has changed. And when a step may begin."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from itertools import chain
 from typing import Any
 
-from ...core.config.trainer import TrainerConfig
+from ...core.config.trainer import ScheduleConfig, TrainerConfig
 from ...core.groups import NO_END, Group, Grouping
 from ...core.returns import Rules
 from ...store.store import Store
@@ -85,6 +86,40 @@ class WaitingGroups:
         if group.pool is None:
             return max(1, group.rewarded // self._config.group_size)
         return int(not group.late or group.ended >= self._config.group_size)
+
+
+class Schedule:
+    """`round` is when the current round began (Unix time), if there is one.
+
+    A round begins when enough rollouts wait, or at each configured time, and ends when all rollouts that waited then
+    are trained on.
+    """
+
+    def __init__(self, config: ScheduleConfig, waiting: WaitingGroups) -> None:
+        self._config, self._waiting = config, waiting
+        self.round: float | None = None
+
+    @property
+    def in_rounds(self) -> bool:
+        """Return whether training is in rounds. A round takes everything, so its last step may be small."""
+        return self._config.when != "continuous"
+
+    async def waits_for(self) -> str | None:
+        """Return the reason why the next step must wait; None if it may begin now."""
+        if not self.in_rounds:
+            return None
+        config, now = self._config, time.time()
+        count, oldest = await self._waiting.totals()
+        if config.when == "times":
+            self.round = config.last_time(now)
+        elif count >= config.every_rollouts:
+            self.round = now
+        if oldest is not None and self.round is not None and oldest <= self.round:
+            return None
+        self.round = None
+        if config.when == "times":
+            return f"{datetime.fromtimestamp(config.next_time(now)):%a %H:%M}, {count} complete rollouts so far"
+        return f"{config.every_rollouts} complete rollouts, {count} so far"
 
 
 def full_groups(groups: Sequence[Group]) -> int:

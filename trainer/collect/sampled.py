@@ -24,8 +24,7 @@ _PARAMETERS = (
     "response_format", "text", "output_format", "tools", "tool_choice", "parallel_tool_calls", "chat_template",
     "chat_template_kwargs", "reasoning_effort", "reasoning", "include_reasoning",
 )  # fmt: skip
-# Sets of parameters, far more than a step has.
-_KEPT = 10_000
+_KEPT = 10_000  # sets of parameters, far more than a step has
 _MESSAGE: Json = {"messages": [{"role": "user", "content": "0"}]}
 _PROMPTS: dict[str, Json] = {"completions": {"prompt": "0"}, "responses": {"input": "0"}}
 _NOT_UNDERSTOOD = "its sampling parameters are not understood"
@@ -34,13 +33,9 @@ _NO_ROUTE = (
     "requests; start it with `lightning-proxy vllm`, or add --enable-scale-out"
 )
 
-
-# The chat request that a request of another API was sent as; None if it was sent as it is.
+# The chat request that a request of another API was sent as; None if it was sent unchanged.
 AsChat = Callable[[str, Json], Json | None]
-
-
-# How an answer was sampled, or why that cannot be computed again.
-Known = Sampling | str
+Known = Sampling | str  # how an answer was sampled, or why that cannot be computed again
 
 
 class Sampled:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -12,7 +11,6 @@ from ...core.records import ModelCall
 log = logging.getLogger(__name__)
 
 OTHERS = "*"  # every agent that is not named, and calls that name none
-SHOWN = 10
 NO_NAME = "no name (calls without X-Agent-Name)"
 
 
@@ -42,24 +40,18 @@ class RollCall:
 
     def __init__(self, agents: TrainedAgents, others: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
         self._agents, self._others = agents, others
-        self._seen: set[str] = set()
-        self._missed = defaultdict[str, set[str]](set)
+        self._seen, self._missed = set[str](), set[tuple[str, str]]()
 
     def look(self, rollouts: Iterable[Sequence[ModelCall]]) -> None:
         """Note the agents of these calls. Warn of configured agents still missing while unnamed agents were seen."""
         self._seen |= {call.agent or NO_NAME for calls in rollouts for call in calls}
         trains_all = all(map(self._agents.role, self._seen))
         for option, named in {"trainer.agents": () if trains_all else self._agents.named, **self._others}.items():
-            missing = {name for name in named if name not in self._seen}
-            if self._seen.difference(named) and missing - self._missed[option]:
-                self._missed[option] |= missing
+            missing = {(option, name) for name in named if name not in self._seen}
+            if self._seen.difference(named) and missing - self._missed:
+                self._missed |= missing
                 nothing = ", so nothing of it is trained" if option == "trainer.agents" else ""
                 log.warning(
                     "%s: no call of %s so far%s; the agents of the rollouts are: %s",
-                    option, _listed(missing), nothing, _listed(self._seen),
+                    option, ", ".join(sorted(name for _, name in missing)), nothing, ", ".join(sorted(self._seen)),
                 )  # fmt: skip
-
-
-def _listed(names: set[str]) -> str:
-    first = sorted(names)[:SHOWN]
-    return ", ".join(first) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -132,9 +132,9 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
 def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Compute A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
 
-    A(rollout) compares the sums of all rewards, those of the calls and the rollout's own. A(step) compares the
+    A(rollout) compares the sums of all rewards, the calls' and the rollout's own. A(step) compares the
     discounted returns of an agent's calls that had the same state (prompt), anywhere in the group. It is 0 for a state
-    that only one call had. Two rollouts with final rewards 1 and 0 whose first prompts are the same get 0.5 and -0.5
+    that only one call had. Two rollouts with final rewards 1 and 0 and the same first prompt get 0.5 and -0.5
     by `dr_grpo` for both parts: 1 and -1 for these calls, 0.5 and -0.5 for the others (weight 1, discount 1).
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
@@ -202,7 +202,7 @@ def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> li
 
 
 def training_rules(config: TrainerConfig) -> Rules:
-    """Return how rewards count in training. A judge's scores count beside the return that is shown."""
+    """Return how rewards count in training. A judge's scores count in addition to the return that is shown."""
     return Rules.of(config)._replace(weights=config.training_weights)
 
 

@@ -53,7 +53,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         "groups",
         ("groups", "count", "groups looked at since the last step"),
         ("groups_trained", "count", "groups with a rollout that is trained on"),
-        ("groups_equal", "count", "comparisons whose returns are all equal: they teach nothing"),
+        ("groups_equal", "count", "comparisons in which all returns are equal: they teach nothing"),
         ("groups_incomplete", "count", "groups smaller than `trainer.group_size` after `trainer.group_timeout_s`"),
         ("rollouts", "count", "rewarded rollouts looked at since the last step"),
         ("rollouts_trained", "count", "rollouts that are trained on"),
@@ -67,7 +67,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("samples", "count", "training rows"),
         ("calls", "count", "calls in these rows"),
         ("calls_merged", "count", "calls that continue the row of an earlier call"),
-        ("merge_rate", "share", "calls that continue a row, among those whose rollout had a row already"),
+        ("merge_rate", "share", "calls that continue a row, among calls of rollouts that had a row already"),
         ("forks_drift", "count", "calls with a new row: the last answer came back as other tokens"),
         ("forks_edited", "count", "the history was changed, or continued from earlier"),
         ("forks_repeated", "count", "the same prompt, or less of it, was sent again"),
@@ -149,7 +149,7 @@ TUNING = group(
 
 @cache
 def all_metrics() -> Mapping[str, Metric]:
-    """Return those of the core and of the features, by name."""
+    """Return the metrics of the core and of the features, by name."""
     of_features = (metric for module in modules("trainer") for metric in module.plugin.metrics.items())
     return MappingProxyType({**METRICS, **TUNING, **dict(of_features)})
 

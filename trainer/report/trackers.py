@@ -22,7 +22,6 @@ from .metric_schema import by_tag
 
 log = logging.getLogger(__name__)
 
-RUN_FILE = "run.json"
 PROJECT = "lightning-proxy"  # trackers file runs under this name
 
 
@@ -33,9 +32,9 @@ class Trackers:
     """
 
     def __init__(self, config: TrainerConfig, directory: Path) -> None:
-        """Raise ConfigError for a tracker that accelerate does not know, or whose package is missing."""
+        """Raise ConfigError for a tracker that accelerate does not know, or that is not installed."""
         self.step, self._begun = 0, False
-        self._file = directory / RUN_FILE
+        self._file = directory / "run.json"
         self._run = json.loads(self._file.read_text()) if self._file.is_file() else {}
         policy = re.sub(r"[^\w-]+", "-", directory.parent.name).strip("-")[:40] or "policy"
         name = self._run.setdefault("name", f"{policy}-{secrets.token_hex(3)}")
@@ -48,12 +47,11 @@ class Trackers:
         projects = {"tensorboard": "tensorboard", "wandb": os.environ.get("WANDB_PROJECT", PROJECT)}
         self.trackers: list[GeneralTracker] = []
         for kind in config.report_to:
-            if kind not in LOGGER_TYPE_TO_CLASS:
+            if (made := LOGGER_TYPE_TO_CLASS.get(kind)) is None:
                 known = ", ".join(map(str, LOGGER_TYPE_TO_CLASS))
                 raise ConfigError(f"trainer.report_to: unknown tracker {kind!r}, known are {known}")
             if kind not in map(str, get_available_trackers()):
                 raise ConfigError(f"trainer.report_to: {kind} is not installed: pip install {kind}")
-            made = LOGGER_TYPE_TO_CLASS[kind]
             where = (str(directory),) if made.requires_logging_directory else ()
             self.trackers.append(made(projects.get(kind, PROJECT), *where, **options.get(kind, {})))
 

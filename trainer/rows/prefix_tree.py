@@ -16,11 +16,8 @@ from ..types import Sample
 
 Ints = NDArray[np.int64]
 
-# The fixed cost of a forward and backward pass, in nodes. It prefers fewer passes where nothing else decides.
-_PASS_COST = 1.0
-
-# A cut that saves a node of memory may take so much more work.
-_MEMORY_COST = 0.25
+_PASS_COST = 1.0  # of a forward and backward pass, in nodes: fewer passes where nothing else decides
+_MEMORY_COST = 0.25  # the work that may be spent to save a node of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +106,11 @@ class TreeCost:
         return len(tree) + self.attention * float(tree.depths.sum() + len(tree))
 
     def prefix(self, lengths: Ints) -> NDArray[np.float64]:
-        """Return the cost of the first so many nodes of a row."""
+        """Return the cost of the first `lengths` nodes of a row."""
         return lengths + self.attention * lengths * (lengths + 1) / 2
 
     def memory(self, nodes: Ints) -> NDArray[np.float64]:
-        """Return the price of the memory of passes of so many nodes."""
+        """Return the price of the memory of passes of this number of nodes."""
         comfortable = self.max_nodes if self.comfortable is None else self.comfortable
         return np.maximum(nodes - comfortable, 0).astype(np.float64) * _MEMORY_COST
 
@@ -122,7 +119,7 @@ def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]
     """Cut `samples` so that as little as possible is computed twice.
 
     In the order of their tokens, samples share most with their neighbours, and a cut costs just what the two samples
-    beside it share; so the best cuts are found one by one. Samples of two adapters share nothing, since each adapter
+    next to it share; so the best cuts are found one by one. Samples of two adapters share nothing, since each adapter
     gives the same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a single
     sample has.
     """

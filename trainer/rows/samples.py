@@ -76,7 +76,7 @@ class _Row:
     ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     def add(self, call: ModelCall, advantage: float, sampling: Sampling) -> None:
-        """Append a call whose prompt begins with this row."""
+        """Append a call with a prompt that begins with this row."""
         self.calls.append((call, advantage, sampling))
         self.ids = np.array(call.row_token_ids, np.int64)
 

@@ -134,7 +134,7 @@ WEIGHTINGS = {"token": "mean", "rollout": "own", "sequence": "mean"}
 def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: int = 0) -> dict[str, float]:
     """Return the weight of each trained token in the step's loss, by rollout, without rollouts that have no tokens.
 
-    The loss is averaged over `compared` rollouts, those that teach nothing included; 0 stands for those of `samples`.
+    The loss is averaged over `compared` rollouts, also such that teach nothing; 0 stands for the ones in `samples`.
     With `weighting: sequence` it is the weight of each answer, which its tokens share.
     By hand: rollouts of 3 and of 6 tokens weigh them by 1/6 and 1/12 (`own`), or by 1/9 each (`mean`).
     """
@@ -190,7 +190,7 @@ def loss_inputs(
 ) -> LossInputs:
     """Return the inputs of the loss. `logprobs`: the policy's, (A, L); `weights`: by rollout (`token_weights`).
 
-    Tokens whose log-probability is -inf are taken out: the policy that is trained would not sample them, as its top_p
+    Tokens of log-probability -inf are taken out: the policy that is trained would not sample them, as its top_p
     and the like leave them out under the present weights. The tokens that stay keep their weights.
     """
     outside = logprobs.detach().isneginf()
@@ -204,7 +204,7 @@ def loss_inputs(
 
 
 def policy_loss(given: LossInputs) -> Tensor:
-    """Return the weighted sum of the tokens' terms: those of `loss_type`, or of the user's own `loss`.
+    """Return the weighted sum of the tokens' terms, by `loss_type` or by the user's own `loss`.
 
     Raise ConfigError if the user's function returns another shape than (A, L).
     """
@@ -268,7 +268,7 @@ def kl_penalty(given: LossInputs, reference: Tensor) -> Tensor:
 class EntropyBonus:
     """Decides the weight of the mean entropy in the loss, as TRL does (`entropy_coef`, `use_adaptive_entropy`).
 
-    With a target, the weight grows by DELTA after each step whose entropy is at or below the target, and shrinks after
+    With a target, the weight grows by DELTA after each step with an entropy at or below the target, and shrinks after
     the others. It counts only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
     """
 
@@ -323,7 +323,7 @@ def guided(given: LossInputs, samples: Sequence[Sample], answers: Answers) -> tu
 def context_loss(logprobs: Tensor, samples: Sequence[Sample], results: int, config: TrainerConfig) -> Tensor:
     """Return what the function adds to the loss for the tokens that tools wrote; 0 without any.
 
-    `logprobs`: (B, T), of all tokens of the B samples that are scored. The function gets those of the K results.
+    `logprobs`: (B, T), of all tokens of the B samples that are scored. The function gets the K results'.
     `results`: how many such tokens the step has.
     """
     places = [(row, i) for row, s in enumerate(samples) for span in s.results for i in range(*span)]

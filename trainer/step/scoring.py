@@ -20,14 +20,9 @@ from ..types import Sample, Sampling
 from .shaping import SampledPlace, Shaper, truncate
 from .tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
 
-# Tokens, if the model does not say how many it can take.
-DEFAULT_SAMPLE = 4096
-
-# So many logits are computed at a time (64 MiB in float32). Larger pieces miss a CPU's caches and are slower.
-_LOGITS_PER_CHUNK = 2**24
-
-# In place of a log-probability of -inf in an entropy, where it is multiplied by 0.
-_LEAST = -1e4
+DEFAULT_SAMPLE = 4096  # tokens, if the model does not say how many it can take
+_LOGITS_PER_CHUNK = 2**24  # 64 MiB in float32; larger pieces miss a CPU's caches and are slower
+_LEAST = -1e4  # in place of a log-probability of -inf in an entropy, where it is multiplied by 0
 
 
 class ScoredTokens(NamedTuple):
@@ -151,8 +146,8 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """Turn the (K, H) hidden states before tokens into (K,) log-probabilities and entropies, in float32.
 
-    The entropies have a gradient if it is asked for. No logits are kept: those of a trained head, whose gradient sums
-    over tokens, are computed once more in the backward pass.
+    The entropies have a gradient if it is asked for. No logits are kept. A trained head's gradient sums over
+    tokens, so its logits are computed once more in the backward pass.
     """
     compute: Callable[..., tuple[Tensor, Tensor]] = _scores
     if torch.is_grad_enabled():

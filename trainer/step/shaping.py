@@ -21,11 +21,8 @@ from ..rows.prefix_tree import Ints
 from ..rows.sampling import is_installed
 from ..types import Sample, Sampling
 
-# The likeliest tokens are looked at first: sorting an entire vocabulary takes ten times as long.
-_LIKELIEST = 1024
-
-# A compiled grammar may take megabytes.
-_KEPT_GRAMMARS = 100
+_LIKELIEST = 1024  # tokens that are looked at first: sorting an entire vocabulary takes ten times as long
+_KEPT_GRAMMARS = 100  # compiled, each may take megabytes
 
 
 class SampledPlace(NamedTuple):
@@ -45,7 +42,7 @@ class SampledPlace(NamedTuple):
 
 
 class Shaper:
-    """Shapes the logits of one model, whose tokenizer knows the tokens that end an answer."""
+    """Shapes the logits of one model. Its tokenizer knows the tokens that end an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         configured = getattr(model.generation_config, "eos_token_id", None)

@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 def make_what_fits(
     passes: Sequence[Pass], make: Callable[[Pass], Numbers], parameters: Sequence[nn.Parameter]
 ) -> Numbers:
-    """Make passes up to one whose loss is not finite; returns their numbers.
+    """Make passes up to one with a loss that is not finite; returns their numbers.
 
-    A pass that fails has added to the gradients, so where memory runs out all passes begin anew, those as large as this
-    one in halves. The largest come first, so that little is computed in vain.
+    A pass that fails has added to the gradients, so where memory runs out all passes are made again: this one, and all
+    as large, in halves. The largest come first, so that little is computed in vain.
     """
     shortage, todo = Numbers(), list(passes)
     while True:
@@ -48,7 +48,7 @@ def make_what_fits(
 
 
 def _fitting(one: Pass, shortage: Numbers) -> list[Pass]:
-    """The pass in parts of at most so many nodes as fit."""
+    """The pass in parts that have no more nodes than fit."""
     if len(one.micro_batch.tree) <= shortage.fitting or len(one.micro_batch.samples) == 1:
         return [one]
     return [part for half in _halved(one, shortage) for part in _fitting(half, shortage)]
@@ -58,7 +58,6 @@ def _halved(one: Pass, shortage: Numbers) -> list[Pass]:
     """The halves of a pass that does not fit, which is noted; of a single sample nothing is left."""
     samples = one.micro_batch.samples
     if len(samples) == 1:
-        shortage.sums["rows_out_of_memory"] += 1
         shortage.too_large += (samples[0].rollout_id,)
         return []
     found = halves(one.micro_batch)
@@ -68,5 +67,5 @@ def _halved(one: Pass, shortage: Numbers) -> list[Pass]:
 
 
 def give_back() -> None:
-    """Give the memory that torch keeps for later back to the GPU: a vLLM that starts again needs room beside us."""
+    """Give the memory that torch keeps for later back to the GPU: a vLLM that starts again needs room, too."""
     torch.cuda.empty_cache()

@@ -23,14 +23,10 @@ from .losses import LOSSES, MAX_LOG_RATIO, Guided, LossInputs, clipped
 
 # The sums that are reported as they are.
 COUNTS = (
-    "loss", "trained_tokens", "outside_tokens", "masked_tokens", "computed_tokens", "micro_batches",
-    "passes_halved", "rows_out_of_memory",
+    "loss", "trained_tokens", "outside_tokens", "masked_tokens", "computed_tokens", "micro_batches", "passes_halved",
 )  # fmt: skip
-
 NAMED = 5
-
-# Where the mean difference of log-probabilities may be so large, their root mean square is some times larger.
-TAILS = 3.0
+TAILS = 3.0  # how much larger differences' root mean square may be than their mean
 SAMPLER_TOKENS = 256  # a step judges its sampler by no fewer
 
 
@@ -41,8 +37,8 @@ class Numbers:
     sums: Counter[str] = field(default_factory=Counter)
     ratio_max: float = 0.0
     fault: str | None = None
-    too_large: tuple[str, ...] = ()  # the rollouts of rows that memory ran out for
-    fitting: int = sys.maxsize  # so many nodes may be in a pass, after one that did not fit
+    too_large: tuple[str, ...] = ()  # by row that memory ran out for, its rollout
+    fitting: int = sys.maxsize  # nodes that may be in a pass, after one that did not fit
 
     def add(self, other: Numbers) -> None:
         self.sums.update(other.sums)
@@ -71,7 +67,7 @@ def numbers_of(
 
     `clipped` counts tokens as TRL does: their importance ratio, at `trainer.importance_level`, is outside of the loss's
     limits on the side that their advantage pulls them to. `kl` is to the policies that sampled the answers, `kl_base`
-    to the base model, where it is computed. `fresh` tokens are those of rows that `version` alone sampled.
+    to the base model, where it is computed. `fresh` tokens are in rows that `version` alone sampled.
     """
     config, mask = given.config, given.mask.bool()
     advantages, ratios, levels = given.advantages[mask], given.ratios[mask], given.level_ratios[mask]
@@ -147,11 +143,10 @@ class StepMetrics:
 
     def too_large(self) -> str | None:
         """Return in words which rollouts have rows that did not fit."""
-        if not self.numbers.too_large:
+        if not (rows := self.numbers.too_large):
             return None
-        n = self.numbers.sums["rows_out_of_memory"]
-        rows = f"{n} row{'s' if n != 1 else ''} of {some_rollouts(self.numbers.too_large)}"
-        return f"{rows}: too large for the memory; lower trainer.max_sample_tokens"
+        of = f"{len(rows)} row{'s' if len(rows) != 1 else ''} of {some_rollouts(rows)}"
+        return f"{of}: too large for the memory; lower trainer.max_sample_tokens"
 
     def result(self) -> dict[str, float]:
         """Return metrics by the names of `metric_schema`. Means are over trained tokens, and may not be finite."""
@@ -159,8 +154,9 @@ class StepMetrics:
         found = {name: float(numbers.sums[name]) for name in COUNTS} | {
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
+            "rows_out_of_memory": float(len(numbers.too_large)),
             "skipped": float(self.skipped),
-            "entropy": self.numbers.mean("entropy"),
+            "entropy": numbers.mean("entropy"),
             "kl": numbers.mean("kl"),
             "sampler_difference": nats_apart(self.fresh_kl),
             "ratio_mean": numbers.mean("ratio"),
@@ -206,9 +202,9 @@ def wrong_sampler(kl: float, tolerance: float) -> str | None:
     if apart <= TAILS * tolerance:
         return None
     return (
-        f"wrong sampler: the log-probabilities that the server reports are {apart:.2g} nats from those of the same "
-        f"weights in the trainer, where rounding explains {TAILS * tolerance:.2g}. Either the server samples otherwise "
-        "than it reports: start vLLM with `lightning-proxy vllm` (it adds --logprobs-mode processed_logprobs and "
+        f"wrong sampler: the log-probabilities that the server reports are {apart:.2g} nats from what the same "
+        f"weights give in the trainer, where rounding explains {TAILS * tolerance:.2g}. Either the server does not "
+        "sample as it reports: start vLLM with `lightning-proxy vllm` (it adds --logprobs-mode processed_logprobs and "
         "--enable-scale-out). Or it serves another model than policy.model, or in another dtype than trainer.dtype. "
         "policy.verify_tolerance sets the limit"
     )

@@ -57,7 +57,6 @@ from .tree_attention import use_tree_attention
 log = logging.getLogger(__name__)
 STATE_FILE = "state.pt"
 State = dict[str, Any]
-SHARDED = ("adapters", "optimizer")
 
 
 class StepTotals(NamedTuple):
@@ -301,7 +300,7 @@ class LightningTrainer:
     def save(self, directory: Path) -> None:
         state = {
             "step": self.trackers.step,
-            "adapters": self.weight_sets.all_weights(),
+            "adapters": {name: self.weight_sets.weights(name) for name in self.weight_sets.names},
             "optimizer": self.weight_sets.optimizer_state(self.optimizer),
             "scheduler": {"last_epoch": self._updates},
             "entropy": self.entropy.state(),
@@ -322,12 +321,15 @@ class LightningTrainer:
         changed = config_changes(directory, self._saved_config)
         state = read_state(directory / STATE_FILE, self.weight_sets.shapes())
         if "optimizer" not in state:
-            log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
+            log.warning("%s has no optimizer state: its moments and the schedule start again", directory)
         rate = self.rate
         if state["step"]:  # untrained weights have no rate to keep
             rate = self._rate_of(saved_rate(directory))
         self._read = state
-        self._restore(without_values(state) if self.weight_sets.sharded else state, rate)
+        sent = state
+        if self.weight_sets.sharded:  # others get their parts of weights and moments from process 0
+            sent = state | {key: _on_meta(state[key]) for key in ("adapters", "optimizer") if key in state}
+        self._restore(sent, rate)
         self._read = None
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
@@ -335,13 +337,15 @@ class LightningTrainer:
 
     @on_every_process
     def _restore(self, state: State, rate: Rate) -> None:
-        """Take the state and the rate; without the optimizer's state, its moments and the schedule begin anew."""
+        """Take the state and the rate; without the optimizer's state, its moments and the schedule start again."""
         state = self._read or state
         self.weight_sets.set(state["adapters"])
         self.weight_sets.load_optimizer_state(self.optimizer, state.get("optimizer", {}))
         self._updates = state["scheduler"]["last_epoch"] if "optimizer" in state else 0
         self.entropy.load(state.get("entropy", {}))
-        _set_random_state(state)
+        torch.set_rng_state(state["rng"])
+        for device, rng in zip(range(torch.cuda.device_count()), state.get("cuda_rng", ()), strict=False):
+            torch.cuda.set_rng_state(rng, device)  # devices that were not there then keep theirs
         self.trackers.step = state["step"]
         self.rate = rate
 
@@ -376,19 +380,8 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW([{"params": group} for group in groups if group], weight_decay=0.0, fused=True)
 
 
-def without_values(state: State) -> State:
-    """Return a state for processes that get their parts of sharded weights and moments from process 0."""
-    return state | {key: _on_meta(state[key]) for key in SHARDED if key in state}
-
-
 def _on_meta(value: Any) -> Any:
+    """Return nested tensors without their values."""
     if isinstance(value, dict):
         return {key: _on_meta(inner) for key, inner in value.items()}
     return value.to("meta") if value.dim() else value
-
-
-def _set_random_state(state: State) -> None:
-    """Devices that were not there when the state was written keep the random state that they have."""
-    torch.set_rng_state(state["rng"])
-    for device, rng in zip(range(torch.cuda.device_count()), state.get("cuda_rng", ()), strict=False):
-        torch.cuda.set_rng_state(rng, device)

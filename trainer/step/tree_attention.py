@@ -25,23 +25,15 @@ from ...core.errors import ConfigError
 from ..rows.prefix_tree import PrefixTree
 
 NAME = "prefix_tree"
-
-# Arguments that some models give to their attention, and that are not supported over a tree.
-_UNSUPPORTED = ("s_aux", "position_bias")
+_UNSUPPORTED = ("s_aux", "position_bias")  # arguments that some models give to their attention
 
 # Private, because public attention returns no log-sum-exp on a CPU. pyproject.toml bounds torch to tested versions.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Longer runs are cut: within a causal block the kernels save little of what they could.
-RUN = 256
-
-# Subtrees of at most so many nodes are one block: within 5 % of the cheapest plan by calls and pairs, on trees of many
-# shapes.
-SQUARE = 192
-
-# FlexAttention works in blocks of so many nodes. Trees are padded to full blocks.
-FLEX_BLOCK = 128
+RUN = 256  # longer ones are cut: within a causal block the kernels save little of what they could
+SQUARE = 192  # nodes of the largest subtree that is one block: near the cheapest plan, on trees of many shapes
+FLEX_BLOCK = 128  # nodes of FlexAttention's blocks; trees are padded to full ones
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class TreeMask:
 
     @cached_property
     def blocks(self) -> list[tuple[Block, Tensor | None]]:
-        """Return the plan's blocks, those of kind `tree` with what is added to scores: 0 or -inf, (1, 1, n, n)."""
+        """Return the plan's blocks; with kind `tree`, what is added to its scores: 0 or -inf, (1, 1, n, n)."""
         found: list[tuple[Block, Tensor | None]] = []
         for block in attention_plan(self.tree):
             added = self._among(*block.keys).float().log()[None, None] if block.kind == "tree" else None
@@ -237,7 +229,7 @@ def block_mask(ends: Tensor) -> BlockMask:
     """Return the mask of a tree in preorder, (N,). Two blocks of nodes cost one number, and no pair of nodes does.
 
     Node q sees node k if k <= q < ends[k]. Of an earlier block of keys, the first query of a block sees some key if it
-    sees the one whose subtree ends last; all queries see all keys if the last one sees the key whose ends first.
+    sees the one with the subtree that ends last; all queries see all keys if the last one sees the one that ends first.
     """
     n, device = len(ends), ends.device
     by_block = nn.functional.pad(ends, (0, -n % FLEX_BLOCK), value=n).view(-1, FLEX_BLOCK)

@@ -96,7 +96,7 @@ async def test_a_sibling_that_never_ends_holds_up_its_group_for_a_time_and_no_ot
     # A sibling was opened at most so long before: that time is not over here, and the wait for it is.
     waited = Collector(TrainerConfig(group_size=3, tasks_per_step=1, baseline="dr_grpo"), traffic.store)
     assert await waited.next_batch(0, fewer=True) is None
-    waited._waiting._has_waited = lambda *_: True  # type: ignore[method-assign]
+    waited.waiting._has_waited = lambda *_: True  # type: ignore[method-assign]
     assert advantages(await waited.next_batch(0, fewer=True)) == {"a-0": -0.5, "b-0": 0.5}
     await traffic.rollout("never", "t", 2.0)
     assert advantages(await traffic.batch(group_size=3)) == {"never-0": 1.0}, "compared with all three"
@@ -237,7 +237,7 @@ async def test_deleted_rollouts_hold_up_no_trainer(traffic: Traffic) -> None:
     collector = Collector(TrainerConfig(group_size=2, tasks_per_step=2, group_timeout_s=1e-9), traffic.store)
     for name, reward in (("a", 1.0), ("b", 0.0)):
         await traffic.rollout(name, "t", reward)
-    assert (await collector.waiting())[0] == 2
+    assert (await collector.waiting.totals())[0] == 2
     for name in ("a", "b"):
         await traffic.store.rollouts.delete(name)
     assert await collector.next_batch(0) is None

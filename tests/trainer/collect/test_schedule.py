@@ -17,8 +17,7 @@ from lightning_proxy.core.records import CallStart, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.collect.schedule import Schedule
+from lightning_proxy.trainer.collect.groups import Schedule, WaitingGroups
 from support.sections import TrainerConfig
 
 
@@ -37,7 +36,7 @@ async def test_a_round_at_a_time_takes_what_waited_then(
     at: str, oldest: str, now: str, waits_for: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Waiting:
-        async def waiting(self) -> tuple[int, float]:
+        async def totals(self) -> tuple[int, float]:
             return 4, datetime.fromisoformat(oldest).timestamp()
 
     monkeypatch.setattr(time, "time", datetime.fromisoformat(now).timestamp)
@@ -64,7 +63,7 @@ def test_a_wrong_schedule_is_named(tmp_path: Path, schedule: str, what: str) -> 
 async def test_a_round_begins_with_enough_rollouts_and_takes_all_that_waited_then(tmp_path: Path) -> None:
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/s.db")) as database:
         store, config = Store(database), TrainerConfig.model_validate({})
-        schedule = Schedule(ScheduleConfig(when="rollouts", every_rollouts=2), Collector(config, store))
+        schedule = Schedule(ScheduleConfig(when="rollouts", every_rollouts=2), WaitingGroups(config, store))
         async with Recorder(store, merged=False) as recorder:
             for name in ("r1", "r2"):
                 assert await schedule.waits_for() is not None
