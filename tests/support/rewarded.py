@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,10 @@ class Traffic:
         if status is not None or final is None:
             await self.store.rollouts.end(name, status or "completed", None)  # type: ignore[arg-type]
         return name
+
+    async def rollouts(self, task: str | None, rewards: Mapping[str, float | None], **each: Any) -> list[str]:
+        """A rollout of this task for each name."""
+        return [await self.rollout(name, task, reward, **each) for name, reward in rewards.items()]
 
     async def open(self, task: str, *names: str) -> None:
         """Open siblings of a task together, as `POST /rollouts` does."""
