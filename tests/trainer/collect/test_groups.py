@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.collect import collector as collecting
 from lightning_proxy.trainer.collect import groups
 from lightning_proxy.trainer.collect.collector import Collector
+from lightning_proxy.trainer.types import Batch
 from support.rewarded import Traffic, advantages, traffic
 from support.sections import TrainerConfig
 
@@ -22,9 +22,9 @@ __all__ = ["traffic"]
 EIGHT = {"group_size": 8, "tasks_per_step": 2}
 
 
-def halves(prefix: str) -> list[tuple[str, float]]:
-    """Eight siblings by name, four of them right."""
-    return [(f"{prefix}{i}", float(i % 2)) for i in range(8)]
+def halves(prefix: str, count: int = 8) -> dict[str, float]:
+    """Siblings by name, half of them right."""
+    return {f"{prefix}{i}": float(i % 2) for i in range(count)}
 
 
 async def own_key(traffic: Traffic, name: str) -> str:
@@ -40,17 +40,13 @@ async def of_key(traffic: Traffic, key_id: str | None, task: str | None, *names:
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_groups_are_those_that_were_opened_whichever_siblings_end_first(traffic: Traffic, together: bool) -> None:
-    groups = halves("a"), halves("b")
-    for group in groups:
-        names = [name for name, _ in group]
+    rewards = halves("a") | halves("b")
+    for names in ([*halves("a")], [*halves("b")]):
         for of in [names] if together else [[name] for name in names]:
             await traffic.open("t", *of)
-    by_success = sorted((one for group in groups for one in group), key=lambda one: -one[1])
-    for name, reward in by_success[:8]:
-        await traffic.rollout(name, "t", reward)
+    await traffic.rollouts("t", {name: 1.0 for name in rewards if rewards[name]})
     assert await traffic.batch(**EIGHT) is None, "eight have ended, and no group has"
-    for name, reward in by_success[8:]:
-        await traffic.rollout(name, "t", reward)
+    await traffic.rollouts("t", {name: 0.0 for name in rewards if not rewards[name]})
     found = await traffic.batch(**EIGHT)
     assert found is not None
     assert Counter(advantages(found).values()) == {0.5: 8, -0.5: 8}
@@ -62,8 +58,7 @@ async def test_a_set_smaller_than_the_trainers_group_is_a_group_and_one_that_is_
 ) -> None:
     await traffic.open("t", "a", "b")
     await traffic.open("t", *(f"c{i}" for i in range(5)))
-    for name, reward in (("a", 0.0), ("b", 1.0), ("c0", 0.0), ("c1", 0.0), ("c2", 1.0), ("c3", 1.0)):
-        await traffic.rollout(name, "t", reward)
+    await traffic.rollouts("t", {"a": 0.0, "b": 1.0, "c0": 0.0, "c1": 0.0, "c2": 1.0, "c3": 1.0})
     found = await traffic.batch(group_size=4)
     assert advantages(found) == {"a-0": -0.5, "b-0": 0.5}
     assert await traffic.batch(group_size=4) is None
@@ -88,8 +83,7 @@ async def test_a_sibling_that_never_ends_holds_up_its_group_for_a_time_and_no_ot
     for names in (("a", "b", "never"), ("c", "d", "e")):
         for name in names:
             await traffic.open("t", name)
-    for name, reward in (("a", 0.0), ("b", 1.0), ("c", 2.0), ("d", 2.0), ("e", 5.0)):
-        await traffic.rollout(name, "t", reward)
+    await traffic.rollouts("t", {"a": 0.0, "b": 1.0, "c": 2.0, "d": 2.0, "e": 5.0})
     found = await traffic.batch(group_size=3)
     assert advantages(found) == {"c-0": -1.0, "d-0": -1.0, "e-0": 2.0}
     assert await traffic.batch(group_size=3) is None
@@ -118,8 +112,7 @@ async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline:
     first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
     await of_key(traffic, second, "t", "b0", "b1")
     await of_key(traffic, first, "t", "a0", "a1")
-    for name, reward in (("a0", 1e308), ("b0", 0.0), ("a1", -1e308), ("b1", 1.0)):
-        await traffic.rollout(name, "t", reward)
+    await traffic.rollouts("t", {"a0": 1e308, "b0": 0.0, "a1": -1e308, "b1": 1.0})
     settings = {"tasks_per_step": 2, "baseline": baseline, "compare": "step"}
     found = advantages(await traffic.batch(**settings))
     alone = {"grpo": 0.5 / (0.5**0.5 + 1e-4), "dr_grpo": 0.5, "rloo": 1.0, "reinforce_pp": 1.0}[baseline]
@@ -132,10 +125,7 @@ async def test_a_running_baseline_has_no_rewards_of_another_tenant(traffic: Traf
     first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
     await of_key(traffic, first, task, *(f"a{i}" for i in range(6)))
     await of_key(traffic, second, task, *(f"b{i}" for i in range(5)))
-    for i in range(6):
-        await traffic.rollout(f"a{i}", task, 1000.0 * i)
-    for i in range(4):
-        await traffic.rollout(f"b{i}", task, 0.0)
+    await traffic.rollouts(task, {f"a{i}": 1000.0 * i for i in range(6)} | {f"b{i}": 0.0 for i in range(4)})
     await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9, tasks_per_step=8)
     await traffic.rollout("b4", task, 1.0)
     found = await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9)
@@ -154,46 +144,19 @@ async def test_a_group_of_absurd_advantages_is_left_out_by_name_and_the_step_is_
     assert any("spoilt 0, spoilt 1" in line for line in caplog.messages)
 
 
-class Counted:
-    """Counts the statements that a store runs, and the rows that they return."""
-
-    def __init__(self, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.statements = self.rows = self.writes = 0
-        database = traffic.store.database
-        for name in ("all", "quick", "commit", "write"):
-            monkeypatch.setattr(database, name, self._counting(name, getattr(database, name)))
-
-    def _counting(self, name: str, of: Any) -> Any:
-        async def counted(*args: Any) -> Any:
-            found = await of(*args)
-            self.statements += 1
-            self.writes += name in ("commit", "write")
-            self.rows += len(found) if isinstance(found, list) else 1
-            return found
-
-        return counted
-
-    def taken(self) -> tuple[int, int, int]:
-        """What was counted since the last time."""
-        found = self.statements, self.rows, self.writes
-        self.statements = self.rows = self.writes = 0
-        return found
-
-
-async def fill(traffic: Traffic, rollouts: Sequence[tuple[str, str]], *, reward: str = "reward") -> None:
-    """Write rollouts, each with its task, that wait for others."""
-    rows = [{"id": name, "task": task, "name": reward} for name, task in rollouts]
-    rewarded = "1" if reward == "reward" else "NULL"
-    for begin in range(0, len(rows), 5_000):  # a server gives one commit 5 s
+async def fill(traffic: Traffic, count: int) -> None:
+    """Write rollouts that wait for siblings, each in a task of its own."""
+    rows = [{"id": f"w{i}", "task": f"task{i}"} for i in range(count)]
+    for begin in range(0, count, 5_000):  # a server gives one commit 5 s
         some = rows[begin : begin + 5_000]
         await traffic.store.database.commit([
             (
                 "INSERT INTO rollouts (rollout_id, task_id, mode, status, created_at, ended_at, rewarded_at, calls) "
-                f"VALUES (:id, :task, 'train', 'completed', 1e9, 1e9, {rewarded}, 1)", some,
+                "VALUES (:id, :task, 'train', 'completed', 1e9, 1e9, 1, 1)", some,
             ),
             (
                 "INSERT INTO rewards (rollout_id, name, value, final, evidence, created_at) "
-                "VALUES (:id, :name, 0, 1, 1, 1)", some,
+                "VALUES (:id, 'reward', 0, 1, 1, 1)", some,
             ),
         ])  # fmt: skip
 
@@ -202,41 +165,49 @@ async def fill(traffic: Traffic, rollouts: Sequence[tuple[str, str]], *, reward:
 async def test_a_look_reads_what_has_changed_however_much_waits(
     traffic: Traffic, waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read = Counter[str]()
+
+    def counting(name: str, of: Any) -> Any:
+        async def counted(*args: Any) -> Any:
+            found = await of(*args)
+            read.update(statements=1, rows=len(found) if isinstance(found, list) else 1)
+            read["writes"] += name in ("commit", "write")
+            return found
+
+        return counted
+
+    async def look(statements: int, rows: int, writes: int = 0) -> Batch | None:
+        read.clear()
+        found = await collector.next_batch(0)
+        assert (read["statements"] <= statements, read["rows"] <= rows, read["writes"]) == (True, True, writes)
+        return found
+
     config = TrainerConfig(group_size=2, tasks_per_step=1, baseline="dr_grpo", group_timeout_s=1e10,
                            reward_weights={"reward": 1.0, "style": 1.0})  # fmt: skip
     await traffic.store.rewards.use(Rules.of(config))
-    await fill(traffic, [(f"w{i}", f"task{i}") for i in range(waiting)])
+    await fill(traffic, waiting)
     collector = Collector(config, traffic.store)
     assert await collector.next_batch(0) is None
-    counted = Counted(traffic, monkeypatch)
-    assert await collector.next_batch(0) is None
-    statements, rows, writes = counted.taken()
-    assert (statements <= 5, rows <= 5, writes) == (True, True, 0), "nothing has changed"
+    for name in ("all", "quick", "commit", "write"):
+        monkeypatch.setattr(traffic.store.database, name, counting(name, getattr(traffic.store.database, name)))
+    assert await look(5, 5) is None, "nothing has changed"
     await traffic.rollout("a", "t", 1.0)
-    counted.taken()
-    assert await collector.next_batch(0) is None
-    statements, rows, writes = counted.taken()
-    assert (statements <= 12, rows <= 20, writes) == (True, True, 0)
+    assert await look(12, 20) is None
     await traffic.rollout("b", "t", 0.0)
-    counted.taken()
-    assert advantages(await collector.next_batch(0)) == {"a-0": 0.5, "b-0": -0.5}
-    statements, rows, writes = counted.taken()
-    assert (statements <= 40, rows <= 60, writes) == (True, True, 1), "the step is claimed"
+    assert advantages(await look(40, 60, writes=1)) == {"a-0": 0.5, "b-0": -0.5}, "the step is claimed"
 
 
 async def test_a_trainer_that_missed_what_happened_looks_at_all_again(traffic: Traffic) -> None:
     collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1, baseline="dr_grpo"), traffic.store)
     assert await collector.next_batch(0) is None
-    for name, reward in (("a", 1.0), ("b", 0.0)):
-        await traffic.rollout(name, "t", reward)
+    await traffic.rollouts("t", {"a": 1.0, "b": 0.0})
     await traffic.store.database.commit([("DELETE FROM feed WHERE n < (SELECT MAX(n) FROM feed)", [{}])])
     assert advantages(await collector.next_batch(0)) == {"a-0": 0.5, "b-0": -0.5}
 
 
 async def test_deleted_rollouts_hold_up_no_trainer(traffic: Traffic) -> None:
     collector = Collector(TrainerConfig(group_size=2, tasks_per_step=2, group_timeout_s=1e-9), traffic.store)
-    for name, reward in (("a", 1.0), ("b", 0.0)):
-        await traffic.rollout(name, "t", reward)
+    await traffic.rollouts("t", {"a": 1.0, "b": 0.0})
     assert (await collector.waiting.totals())[0] == 2
     for name in ("a", "b"):
         await traffic.store.rollouts.delete(name)
@@ -247,25 +218,19 @@ async def test_what_a_step_lacks_is_said_once_rollouts_have_waited_for_minutes(
     traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collector = Collector(TrainerConfig(group_size=8, tasks_per_step=2), traffic.store)
-    for name, reward in [*halves("a"), *halves("b")[:5]]:
-        await traffic.rollout(name, name[0], reward)
+    await traffic.rollout("untold", "t", None, status="completed")
+    assert await collector.next_batch(0) is None and await collector.why_no_step() is None
+    monkeypatch.setattr(collecting, "STANDS_S", -1.0)
+    collector = Collector(TrainerConfig(group_size=8, tasks_per_step=2), traffic.store)
+    assert await collector.why_no_step() == (
+        "1 completed rollouts have no reward that counts (none came, or a reward function failed)"
+    )
+    await traffic.rollouts("a", halves("a"))
+    await traffic.rollouts("b", halves("b", 5))
     assert await collector.next_batch(0) is None
-    assert await collector.why_no_step() is None
     monkeypatch.setattr(groups, "STANDS_S", 0.0)
     assert await collector.why_no_step() == (
         "1 of the 2 groups that it takes are full (of 8 ended rollouts); 1 more has begun, 3 rollouts short"
-    )
-
-
-async def test_rollouts_without_a_reward_that_counts_are_said_once_they_have_waited_for_minutes(
-    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collector = Collector(TrainerConfig(), traffic.store)
-    await traffic.rollout("a", "t", None, status="completed")
-    assert await collector.next_batch(0) is None
-    monkeypatch.setattr(collecting, "STANDS_S", -1.0)
-    assert await collector.why_no_step() == (
-        "1 completed rollouts have no reward that counts (none came, or a reward function failed)"
     )
 
 
@@ -283,15 +248,13 @@ async def test_rollouts_of_all_other_keys_and_of_none_share_their_groups(traffic
     _, all_scoped = await traffic.store.keys.create("agents", "agent", Limits(), recording=True)
     await of_key(traffic, all_scoped.key_id, "t", "a")
     await of_key(traffic, None, "t", "b")
-    await traffic.rollout("a", "t", 1.0)
-    await traffic.rollout("b", "t", 0.0)
+    await traffic.rollouts("t", {"a": 1.0, "b": 0.0})
     assert advantages(await traffic.batch()) == {"a-0": 0.5, "b-0": -0.5}
 
 
 async def test_older_rewards_count_as_the_nearer_end_of_the_range(traffic: Traffic) -> None:
     config = Config.model_validate({"rewards": {"range": [0, 1]}, "trainer": {"group_size": 2, "tasks_per_step": 1,
                                                                              "baseline": "dr_grpo"}})  # fmt: skip
-    for name, reward in (("a", 1e9), ("b", -1e9)):
-        await traffic.rollout(name, "t", reward)
+    await traffic.rollouts("t", {"a": 1e9, "b": -1e9})
     found = await Collector(config.trainer, traffic.store).next_batch(0)
     assert advantages(found) == {"a-0": 0.5, "b-0": -0.5}
