@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from lightning_proxy.trainer.report.metric_schema import METRICS, all_metrics
 from lightning_proxy.trainer.types import Batch
 from lightning_proxy.trainer.waiting import GuideError
 from support.models import VOCABULARY
-from support.training import (
-    bench,
-)
+from support.training import bench
 
 
 async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path, tmp_path: Path) -> None:
@@ -71,28 +68,6 @@ async def test_tokens_of_another_tokenizer_end_no_step(base: Path, tmp_path: Pat
         assert "not the model's tokens" in str((await b.store.rollouts.get(other)).dropped)
 
 
-async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with bench(base, tmp_path) as b:
-        rollouts = await b.groups("t1", "t2")
-        loop = b.loop()
-        whole = b.trainer.forward_backward
-
-        def poisoned(batch: Batch) -> None:
-            samples = tuple(replace(s, advantages=tuple(float("nan") for _ in s.advantages)) for s in batch.samples)
-            whole(replace(batch, samples=samples))
-
-        monkeypatch.setattr(b.trainer, "forward_backward", poisoned)
-        await loop.run(asyncio.Event(), once=True)
-        last = await b.store.steps.last()
-        assert last is not None
-        assert (last.metrics["skipped"], last.version) == (1.0, None)
-        assert "advantages not finite in rollouts " in last.metrics["skipped_because"]
-        assert (await b.store.versions.live()).version == 0
-        assert await b.steps_of(rollouts) == {1}
-
-
 async def test_a_warm_ups_first_step_publishes_no_version_and_the_next_one_does(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, lr_scheduler="constant_with_warmup", warmup_steps=2) as b:
         await b.groups("t1", "t2")
@@ -132,12 +107,17 @@ async def test_agents_go_on_while_a_step_is_computed_and_what_they_do_is_the_nex
         assert await b.steps_of(second) == {2}
 
 
-async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(base: Path, tmp_path: Path) -> None:
+async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     async with bench(base, tmp_path, schedule={"when": "rollouts", "every_rollouts": 9}) as b:
-        await b.rollout("t0", 1.0)  # its siblings are still running, which keeps the round open
         await b.groups("t1", "t2")
         loop = b.loop()
         await loop.resume()
+        assert not await loop._train_when_due(once=False), "enough for a step, and not for a round"
+        assert "the trainer waits for 9 complete rollouts, 8 so far" in caplog.text
+        await b.rollout("t0", 1.0)  # its siblings are still running, which keeps the round open
         assert [await loop._train_when_due(once=False) for _ in range(2)] == [True, False]
         late = await b.groups("t3")
         assert not await loop._train_when_due(once=False), "5 of 9 wait"
@@ -147,56 +127,33 @@ async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(base: Path,
         assert await b.steps_of(late) == {2}
 
 
-class AwayTwice:
-    """A guide that is away when it is first asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    async def guided(self, batch: Batch) -> Batch:
-        self.asked.append(len(batch.samples))
-        if len(self.asked) < 3:
-            raise GuideError("teacher: away")
-        return batch
-
-
 async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-    guide = AwayTwice()
+    asked = list[int]()
+
+    async def away_twice(batch: Batch) -> Batch:
+        asked.append(len(batch.samples))
+        if len(asked) < 3:
+            raise GuideError("teacher: away")
+        return batch
+
     async with bench(base, tmp_path) as b:
         equal = [await b.rollout("t1", 0.5) for _ in range(4)]
-        await b.loop(partial(TrainingLoop, hooks=TrainerHooks(guide=guide.guided))).run(asyncio.Event(), once=True)
+        await b.loop(partial(TrainingLoop, hooks=TrainerHooks(guide=away_twice))).run(asyncio.Event(), once=True)
         assert await b.steps_of(equal) == {1}
-        assert guide.asked == [4, 4, 4] and caplog.text.count("step 1 waits: teacher: away") == 2
+        assert asked == [4, 4, 4] and caplog.text.count("step 1 waits: teacher: away") == 2
 
 
-async def test_what_teaches_nothing_is_dropped_with_a_reason(base: Path, tmp_path: Path) -> None:
+async def test_what_is_too_old_is_dropped_with_a_reason(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, max_staleness=0) as b:
-        useful = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
-        failed = await b.rollout("t1", None, status="failed")
-        equal = [await b.rollout("t2", 0.5) for _ in range(4)]
+        await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(useful) == {1}
-        reasons = {r: (await b.store.rollouts.get(r)).dropped for r in [failed, *equal]}
-        assert reasons[failed] == "failed or discarded"
-        assert {reasons[r] for r in equal} == {"all rewards of the group are equal"}
-        stale = [await b.rollout(task, float(i % 2)) for task in ("t3", "t4") for i in range(4)]
+        stale = await b.groups("t3", "t4")
         await b.loop().run(asyncio.Event(), once=True)
-        assert {(await b.store.rollouts.get(r)).dropped for r in stale} == {
-            "stale: sampled by too old a policy version"
-        }
-
-
-async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
-        rollouts = [await b.rollout("t1", r) for r in (0.0, 1.0)]
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(rollouts) == {None}
-        await asyncio.sleep(1.1)
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(rollouts) == {1}
+        reasons = {(await b.store.rollouts.get(rollout)).dropped for rollout in stale}
+        assert reasons == {"stale: sampled by too old a policy version"}
 
 
 async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(base: Path, tmp_path: Path) -> None:
@@ -210,50 +167,3 @@ async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(bas
         await b.loop().run(asyncio.Event(), once=True)
         for waiting in (new, late[0]):
             assert (await b.store.rollouts.get(waiting)).dropped is None
-
-
-async def test_siblings_without_a_reward_do_not_make_a_group(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
-        untold = [await b.rollout("t1", None, status="completed") for _ in range(4)]
-        waiting = await b.rollout("t1", 1.0)
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of([*untold, waiting]) == {None}
-        assert (await b.store.rollouts.get(waiting)).dropped is None
-
-
-async def test_a_running_sibling_holds_nobody_up_and_its_late_result_is_learned_from(
-    base: Path, tmp_path: Path
-) -> None:
-    async with bench(base, tmp_path, group_timeout_s=1.0) as b:
-        quick = [await b.rollout("t1", r) for r in (0.0, 1.0, 1.0)]
-        slow = await b.rollout("t1", None)
-        loop, stop = b.loop(), asyncio.Event()
-        training = asyncio.create_task(loop.run(stop))
-        while await b.steps_of(quick) != {1}:
-            assert not training.done()
-            await asyncio.sleep(0.02)
-        assert (await b.store.rollouts.get(slow)).status == "running"
-        await b.store.rewards.post([Reward(slow, 0.5)], None, b"")
-        while await b.steps_of([slow]) != {2}:
-            assert not training.done()
-            await asyncio.sleep(0.02)
-        stop.set()
-        await training
-        last = await b.store.steps.last()
-        assert last is not None and last.metrics["rollouts_trained"] == 1.0
-
-
-async def test_no_step_is_taken_before_its_round_is_due(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    schedule = {"when": "rollouts", "every_rollouts": 12}
-    async with bench(base, tmp_path, schedule=schedule, max_steps=2) as b:
-        early = await b.groups("t1", "t2")  # enough for a step
-        training = asyncio.create_task(b.loop().run(asyncio.Event()))
-        while "the trainer waits for 12 complete rollouts, 8 so far" not in caplog.text:
-            assert not training.done() and await b.steps_of(early) == {None}
-            await asyncio.sleep(0.01)
-        late = await b.groups("t3")
-        await training
-        assert (await b.steps_of(early), await b.steps_of(late)) == ({1}, {2})

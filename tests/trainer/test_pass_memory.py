@@ -131,39 +131,29 @@ def _move(model: nn.Module) -> None:
 
 TOKENS = 8192
 SLOW = pytest.mark.long
-SOME = [("Qwen2.5-1.5B", True)]
-# Each takes half a minute, so the others are for test-all.
-OTHERS = [(name, on) for name in SIZES for on in (True, False) if (name, on) not in SOME]
+SOME = "Qwen2.5-1.5B"
+ON_CPU, FULL = {"width": FLOAT32}, {"full": True}
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [*SOME, *(pytest.param(*other, marks=SLOW) for other in OTHERS)])
-def test_a_pass_takes_what_the_plan_says(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+# Each takes half a minute, so most are for test-all.
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "what"),
+    [(SOME, True, {}), (SOME, True, FULL)]
+    + [
+        pytest.param(name, on, what, marks=SLOW)
+        for what in ({}, ON_CPU, FULL)
+        for name in SIZES
+        for on in (True, False)
+        if (name == SOME or not what) and not (name == SOME and on and what is not ON_CPU)
+    ],
+)
+def test_a_pass_takes_what_the_plan_says(
+    name: str, checkpointing: bool, what: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = shape_of(SIZES[name])
     assert shape is not None
-    config = TrainerConfig(gradient_checkpointing=checkpointing)
-    found = peak_of_a_pass(SIZES[name], TOKENS, config, monkeypatch)
-    assert pass_memory(shape, TOKENS, checkpointing=checkpointing) == pytest.approx(found, rel=0.15)
-
-
-@SLOW
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_pass_on_a_cpu_takes_what_the_plan_says(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = SIZES["Qwen2.5-1.5B"]
-    shape = shape_of(sizes)
-    assert shape is not None
-    config = TrainerConfig(gradient_checkpointing=checkpointing)
-    found = peak_of_a_pass(sizes, TOKENS, config, monkeypatch, autocast=False)
-    planned = pass_memory(shape, TOKENS, checkpointing=checkpointing, width=FLOAT32)
+    config = TrainerConfig(weights="full" if "full" in what else "lora", gradient_checkpointing=checkpointing)
+    found = peak_of_a_pass(SIZES[name], TOKENS, config, monkeypatch, autocast=what is not ON_CPU)
+    gradients = FLOAT32 * shape.parameters if "full" in what else 0
+    planned = gradients + pass_memory(shape, TOKENS, checkpointing=checkpointing, **what)
     assert planned == pytest.approx(found, rel=0.15)
-
-
-@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=SLOW)])
-def test_a_pass_of_all_weights_takes_what_the_plan_says(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = SIZES["Qwen2.5-1.5B"]
-    shape = shape_of(sizes)
-    assert shape is not None
-    config = TrainerConfig(weights="full", gradient_checkpointing=checkpointing)
-    found = peak_of_a_pass(sizes, TOKENS, config, monkeypatch)
-    gradients = FLOAT32 * shape.parameters
-    said = gradients + pass_memory(shape, TOKENS, checkpointing=checkpointing, full=True)
-    assert said == pytest.approx(found, rel=0.15)

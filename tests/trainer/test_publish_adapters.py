@@ -11,18 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_proxy.core.errors import (
-    PublishError,
-)
+from lightning_proxy.core.errors import PublishError
 from lightning_proxy.core.records import PolicyVersion
 from lightning_proxy.serving.swap import Swap
-from support.training import (
-    OWN_ADAPTERS,
-    HonestServer,
-    RestartingServer,
-    bench,
-    require_seen_clearly,
-)
+from support.training import OWN_ADAPTERS, HonestServer, RestartingServer, bench, require_seen_clearly
 
 
 def adapter_files(version: PolicyVersion, name: str = "") -> dict[str, torch.Tensor]:

@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_proxy.core.errors import (
-    ConfigError,
-    StoreUnavailable,
-)
+from lightning_proxy.core.errors import ConfigError, StoreUnavailable
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.trainer.lock import only_trainer
 from lightning_proxy.trainer.types import Batch
-from support.training import (
-    bench,
-)
+from support.training import bench
 
 
 async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_told(

@@ -11,8 +11,9 @@ import pytest
 
 from lightning_proxy.core.errors import PublishError
 from lightning_proxy.serving.swap import Swap
+from lightning_proxy.serving.vllm import VllmServer
 from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, ROUNDS, SURE, VERIFIED_TOKENS, WeightEvidence
-from support.training import HonestServer, bench
+from support.training import HonestServer, bench, require_seen_clearly
 
 NOISE = 0.05  # what bfloat16 does to a log-probability
 PROMPTS = 4
@@ -154,3 +155,46 @@ async def test_a_wrong_name_or_file_is_noticed_where_answers_do_not_tell(
         with pytest.raises(PublishError) as error:
             await b.loop().run(asyncio.Event(), once=True)
         assert said in error.value.message
+
+
+# Merged weights of one server: live at once, and verified before weights move again ---------------------------------
+
+
+async def test_an_idle_trainer_verifies_what_is_live(base: Path, tmp_path: Path) -> None:
+    async with bench(base, tmp_path, "merged") as b:
+        await b.groups("t1", "t2")
+        stop = asyncio.Event()
+        training = asyncio.create_task(b.loop().run(stop))
+        async with asyncio.timeout(60):
+            while not (live := await b.store.versions.live()).verified or not live.version:
+                assert not training.done()
+                await asyncio.sleep(0.01)
+        await require_seen_clearly(b.store, 1)
+        stop.set()
+        await training
+
+
+async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_live(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(base, tmp_path, "merged") as b:
+        loop, sample = b.loop(), VllmServer.sample
+        await loop.resume()
+        await b.groups("t1", "t2")
+        assert await loop.train_once()
+        assert not (await b.store.versions.live()).verified
+
+        async def rolls_back(*given: Any) -> Any:
+            swap = Swap(b.store, b.vllm, "merged", b.config.policy.directory)
+            if (await b.store.versions.live()).version:
+                await swap.activate(await b.store.versions.get(0))
+            return await sample(*given)
+
+        monkeypatch.setattr(VllmServer, "sample", rolls_back)
+        await b.groups("t3", "t4")
+        await loop.train_once()
+        assert b.server.label.startswith("0-")
+        versions = await b.store.versions.all()
+        assert [(v.version, v.status, v.verified) for v in versions] == [
+            (0, "live", True), (1, "ready", False), (2, "failed", False)
+        ]  # fmt: skip

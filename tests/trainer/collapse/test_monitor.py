@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,11 @@ from support.sections import TrainerConfig
 
 
 class Run:
-    """A store with steps, versions and rewarded rollouts; `monitor()` is a trainer's as it is after a start."""
+    """A store with steps, versions and rewarded rollouts; `monitor()` is that of a trainer that was just started."""
 
     def __init__(self, store: Store, directory: Path) -> None:
-        self.store = store
-        self._directory = directory
+        self.store, self._directory, self._ids = store, directory, itertools.count()
         self.ahead = 60.0
-        self._ids = itertools.count()
 
     def monitor(self, **config: Any) -> Monitor:
         return Monitor(TrainerConfig.model_validate({"collapse": config}), self.store, self.clock)
@@ -37,32 +35,27 @@ class Run:
         """Later than it is: whatever was opened has had its time."""
         return time.time() + self.ahead
 
-    async def step(self, **metrics: Any) -> int:
-        """A step from the live version, published; returns its version."""
+    async def committed(self, **metrics: Any) -> int:
+        """A step from the live version; its trainer was killed before it was published."""
         step = await self.store.steps.claim([], (await self.store.versions.live()).version)
         await self.store.steps.trained(step, None, {"skipped": 0.0, **metrics})
+        return step
+
+    async def step(self, **metrics: Any) -> int:
+        """A step from the live version, published; returns its version."""
+        step = await self.committed(**metrics)
         version = await self.store.versions.new("merged", step, {})
         await self.store.versions.saved(version, str(self._directory / f"v{version}"), "base")
         await self.store.versions.set_live(version, step, verified=True)
         return version
 
-    async def committed(self, **metrics: Any) -> None:
-        """A step from the live version whose trainer was killed before it was published."""
-        step = await self.store.steps.claim([], (await self.store.versions.live()).version)
-        await self.store.steps.trained(step, None, {"skipped": 0.0, **metrics})
-
-    async def skipped(self) -> None:
-        """A step that changed nothing."""
-        step = await self.store.steps.claim([], (await self.store.versions.live()).version)
-        await self.store.steps.trained(step, None, {"skipped": 1.0})
+    async def versions(self, *rewards: Sequence[float]) -> None:
+        """Rollouts of the live version with the first rewards for each task, and a step before each further ones."""
+        for i, of_version in enumerate(rewards):
+            await self.rollouts(await self.step() if i else 0, *of_version)
 
     async def rollouts(
-        self,
-        version: int,
-        *rewards: float,
-        mode: Any = "train",
-        status: str | None = None,
-        judged: float | None = None,
+        self, version: int, *rewards: float, mode: Any = "train", status: str | None = None, judged: float | None = None
     ) -> None:
         """For each of eight tasks. `judged`: what a judge says of the only call, which is what is rewarded."""
         async with Recorder(self.store, merged=True) as recorder:
@@ -87,6 +80,9 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
         yield Run(Store(database), tmp_path)
 
 
+GOOD, BAD = (1.0,) * 4, (0.0,) * 4  # of each task
+
+
 async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(run: Run) -> None:
     await run.rollouts(0, 1, 1, 1, 0)
     assert await run.step() == 1
@@ -102,11 +98,7 @@ async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(
 
 @pytest.mark.parametrize("version", [1, 2])
 async def test_a_version_made_live_by_hand_lets_training_go_on(run: Run, version: int) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 1, 1, 1, 0)
-    await run.step()
-    await run.rollouts(2, 0, 0, 0, 0)
+    await run.versions(GOOD, (1, 1, 1, 0), BAD)
     monitor = run.monitor()
     assert 1 in await monitor.keep()
     found = await monitor.look()
@@ -124,9 +116,7 @@ async def test_a_version_made_live_by_hand_lets_training_go_on(run: Run, version
 async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(
     run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run.rollouts(0, 1, 1, 0, 0)
-    await run.step()
-    await run.rollouts(1, 1, 0, 0, 0)
+    await run.versions((1, 1, 0, 0), (1, 0, 0, 0))
     monkeypatch.setattr(collapse, "WARN", 1.9)
     monitor = run.monitor()
     assert await monitor.look() is None
@@ -140,9 +130,7 @@ async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(
 
 @pytest.mark.parametrize(("action", "stops"), [("stop", True), ("rollback", True), ("warn", False), ("off", False)])
 async def test_what_is_done_is_configured(run: Run, action: str, stops: bool) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 0, 0, 0, 0)
+    await run.versions(GOOD, BAD)
     assert (await run.monitor(action=action).look() is not None) is stops
     last = await run.store.steps.last()
     assert last is not None and ("warnings" in last.metrics) is (action != "off")
@@ -157,8 +145,7 @@ async def test_a_judges_scores_of_what_was_trained_on_do_not_set_versions_apart(
 
 
 async def test_evaluations_do_not_count_and_failed_rollouts_as_the_trainer_counts_them(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
+    await run.versions(GOOD, ())
     await run.rollouts(1, 0, 0, 0, 0, mode="eval")
     await run.rollouts(1, 0, 0, 0, 0, status="failed")
     assert await run.monitor().look() is None
@@ -167,9 +154,7 @@ async def test_evaluations_do_not_count_and_failed_rollouts_as_the_trainer_count
 
 
 async def test_rollouts_that_fail_sooner_than_others_succeed_are_waited_for(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 0, 0, 0, 0)
+    await run.versions(GOOD, BAD)
     run.ahead = -30.0  # they were opened less long ago than it took others to be rewarded
     monitor = run.monitor()
     assert await monitor.look() is None
@@ -200,11 +185,7 @@ async def test_what_can_be_gone_back_to_keeps_its_files_from_the_beginning(run: 
 
 
 async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(2, 0, 0, 0, 0)
+    await run.versions(GOOD, GOOD, BAD)
     await run.committed()
     assert await run.monitor().keep() == {0, 1}
     found = await run.monitor().look()
@@ -212,21 +193,16 @@ async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
 
 
 async def test_a_step_that_was_overtaken_by_hand_is_not_of_the_line_of_what_is_live(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 1, 1, 1, 1)
-    await run.step()
+    await run.versions(GOOD, GOOD)
     await run.committed()
     await run.store.versions.set_live(0)
-    await run.rollouts(0, 0, 0, 0, 0)
+    await run.rollouts(0, *BAD)
     assert await run.monitor().look() is None
 
 
 async def test_promoting_the_live_version_lets_training_go_on_where_the_last_step_was_skipped(run: Run) -> None:
-    await run.rollouts(0, 1, 1, 1, 1)
-    await run.step()
-    await run.rollouts(1, 0, 0, 0, 0)
-    await run.skipped()
+    await run.versions(GOOD, BAD)
+    await run.committed(skipped=1.0)
     monitor = run.monitor()
     assert await monitor.look() is not None
     await run.store.versions.set_live(1)

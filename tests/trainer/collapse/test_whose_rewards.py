@@ -1,4 +1,4 @@
-"""Whose rewards stop training: those of an own-scoped key never, a plain key's until an evaluator has rewarded."""
+"""Whose rewards stop training: an own-scoped key's never, a plain key's until an evaluator has rewarded."""
 
 from __future__ import annotations
 
@@ -82,8 +82,11 @@ async def test_an_own_key_stops_nobody_and_status_says_that_its_rewards_do_not_c
     assert await tenants.collapsed()
 
 
-async def test_plain_keys_count_until_an_evaluator_has_rewarded(tenants: Tenants, tmp_path: Path) -> None:
-    plain, judge = await tenants.system.key("plain"), await tenants.system.key("judge", evaluator=True)
+@pytest.mark.parametrize("scope", [{}, {"scope": "own"}])
+async def test_plain_keys_count_until_an_evaluator_has_rewarded(
+    tenants: Tenants, tmp_path: Path, scope: dict[str, str]
+) -> None:
+    plain, judge = await tenants.system.key("plain"), await tenants.system.key("judge", evaluator=True, **scope)
     judged = [await tenants.rewarded(plain, 0, GOOD)]
     await tenants.publish(tmp_path)
     judged += [await tenants.rewarded(plain, 1, BAD)]
@@ -97,14 +100,6 @@ async def test_plain_keys_count_until_an_evaluator_has_rewarded(tenants: Tenants
     for ids, rewards in zip(judged, (GOOD, BAD), strict=True):
         await tenants.reward(judge, ids, rewards)
     await tenants.reward(judge, mine, BAD)
-    assert await tenants.collapsed()
-
-
-async def test_an_own_key_with_evaluator_counts(tenants: Tenants, tmp_path: Path) -> None:
-    own = await tenants.system.key("own", scope="own", evaluator=True)
-    await tenants.rewarded(own, 0, GOOD)
-    await tenants.publish(tmp_path)
-    await tenants.rewarded(own, 1, BAD)
     assert await tenants.collapsed()
 
 
@@ -122,26 +117,6 @@ async def test_rollouts_that_an_own_key_fails_or_opens_in_masses_hide_and_stop_n
     for _ in range(2):
         await tenants.rewarded(own, 1, [], n=1000)
     assert await tenants.collapsed()
-
-
-async def test_lone_rollouts_of_an_own_key_are_no_baseline_of_others(tenants: Tenants) -> None:
-    from lightning_proxy.trainer.collect.collector import Collector
-
-    own, plain = await tenants.system.key("own", scope="own"), await tenants.system.key("plain")
-    for name, key, value in (("a", plain, 1.0), ("b", plain, 0.0), ("c", own, 1000.0), ("d", own, 1000.0)):
-        assert (await tenants.system.chat(name, **key))[0] == 200
-        await tenants.reward(key, [name], [value])
-    settings = {
-        "baseline": "reinforce_pp",
-        "compare": "step",
-        "lone_rollouts": "running",
-        "group_size": 2,
-        "tasks_per_step": 2,
-    }
-    batch = await Collector(TrainerConfig.model_validate(settings), tenants.store).next_batch(0, fewer=True)
-    assert batch is not None
-    advantages = {value for sample in batch.samples for value in sample.advantages if value}
-    assert sorted(advantages) == pytest.approx([-1.0, 1.0], abs=1e-3)
 
 
 async def test_keys_that_are_made_later_leave_what_was_rewarded_without_one(tenants: Tenants, tmp_path: Path) -> None:

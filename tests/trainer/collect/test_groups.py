@@ -107,13 +107,14 @@ async def test_rollouts_without_a_reward_take_no_place_in_a_group_of_live_traffi
     assert found == {"r1-0": 5.0 - (0 + 4 + 0 + 5) / 4}, "it was opened among them, and its reward is late"
 
 
+@pytest.mark.parametrize("task", ["t", None])
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
-async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline: str) -> None:
+async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline: str, task: str | None) -> None:
     first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
-    await of_key(traffic, second, "t", "b0", "b1")
-    await of_key(traffic, first, "t", "a0", "a1")
-    await traffic.rollouts("t", {"a0": 1e308, "b0": 0.0, "a1": -1e308, "b1": 1.0})
-    settings = {"tasks_per_step": 2, "baseline": baseline, "compare": "step"}
+    await of_key(traffic, second, task, "b0", "b1")
+    await of_key(traffic, first, task, "a0", "a1")
+    await traffic.rollouts(task, {"a0": 1e308, "b0": 0.0, "a1": -1e308, "b1": 1.0})
+    settings = {"tasks_per_step": 2, "baseline": baseline, "compare": "step", "lone_rollouts": "running"}
     found = advantages(await traffic.batch(**settings))
     alone = {"grpo": 0.5 / (0.5**0.5 + 1e-4), "dr_grpo": 0.5, "rloo": 1.0, "reinforce_pp": 1.0}[baseline]
     assert found["b1-0"] == pytest.approx(alone, rel=1e-3) and found["b0-0"] == pytest.approx(-alone, rel=1e-3)

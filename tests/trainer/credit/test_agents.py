@@ -1,4 +1,4 @@
-"""Several agents in a rollout: whose calls are trained, what they are compared with, what is said of wrong names."""
+"""Several agents in a rollout: which are trained, what they are compared with, what is said of wrong names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
@@ -30,12 +29,9 @@ class Traffic:
         self.store = Store(database)
 
     async def rollout(
-        self,
-        name: str,
-        final: float,
-        calls: Sequence[tuple[str | None, tuple[int, ...]]],
+        self, name: str, final: float, calls: Sequence[tuple[str | None, tuple[int, ...]]],
         versions: Mapping[str | None, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A rollout of (agent, prompt) calls, each answered by the tokens 8 9; `versions` by agent, 0 by default."""
         async with Recorder(self.store, merged=False) as recorder:
             for i, (agent, prompt) in enumerate(calls):
@@ -103,36 +99,37 @@ async def test_a_group_in_which_no_agent_has_a_sibling_is_dropped_for_that(traff
     assert (await traffic.store.rollouts.get("a")).dropped == "no siblings with calls of the same agent"
 
 
-async def ask(system: Any, agent: str, model: str) -> str:
-    """Who answers this agent of rollout r, and with which weights."""
-    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
-    _, answer = await system.call("POST", "/rollouts/r/v1/chat/completions", body, X_Agent_Name=agent)
-    return str(answer["choices"][0]["message"]["content"])
-
-
 async def test_with_adapters_an_agent_that_asks_for_the_base_model_leaves_the_policy_to_the_others(
     running: Any, tmp_path: Path
 ) -> None:
     async with running(tmp_path, publish="lora") as system, system.store() as store:
+
+        async def ask(agent: str, model: str) -> str:
+            body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+            _, answer = await system.call("POST", "/rollouts/r/v1/chat/completions", body, X_Agent_Name=agent)
+            return str(answer["choices"][0]["message"]["content"])
+
         version = await system.earlier_version(store, tmp_path)
         await system.call("POST", "/policy/promote", {"version": version})
-        assert await ask(system, "executor", "base") == f"by base with {tmp_path.name}"
-        assert (await ask(system, "planner", "policy")).startswith("by policy-v1 ")
-        assert (await ask(system, "executor", "policy")).startswith("by policy-v1 ")
+        assert await ask("executor", "base") == f"by base with {tmp_path.name}"
+        assert (await ask("planner", "policy")).startswith("by policy-v1 ")
+        assert (await ask("executor", "policy")).startswith("by policy-v1 ")
         _, rollout = await system.call("GET", "/rollouts/r")
         assert [call["policy_version"] for call in rollout["calls"]] == [0, 1, 1]
 
 
-async def test_with_merged_weights_an_agent_keeps_the_base_model_by_a_server_of_its_own(
-    running: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "other").mkdir()
-    async with running(tmp_path / "other") as other:
-        url = other.config.upstreams[0].base_url
-        base = UpstreamConfig(name="executor", kind="openai", base_url=url, model_map={"untrained": "base"})
-        async with running(tmp_path, publish="merged", others=[base]) as system, system.store() as store:
-            version = await system.earlier_version(store, tmp_path)
-            await system.call("POST", "/policy/promote", {"version": version})
-            assert await ask(system, "executor", "untrained") == "by base with other"
-            assert await ask(system, "planner", "policy") == "by base with v1"
-            assert await ask(system, "planner", "base") == "by base with v1"
+async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_context(traffic: Traffic) -> None:
+    """Each asks with all that was said before: one row where they share an adapter, two where they do not."""
+    talk = [("writer", (0, 1)), ("checker", (0, 1, 8, 9, 2)), ("rewriter", (0, 1, 8, 9, 2, 8, 9, 3))]
+    for name, last, final in (("a", 3, 1.0), ("b", 3, 0.0), ("c", 1, 0.0)):
+        await traffic.rollout(name, final, talk[:last])
+    found = await traffic.batch(adapters={"writer": ["writer", "rewriter"], "checker": ["checker"]}, group_size=3)
+    assert found is not None
+    assert {(s.adapter, s.call_ids) for s in found.samples} == {
+        ("writer", ("a-0", "a-2")), ("checker", ("a-1",)), ("writer", ("b-0", "b-2")), ("checker", ("b-1",)),
+        ("writer", ("c-0",)),
+    }  # fmt: skip
+    (whole,) = (s for s in found.samples if s.call_ids == ("a-0", "a-2"))
+    assert whole.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
+    assert whole.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
+    assert (found.compared, found.compared_by_adapter) == (3, {"writer": 3, "checker": 2})

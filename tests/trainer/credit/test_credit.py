@@ -8,11 +8,7 @@ import pytest
 
 from lightning_proxy.core.records import Reward
 from lightning_proxy.core.returns import Rules
-from lightning_proxy.trainer.credit.strategies import (
-    STRATEGIES,
-    discounted_returns,
-    state_of,
-)
+from lightning_proxy.trainer.credit.strategies import STRATEGIES, discounted_returns, state_of
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
 from support.rewarded import group_advantages, group_returns

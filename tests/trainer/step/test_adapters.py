@@ -1,4 +1,4 @@
-"""Agents with adapters of their own: who uses which, whose samples move it, which weights answer whose calls."""
+"""Agents with adapters of their own: who uses which, what moves it, and which weights answer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ import pytest
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
-from lightning_proxy.proxy.gateway.recorder import Recorder
-from lightning_proxy.store.opening import open_database
-from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from lightning_proxy.trainer.weights import Weights
@@ -98,7 +92,7 @@ def trainer(base: Path, where: Path, adapters: Any = OWN, **settings: Any) -> Li
 
 
 def rows(adapter: str, rollouts: int, seed: int, calls: int = 1) -> tuple[Sample, ...]:
-    """A row of each call of so many rollouts; all rows of all adapters begin with the same prompt."""
+    """A row of each call of these rollouts; all rows of all adapters begin with the same prompt."""
     rng, found = random.Random(seed), []
     for rollout in range(rollouts):
         for _ in range(calls):
@@ -177,36 +171,3 @@ def test_an_agent_may_change_its_adapter_and_that_is_said(
 def test_an_adapter_named_as_a_part_of_the_model_is_refused(base: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"policy.adapters: '{name}' is also the name of a part of the model"):
         trainer(base, tmp_path, {name: ["writer"]})
-
-
-# What is collected -------------------------------------------------------------------------------------------------
-
-
-async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_context(tmp_path: Path) -> None:
-    """Each asks with all that was said before: one row where they share an adapter, two where they do not."""
-    talk = [("writer", (0, 1)), ("checker", (0, 1, 8, 9, 2)), ("rewriter", (0, 1, 8, 9, 2, 8, 9, 3))]
-    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
-    store = Store(database)
-    async with Recorder(store, merged=False) as recorder:
-        for name, last in (("a", 3), ("b", 3), ("c", 1)):
-            for i, (agent, prompt) in enumerate(talk[:last]):
-                rollout = RolloutName(name, "t", agent)
-                await recorder.start(
-                    CallStart(f"{name}{i}", rollout, "chat/completions", "policy", 0, {"n": i}, 1.0 + i)
-                )
-                choice = Choice(0, (8, 9), (-1.0, -1.0), "stop")
-                await recorder.end(CallEnd(f"{name}{i}", name, "ok", {}, 200, prompt, (choice,)))
-    await store.rewards.post([Reward("a", 1.0), Reward("b", 0.0), Reward("c", 0.0)], None, b"")
-    settings = TrainerConfig(group_size=3, tasks_per_step=1)
-    policy = PolicyConfig.model_validate({"adapters": OWN})
-    found = await Collector(settings, store, policy=policy).next_batch(0)
-    await database.close()
-    assert found is not None
-    assert {(s.adapter, s.call_ids) for s in found.samples} == {
-        ("writer", ("a0", "a2")), ("checker", ("a1",)), ("writer", ("b0", "b2")), ("checker", ("b1",)),
-        ("writer", ("c0",)),
-    }  # fmt: skip
-    (whole,) = (s for s in found.samples if s.call_ids == ("a0", "a2"))
-    assert whole.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
-    assert whole.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
-    assert (found.compared, found.compared_by_adapter) == (3, {"writer": 3, "checker": 2})

@@ -17,11 +17,7 @@ torch = pytest.importorskip("torch")
 from tokenizers import pre_tokenizers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from lightning_proxy.trainer.step.shaping import (  # noqa: E402
-    SampledPlace,
-    Shaper,
-    truncate,
-)
+from lightning_proxy.trainer.step.shaping import SampledPlace, Shaper, truncate  # noqa: E402
 
 PROMPT, ANSWER = (3, 4, 4, 5), (6, 7, 6, 8)
 END = 1

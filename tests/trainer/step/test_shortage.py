@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from support.ranks import batch, make_model, trainer
+from support.ranks import batch, make_model, shared_out, trainer
 from support.training import bench
 
 ROOMY = 10_000
@@ -54,34 +54,22 @@ def with_memory_for(learner: LightningTrainer, most: int, where: Callable[[Any, 
     return learner
 
 
-@pytest.mark.parametrize("where", [forward, backward])
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_pass_is_halved_and_the_step_is_the_same(directory: Path, where: Any, checkpointing: bool) -> None:
-    settings: Any = {"max_tokens_per_batch": ROOMY, "gradient_checkpointing": checkpointing}
-    plain = trainer(directory, ("writer",), **settings)
-    short = with_memory_for(trainer(directory, ("writer",), **settings), 40, where)
-    given = batch(1)
-    samples = (replace(s, adapter=("default", "writer")[i % 2]) for i, s in enumerate(given.samples))
-    given = replace(given, samples=tuple(samples))
-    expected, found = plain.step(given), short.step(given)
-    assert found["passes_halved"] >= 2 and found["rows_out_of_memory"] == 0 and short.left_out_because is None
-    for name in ("loss", "grad_norm", "entropy", "kl", "trained_tokens", "ratio_max", "skipped"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    for name, weights in plain.weight_sets.all_weights().items():
-        for key, weight in weights.items():
-            torch.testing.assert_close(short.adapter(name)[key], weight, atol=1e-4, rtol=1e-3)
+TWO = {"adapters": ("writer",), "max_tokens_per_batch": ROOMY}
+FULL = {"weights": "full", "max_tokens_per_batch": 60, "learning_rate": 1e-4}
 
 
 @pytest.mark.parametrize("where", [forward, backward])
-def test_with_all_weights_a_pass_is_halved_and_the_step_is_the_same(directory: Path, where: Any) -> None:
-    settings: Any = {"weights": "full", "max_tokens_per_batch": 60, "learning_rate": 1e-4}
-    plain = trainer(directory, **settings)
-    short = with_memory_for(trainer(directory, **settings), 40, where)
-    given = batch(1)
+@pytest.mark.parametrize("settings", [TWO, {**TWO, "gradient_checkpointing": True}, FULL])
+def test_a_pass_is_halved_and_the_step_is_the_same(directory: Path, where: Any, settings: Any) -> None:
+    plain, short = trainer(directory, **settings), with_memory_for(trainer(directory, **settings), 40, where)
+    given = shared_out(batch(1), plain.weight_sets.names)
     expected, found = plain.step(given), short.step(given)
-    assert found["passes_halved"] >= 1
+    assert found["passes_halved"] >= 1 and found["rows_out_of_memory"] == 0 and short.left_out_because is None
     for name in ("loss", "grad_norm", "entropy", "kl", "trained_tokens", "ratio_max", "skipped"):
         assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+    for name in plain.weight_sets.names:
+        for key, weight in plain.adapter(name).items():
+            torch.testing.assert_close(short.adapter(name)[key], weight, atol=1e-4, rtol=1e-3)
 
 
 def test_a_sample_that_does_not_fit_alone_is_left_out_and_named(directory: Path) -> None:
