@@ -120,6 +120,9 @@ class TrainedWeights:
         """Return copies of a set's unsharded weights; nothing in a process that only helps to gather them."""
         return gathered(self.live(name), self.keeps or not self.sharded, lambda _, weight: weight.clone())
 
+    def all_weights(self) -> dict[str, Weights]:
+        return {name: self.weights(name) for name in self.names}
+
     @torch.no_grad()
     def set(self, weights: Mapping[str, Weights]) -> None:
         """Replace the weights of these sets. If they are sharded, only process 0 need have the values."""

@@ -300,7 +300,7 @@ class LightningTrainer:
     def save(self, directory: Path) -> None:
         state = {
             "step": self.trackers.step,
-            "adapters": {name: self.weight_sets.weights(name) for name in self.weight_sets.names},
+            "adapters": self.weight_sets.all_weights(),
             "optimizer": self.weight_sets.optimizer_state(self.optimizer),
             "scheduler": {"last_epoch": self._updates},
             "entropy": self.entropy.state(),
