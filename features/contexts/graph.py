@@ -25,6 +25,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+from ...core.json_text import dumps
 from ...core.records import ModelCall
 from ...core.tools import conversation
 from ...proxy.dialects.atoms import (
@@ -50,7 +51,9 @@ Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retrie
 SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
 QUOTED, ENOUGH = 0.5, 4  # the share, or else the number, of an answer's own texts that a quotation has
 BY_NAME = 4  # characters of an order, or of a result, that tell where something else does, too
-NEWEST = 20  # contexts, or calls, that are asked whether a prompt is their history, written anew, or has their order
+NEWEST = (
+    20  # contexts, or calls, that are compared: whether a prompt is their history, written again, or has their order
+)
 CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
 Json = dict[str, Any]
 KeyedAtom = tuple[Key, Atom]
@@ -85,7 +88,7 @@ class _Call:
     `attempts`: the calls with the same request. `order`: the tool call that seems to have begun it; `is_ordered`: a
     telling part of its prompt shows it.
     `root`: the call that began its context. `told`: texts that its answer alone has. `used`: its answer stands in a
-    later context; `kept`: as an answer. `has`: the calls whose answers its request has, once that was asked.
+    later context; `kept`: as an answer. `has`: the calls with answers that its request has, once that is known.
     """
 
     call: ModelCall
@@ -140,9 +143,7 @@ class Graph:
         self._tree = Tree()
         self._by_id: dict[str, _Call] = {}
         self._again: dict[str, _Call] = {}  # the call that a client sent again, by the call that it sent
-        self._forms: defaultdict[tuple[Node, str | None, str | None], list[tuple[object, list[_Call]]]] = defaultdict(
-            list
-        )
+        self._asked: defaultdict[tuple[object, ...], list[_Call]] = defaultdict(list)  # the calls with each request
         self._made: dict[str, _Call] = {}  # the call that made each tool call
         self._answers: dict[Key, _Call] = {}  # the newest
         self._told: defaultdict[str, list[_Call]] = defaultdict(list)
@@ -177,7 +178,7 @@ class Graph:
         self._remember(mine)
 
     def rejected(self) -> dict[int, int]:
-        """Return the calls whose answer stands in no later context, each with another attempt whose answer does.
+        """Return the calls with an answer that no later context has, each with an attempt that one has in its place.
 
         That is one at the same request, which began later or was not over. Of an earlier one this is a fresh start.
         Calls that tool calls of their own began are no attempts at the same.
@@ -198,19 +199,15 @@ class Graph:
         return found
 
     def summaries(self) -> set[int]:
-        """Return the calls whose answer stands in a later prompt in place of history."""
+        """Return the calls with an answer that stands in a later prompt in place of history."""
         return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
 
     def _attempts(self, mine: _Call) -> list[_Call]:
         """The calls so far with the same request: of the same agent, and for an answer of the same form."""
         if (earlier := self._again.get(mine.call.call_id)) is not None:
             return earlier.attempts
-        if (form := self._tree.form(mine.call, mine.node)) is None:
-            return []
-        known = self._forms[mine.node, mine.call.agent, mine.says("thread")]
-        if all(form != other for other, _ in known):
-            known.append((form, []))
-        return next(attempts for other, attempts in known if form == other)
+        form = self._tree.form(mine.call, mine.node)
+        return [] if form is None else self._asked[mine.node, mine.call.agent, mine.says("thread"), form]
 
     def _edges(self, mine: _Call) -> list[Edge]:
         """The edges of a call: to its own history, to answers that it was given, and else to who ordered it."""
@@ -253,20 +250,21 @@ class Graph:
         return edges
 
     def _history(self, mine: _Call) -> tuple[_Call | None, set[_Call]]:
-        """The call that the request continues, and those whose answers it has after that one's, or as another path."""
+        """The call that the request continues, and the later ones, or others, with answers that it has."""
         tip = mine.node.tip
-        # Of several with equal answers, one that nothing continues yet.
         there = tip.answered if tip is not None else []
-        thread = mine.says("thread")
-        unlike = [(one.call.superseded_by is not None, one.says("thread") != thread, one.used) for one in there]
-        continued = there[unlike.index(min(unlike))] if there else None
+
+        def unlike(one: _Call) -> tuple[bool, ...]:  # of several with equal answers, one that nothing continues yet
+            return one.call.superseded_by is not None, one.says("thread") != mine.says("thread"), one.used
+
+        continued = min(there, key=unlike, default=None)
         held = {one for node in mine.node.up_to(tip) if (one := self._held(node)) is not None}
         if continued is None and not held and mine.call.extends is not None:  # by its tokens
             continued = self._by_id.get(mine.call.extends)
         return continued, {one for one in held if continued is None or one.place > continued.place}
 
     def _held(self, node: Node) -> _Call | None:
-        """The call whose answer an atom of the history is a part of, or is the result for."""
+        """The call of the answer that an atom of the history is a part of, or is the result for."""
         atom = node.atom
         if atom.kind != "text" and atom.who in self._made:
             return self._made[atom.who]
@@ -274,7 +272,7 @@ class Graph:
         return self._answers.get(node.key) if is_answer and len(atom.what) >= TELLING_ORDER else None
 
     def _quoted(self, texts: Iterable[str]) -> set[_Call]:
-        """The calls whose answers these texts quote."""
+        """The calls of the answers that these texts quote."""
         found = Counter(one for text in texts for one in self._told.get(text, ()))
         return {one for one, n in found.items() if n >= min(QUOTED * len(one.told), ENOUGH)}
 
@@ -325,7 +323,7 @@ class Graph:
         """The answers of other contexts that are results here, or that a user's message quotes.
 
         A result is the answer of the context that its tool call began, where that is known, or else of a later one. A
-        message has those of sub-agents of this context, which worked beside it.
+        message has answers of sub-agents of this context, which worked at the same time.
         """
         caller, found = self.calls[came.place], set[_Call]()
         for node in new:
@@ -348,7 +346,7 @@ class Graph:
                 yield Edge("returns", one.place)
 
     def _delegate(self, root: _Call, caller: _Call | None = None) -> None:
-        """Note that a tool call began a context, whose prompt has the order only as a part, or not at all."""
+        """Note that a tool call began a context with a prompt that has the order only as a part, or not at all."""
         by = caller if root.order is None else root.order.by
         if by is not None and not root.edges:
             root.edges = [Edge("delegates", by.place)]
@@ -432,7 +430,7 @@ def _texts(nodes: Iterable[Node]) -> set[str]:
 class Node:
     """An atom in a context, after those before it.
 
-    `answered`: the calls whose request and answer end here.
+    `answered`: the calls that end here, with request and answer.
     `tip`: the nearest node from here up to the root that ends in an answer. `texts`: as `telling` finds them.
     """
 
@@ -510,11 +508,11 @@ class Tree:
         self._requests[call.call_id] = _Request(fields, first, nodes)
         return node.then(keyed(Atom("text", "user", fields[n]) for n in WHOLE if isinstance(fields.get(n), str)))
 
-    def form(self, call: ModelCall, node: Node) -> list[Any] | None:
-        """Return what a call's request has beside its conversation; None if that is not all there or not in words."""
-        request = self._requests[call.call_id]
-        is_whole = node is not request.first and "conversation" not in request.fields
-        return [request.fields.get(name) for name in FORM] if is_whole else None
+    def form(self, call: ModelCall, node: Node) -> str | None:
+        """Return the form of the answer that is asked for; None if the conversation is not whole or not in words."""
+        _, first, _ = request = self._requests[call.call_id]
+        is_whole = node is not first and "conversation" not in request.fields
+        return dumps([request.fields.get(name) for name in FORM]) if is_whole else None
 
     def _atoms_of(self, message: Any) -> list[KeyedAtom]:
         if (read := self._read.get(id(message))) is None:

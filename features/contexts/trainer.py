@@ -49,8 +49,12 @@ class SiftPlugin(TrainerPlugin):
 
     metrics = group(
         "samples",
-        ("calls_rejected", "count", "calls whose answer was not used (`contexts.rejected`)"),
-        ("calls_summaries", "count", "calls whose answer replaced history in a later prompt (`contexts.summaries`)"),
+        ("calls_rejected", "count", "calls with an answer that was not used (`contexts.rejected`)"),
+        (
+            "calls_summaries",
+            "count",
+            "calls with an answer that replaced history in a later prompt (`contexts.summaries`)",
+        ),
     )
 
     @asynccontextmanager

@@ -423,7 +423,7 @@ class _Ended(BaseException):
 
 
 class _Adapter:
-    """Evaluates candidates for the package, whose thread it is called in."""
+    """Evaluates candidates for the package, in its thread."""
 
     propose_new_texts = None
 

@@ -100,7 +100,7 @@ async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_mi
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One event, the `n`th of all. `data` is as it is now: it may have changed again since.
+    """One event, the `n`th of all. `data` is the record now: it may have changed again since.
 
     `key_id`: the key that opened the rollout it is about.
     """

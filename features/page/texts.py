@@ -23,7 +23,7 @@ router = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 class TokenRun:
     """The tokens of an answer. `texts`: null without the files of the policy's tokenizer on this machine.
 
-    A token whose character goes on in the next one has the text null; the last token of the character has its text.
+    Of several tokens that make one character, the last has its text, and the others have null.
     `advantage`: what the newest step trained them with, null if it did not.
     """
 

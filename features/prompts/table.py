@@ -31,8 +31,9 @@ FROM prompt_versions WHERE name = :name
 RETURNING version
 """
 PROMPT_METRICS = "UPDATE prompt_versions SET metrics = :metrics WHERE name = :name AND version = :version"
-PROMPT_BEFORE = """
-SELECT version FROM prompt_log WHERE name = :name AND version < :version ORDER BY version DESC LIMIT 1
+PROMPT_BACK = """
+INSERT INTO prompt_log (name, version)
+SELECT name, MAX(version) FROM prompt_log WHERE name = :name AND version < :version GROUP BY name RETURNING version
 """
 PROMPT_LOG = "INSERT INTO prompt_log (name, version) VALUES (:name, :version)"
 PROMPTS_CHANGED = "SELECT (SELECT MAX(n) FROM prompt_log) AS live, (SELECT MAX(rowid) FROM prompt_versions) AS made"
@@ -43,7 +44,6 @@ INSERT INTO rollout_prompts (rollout_id, name, version)
 SELECT rollout_id, :name, :version FROM rollouts WHERE rollout_id = :rollout_id
 ON CONFLICT (rollout_id, name) DO NOTHING
 """
-# Nothing for a call whose start was refused.
 CALL_PROMPT = """
 INSERT INTO call_prompts (call_id, name, version, place, sent_version, sent)
 VALUES (:call_id, :name, :version, :place, :sent_version, :sent)
@@ -60,7 +60,7 @@ SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
 """
-# Oldest first. Whoever opens rollouts can name a run: only the asker's own count, and those of keys that give evidence.
+# Oldest first. Whoever opens rollouts can name a run: of others, only keys that give evidence count.
 PROMPT_RUN = r"""
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata ->> '$.held_out', 0) AS held_out
@@ -206,14 +206,8 @@ class PromptTable(Records):
     async def rollback(self, name: str) -> None:
         """Make the newest version live that is older than the live one and was live once. Conflict without one."""
         live = (await self.get(name)).live
-
-        async def work(db: Transaction) -> None:
-            before = await db.one(PROMPT_BEFORE, {"name": name, "version": live})
-            if before is None:
-                raise Conflict(f"prompt {name!r}: no version older than {live} was ever live")
-            await db.all(PROMPT_LOG, {"name": name, "version": before["version"]})
-
-        await self._db.write(work)
+        if not await self._db.write(lambda db: db.all(PROMPT_BACK, {"name": name, "version": live})):
+            raise Conflict(f"prompt {name!r}: no version older than {live} was ever live")
 
     async def pin(self, rollout_ids: Sequence[str], versions: Mapping[str, int]) -> None:
         """Let rollouts keep these versions, unless they keep others already. Unknown rollouts keep nothing."""
@@ -247,6 +241,6 @@ class PromptTable(Records):
     async def tried_out(self, name: str, run: str, *, own: bool, key_id: str | None) -> list[TriedOut]:
         """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first.
 
-        Unless `own`, those of keys that give evidence count, too.
+        Unless `own`, rollouts of keys that give evidence count, too.
         """
         return await self._db.records(TriedOut, PROMPT_RUN, name=name, run=run, own=own, key_id=key_id)

@@ -31,6 +31,10 @@ async def test_rollouts_are_filtered_and_sorted_and_the_address_says_how(running
         assert rewards == sorted(rewards, reverse=True)
         await page.go_back()
         await expect(page.locator("tbody tr")).to_have_count(100)
+        await page.keyboard.press("j")
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".call").first).to_contain_text("What is 17*23+4?")
+        await page.keyboard.press("u")
         await page.get_by_role("link", name="Show older rollouts").click()
         await expect(page.locator("tbody tr")).to_have_count(19 * STEPS - 100)
         assert wrong.seen == []

@@ -84,7 +84,7 @@ export function withoutKnown(messages, { request_of: of }, before) {
 
 const isResult = ({ blocks }) => blocks.length > 0 && blocks.every(({ kind }) => kind === "result");
 
-// JSON text with indentation; what is no JSON as it is.
+// JSON text with indentation; other text is left unchanged.
 export function pretty(value) {
   if (typeof value !== "string") return text(value);
   try {

@@ -127,7 +127,7 @@ export function Filters({ view, children }) {
   return html`<form class="filters" role="search" onSubmit=${go} onChange=${onChange}>${children}</form>`;
 }
 
-// Leads to the page after this one of a list, whose first rows `params` name.
+// Leads to the next page of a list. `params`: of the first page.
 export const Older = ({ view, params, cursor }) => cursor && html`<a class="button" href=${link(view, { ...params, cursor })}>Show older ${view}</a>`;
 
 // A table that scrolls inside itself. A column: {name, label, num, title, value(row), cell(row)}; what it does not say

@@ -134,7 +134,7 @@ function Group({ group, id }) {
   return html`<${Table} label="Siblings" columns=${SIBLINGS} rows=${ordered} rowKey=${(row) => row.rollout_id} />`;
 }
 
-// A rollout's contexts: its calls as boxes with their credit's colour, those of a sub-agent indented.
+// A rollout's contexts: its calls as boxes with their credit's colour, a sub-agent's are indented.
 function Contexts({ calls, credit }) {
   const isPlain = ({ contexts }, i) => !contexts || i === 0 || (contexts.length === 1 && contexts[0].edge === "continues");
   if (calls.every(isPlain)) return null;

@@ -52,7 +52,7 @@ function Version({ name, of, versions }) {
     <${Panel} title="About this version"><${Facts} of=${facts} /><//>`;
 }
 
-// A text whose lines between those that it shares with the other, at the beginning and at the end, are marked.
+// A text: lines that it shares with the other at the beginning and at the end are plain, the rest is marked.
 function Marked({ text, other, mark }) {
   const [own, others] = [text.split("\n"), other.split("\n")];
   const differs = own.findIndex((line, i) => line !== others[i]);

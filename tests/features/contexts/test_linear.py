@@ -1,4 +1,4 @@
-"""A rollout of 500 calls in 20 contexts with 4 sub-agents, beside one of 50: a call takes as much work and memory."""
+"""A rollout of 500 calls in 20 contexts with 4 sub-agents, and one of 50: a call takes as much work and memory."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def answer_of(place: int, *, is_final: bool) -> Json:
 
 
 def with_notes(place: int, *, is_final: bool) -> list[Json]:
-    """A prompt that begins anew with all earlier answers in its text."""
+    """A prompt of a new context with all earlier answers in its text."""
     notes = [answer_of(there, is_final=is_final)["content"] for there in range(place)]
     return [{"role": "user", "content": "\n".join(["Notes:", *notes, f"Now do step {place} of the whole work."])}]
 

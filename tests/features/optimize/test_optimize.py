@@ -40,7 +40,7 @@ post(os.environ["LIGHTNING_URL"] + "/reward", reward | {"comment": None if word 
 
 
 class Reflecting:
-    """A provider whose model adds the words that the feedback names to the prompt that it is shown."""
+    """A provider: its model adds the words that the feedback names to the prompt that it is shown."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""`lightning-proxy dashboard`: the page over a store alone. That it leaves it as it is, tests/contract sees."""
+"""`lightning-proxy dashboard`: the page over a store alone. tests/contract checks that it changes nothing."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ async def test_a_rollout_is_shown_with_its_contexts_and_credit(running: Running,
 
 
 async def record_contexts(system: Any) -> None:
-    """A rollout whose first answer is rejected, with a sub-agent, and a summary that a step leaves out."""
+    """A rollout with a rejected first answer, a sub-agent, and a summary that a step leaves out."""
 
     def said(text: str) -> dict[str, Any]:
         return {"role": "assistant", "content": text}
@@ -151,6 +151,7 @@ async def test_the_overview_and_the_versions_say_each_number_and_of_what(running
         for words in ("last reward0.9± 0.3", "verifiednot verified yet", "waiting for the trainer2 of 64 rollouts"):
             assert words in overview["text"]
         assert "mean 0.9 (0.6 to 1)" in overview["text"], "the band ends where rewards end"
+        assert "00.20.40.60.81" in overview["text"], "the axis begins at 0"
         assert "not verified yet" in versions["text"] and "in between" in tasks["text"]
 
 
