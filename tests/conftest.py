@@ -17,10 +17,10 @@ import aiohttp
 import pytest
 import uvicorn
 import yaml
-from aiohttp import web
 from hypothesis import settings
 
 from contract.real import lora, merged, speller  # noqa: F401  (fixtures)
+from contract.system import listening
 from contract.vllm import PlayedVllm
 from lightning_proxy.commands.command_line import telemetry_off
 from lightning_proxy.commands.serve import uvicorn_options
@@ -271,21 +271,18 @@ def _config(
 @asynccontextmanager
 async def _running(tmp_path: Path, **given: Any) -> AsyncIterator[System]:
     vllm = PlayedVllm(tmp_path)
-    runner = web.AppRunner(vllm.app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    config = _config(tmp_path, f"http://127.0.0.1:{runner.addresses[0][1]}/v1", **given)
-    server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        async with aiohttp.ClientSession() as session:
-            yield System(config, server, session, vllm)
-    finally:
-        server.should_exit = True
-        await task
-        await runner.cleanup()
+    async with listening(vllm.app) as upstream:
+        config = _config(tmp_path, f"{upstream}/v1", **given)
+        server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        try:
+            async with aiohttp.ClientSession() as session:
+                yield System(config, server, session, vllm)
+        finally:
+            server.should_exit = True
+            await task
 
 
 @pytest.fixture(scope="session")

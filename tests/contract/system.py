@@ -165,7 +165,7 @@ def in_this_process(directory: Path, vllm: PlayedVllm | None = None, **sections:
     started, ended, running = threading.Event(), threading.Event(), Proxy("", directory, vllm)
 
     async def serve() -> None:
-        async with _listening(vllm.app) as upstream:
+        async with listening(vllm.app) as upstream:
             write_config(directory, f"{upstream}/v1", free_port(), **sections)
             config = load_config(running.config)
             server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy)))
@@ -197,7 +197,7 @@ def played(server: PlayedVllm | Upstream, port: int = 0) -> Iterator[str]:
 
     async def serve() -> None:
         nonlocal url
-        async with _listening(server.app, port) as url:
+        async with listening(server.app, port) as url:
             started.set()
             await asyncio.to_thread(ended.wait)
 
@@ -332,7 +332,8 @@ def served(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> 
 
 
 @asynccontextmanager
-async def _listening(app: web.Application, port: int = 0) -> AsyncIterator[str]:
+async def listening(app: web.Application, port: int = 0) -> AsyncIterator[str]:
+    """Serve an app on this machine, at any free port unless one is given; yields its root URL."""
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

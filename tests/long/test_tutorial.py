@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from contract.system import free_port
+from contract.system import free_port, listening
 from support.paths import ROOT
 
 WORDY = 10  # every sum of this worth is answered in a sentence, which is worth less
@@ -59,13 +59,8 @@ async def serving_provider() -> AsyncIterator[str]:
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/messages", messages)
     app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(app) as url:
+        yield url
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from contract.system import listening
 from lightning_proxy.core.errors import UpstreamUnreachable
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.serving.vllm import LOADING, VllmFleet, VllmServer, operator_session
-from support.in_process import serving
 
 ROLLOUTS = [f"r{i}" for i in range(30)]
 
@@ -58,7 +58,7 @@ async def answers(system: Any, rollouts: list[str] = ROLLOUTS) -> set[tuple[int,
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
 async def test_a_version_goes_live_on_every_replica(running: Any, tmp_path: Path, publish: str) -> None:
-    async with replicated(running, tmp_path, publish) as (system, second, port), serving(second, port):
+    async with replicated(running, tmp_path, publish) as (system, second, port), listening(second.app, port):
         await until(up(system, port))
         async with system.store() as store:
             version = await system.earlier_version(store, tmp_path)
@@ -82,7 +82,7 @@ async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in
         assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
         served = f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
         assert await answers(system) == {(200, served)}
-        async with serving(second, port):
+        async with listening(second.app, port):
             seen: set[tuple[int, str]] = set()
 
             async def is_asked() -> bool:
@@ -98,7 +98,7 @@ async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in
 
 async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too(running: Any, tmp_path: Path) -> None:
     async with replicated(running, tmp_path, "lora") as (system, second, port):
-        async with serving(second, port):
+        async with listening(second.app, port):
             await until(up(system, port))
             async with system.store() as store:
                 versions = [await system.earlier_version(store, tmp_path) for _ in range(3)]
@@ -108,7 +108,7 @@ async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too
             await system.call("POST", "/rollouts/old/end", {"status": "completed"})
         await until(down(system))
         again = type(system.vllm)(tmp_path)
-        async with serving(again, port):
+        async with listening(again.app, port):
             seen: set[tuple[int, str]] = set()
 
             async def is_asked() -> bool:
@@ -123,7 +123,7 @@ async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too
 async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_old_weights(
     running: Any, tmp_path: Path
 ) -> None:
-    async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
+    async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
         await until(up(system, port))
         assert len(await answers(system)) == 1
         async with system.store() as store, operator_session() as session:
@@ -137,7 +137,7 @@ async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_o
 
 
 async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path: Path) -> None:
-    async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
+    async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
         await until(up(system, port))
         before = await answers(system)
         async with system.store() as store:
@@ -171,7 +171,7 @@ async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
             system = await stack.enter_async_context(running(tmp_path, publish="merged"))
         else:
             system, second, port = await stack.enter_async_context(replicated(running, tmp_path, "merged"))
-            await stack.enter_async_context(serving(second, port))
+            await stack.enter_async_context(listening(second.app, port))
             await until(up(system, port))
         assert (await system.chat("r"))[0] == 200
         async with system.store() as store:
@@ -199,7 +199,7 @@ async def test_agents_are_answered_by_verified_weights_while_others_are_being_ve
     running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_proxy.serving.swap.LEAVE_S", 2.5)
-    async with replicated(running, tmp_path, "merged") as (system, second, port), serving(second, port):
+    async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
         await until(up(system, port))
         async with system.store() as store, operator_session() as session:
             version = await store.versions.get(await system.earlier_version(store, tmp_path))

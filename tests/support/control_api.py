@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from contract.system import listening
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import Runner, runner_for
@@ -102,9 +103,5 @@ class ControlApi:
 async def served() -> AsyncIterator[ControlApi]:
     """Serve the played control API on a free port of the loopback interface."""
     api = ControlApi()
-    runner = web.AppRunner(api.app())
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield api
-    await runner.cleanup()
+    async with listening(api.app()) as api.url:
+        yield api

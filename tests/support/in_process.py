@@ -8,14 +8,13 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 import yaml
-from aiohttp import web
 from starlette.types import ASGIApp
 
 from contract.system import CLI, free_port, wait_until
+from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.proxy.app import create_app
 from support.responses_twice import get
@@ -44,23 +43,10 @@ def own_vllm(directory: Path, model: Path, template: str, *options: str) -> Iter
 
 
 @asynccontextmanager
-async def serving(played: Any, port: int) -> AsyncIterator[Any]:
-    """Serve it, and yield it."""
-    runner = web.AppRunner(played.app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    yield played
-    await runner.cleanup()
-
-
-@asynccontextmanager
 async def proxy_of(config: Config, wrapped: Callable[[ASGIApp], ASGIApp] = lambda app: app) -> AsyncIterator[str]:
     """Yields its root URL. `wrapped` is given its app, and what it returns is run."""
-    server = uvicorn.Server(
-        uvicorn.Config(
-            wrapped(create_app(config)), port=0, log_level="warning", access_log=False, timeout_keep_alive=75
-        )
-    )
+    options = uvicorn_options(config.proxy) | {"port": 0, "log_level": "warning"}
+    server = uvicorn.Server(uvicorn.Config(wrapped(create_app(config)), **options))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from contract.system import listening
+
 
 def answers(system: Any, text: str) -> None:
     """Let the policy's server answer so from now on."""
@@ -112,14 +114,8 @@ async def judging(think: Think) -> AsyncIterator[ScriptedJudge]:
     judge, app = ScriptedJudge(think), web.Application(client_max_size=2**26)
     app.router.add_post("/v1/chat/completions", judge.chat)
     app.router.add_post("/v1/messages", judge.messages)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        judge.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with listening(app) as judge.url:
         yield judge
-    finally:
-        await runner.cleanup()
 
 
 def attempts(system: str, text: str) -> dict[str, str]:

@@ -19,6 +19,8 @@ import pytest
 import yaml
 from aiohttp import web
 
+from contract.system import listening
+
 CHUNKS = 5
 CHECKOUT = (sys.executable, "-m", "lightning_proxy.cli")
 
@@ -53,7 +55,7 @@ async def models(_: web.Request) -> web.Response:
 class Proxy:
     """`lightning-proxy serve` on a store of its own, started and killed at will."""
 
-    def __init__(self, directory: Path, upstream_port: int, program: Sequence[str | Path]) -> None:
+    def __init__(self, directory: Path, upstream: str, program: Sequence[str | Path]) -> None:
         self.program = program
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -64,7 +66,7 @@ class Proxy:
         settings = {
             "proxy": {"port": self.port},
             "store": {"url": f"sqlite:///{self.store}", "busy_timeout_s": 0.5},
-            "upstreams": [{"name": "fake", "base_url": f"http://127.0.0.1:{upstream_port}/v1"}],
+            "upstreams": [{"name": "fake", "base_url": f"{upstream}/v1"}],
             "policy": {"publish": "lora", "directory": str(directory / "policy")},
         }
         self.config.write_text(yaml.safe_dump(settings))
@@ -131,15 +133,12 @@ async def proxy_in_front(directory: Path, program: Sequence[str | Path] = CHECKO
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer_slowly)
     app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    proxy = Proxy(directory, runner.addresses[0][1], program)
-    try:
-        yield proxy
-    finally:
-        await proxy.end(signal.SIGKILL)
-        await runner.cleanup()
+    async with listening(app) as url:
+        proxy = Proxy(directory, url, program)
+        try:
+            yield proxy
+        finally:
+            await proxy.end(signal.SIGKILL)
 
 
 class Client:

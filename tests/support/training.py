@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from aiohttp import web
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from contract.system import listening
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.upstreams import UpstreamConfig
@@ -43,6 +44,8 @@ class HonestServer:
         self.base, self.label, self.paused = base, "default", False
         self.models: dict[str, Any] = {"base": self.open(str(base))}
         self.roots: dict[str, str] = {}
+        self.app = web.Application()
+        self.app.router.add_route("*", "/{path:.*}", self.handle)
 
     def open(self, path: str) -> Any:
         if (Path(path) / "adapter_config.json").exists():
@@ -199,29 +202,22 @@ async def bench(
     policy: dict[str, Any] | None = None,
     **trainer: Any,
 ) -> AsyncIterator[Bench]:
-    servers, runners = [kind(base) for kind in (server, *replicas)], []
-    for played in servers:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", played.handle)
-        runners.append(web.AppRunner(app))
-        await runners[-1].setup()
-        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
-    url, *others = (f"http://127.0.0.1:{runner.addresses[0][1]}/v1" for runner in runners)
-    settings = {"group_size": 4, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
-    given: dict[str, Any] = {
-        "store": StoreConfig(url=store_url(tmp_path), busy_timeout_s=busy_timeout_s),
-        "upstreams": [UpstreamConfig(name="policy", base_url=url, replicas=others)],
-        "policy": {"model": str(base), "publish": publish, "directory": tmp_path / "policy", **(policy or {})},
-        "trainer": {**settings, **trainer},
-    }
-    database = await open_database(given["store"])
-    try:
-        async with operator_session() as session:
-            yield Bench(given, database, VllmFleet(session, given["upstreams"][0].urls), servers)
-    finally:
-        await database.close()
-        for runner in runners:
-            await runner.cleanup()
+    servers = [kind(base) for kind in (server, *replicas)]
+    async with AsyncExitStack() as stack:
+        url, *others = [f"{await stack.enter_async_context(listening(played.app))}/v1" for played in servers]
+        settings = {"group_size": 4, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
+        given: dict[str, Any] = {
+            "store": StoreConfig(url=store_url(tmp_path), busy_timeout_s=busy_timeout_s),
+            "upstreams": [UpstreamConfig(name="policy", base_url=url, replicas=others)],
+            "policy": {"model": str(base), "publish": publish, "directory": tmp_path / "policy", **(policy or {})},
+            "trainer": {**settings, **trainer},
+        }
+        database = await open_database(given["store"])
+        try:
+            async with operator_session() as session:
+                yield Bench(given, database, VllmFleet(session, given["upstreams"][0].urls), servers)
+        finally:
+            await database.close()
 
 
 async def require_seen_clearly(store: Store, version: int) -> None:

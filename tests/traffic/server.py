@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from traffic.shapes import stream
 
+from contract.system import listening as serving  # noqa: F401
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.upstreams import UpstreamConfig
@@ -53,18 +53,6 @@ def app(answer: Answer) -> web.Application:
     application.router.add_get("/weight_info", operate)
     application.router.add_get("/is_paused", operate)
     return application
-
-
-@asynccontextmanager
-async def serving(application: web.Application) -> AsyncIterator[str]:
-    """The root URL of a running server."""
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def config_of(upstream: str, directory: Path) -> Config:

@@ -19,6 +19,7 @@ import torch
 import yaml
 from aiohttp import web
 
+from contract.system import listening
 from lightning_proxy.commands.doctor.checks import Broken, Check, Report
 from lightning_proxy.commands.doctor.learn import OWN_TASKS, learn
 from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier
@@ -141,15 +142,8 @@ async def chatting(base: Path, **faults: Any) -> AsyncIterator[tuple[ChattingSer
     for name, value in faults.items():
         assert hasattr(server, name)
         setattr(server, name, value)
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield server, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async with listening(server.app) as url:
+        yield server, f"{url}/v1"
 
 
 @pytest.fixture(scope="module")

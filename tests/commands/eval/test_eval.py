@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from contract.system import listening
 from lightning_proxy.commands.eval.eval import parse_models
 from lightning_proxy.commands.eval.report import EvalRow, ks, pass_at_k, report
 from lightning_proxy.commands.run.run import RolloutResult
@@ -89,12 +90,8 @@ async def other_provider() -> AsyncIterator[UpstreamConfig]:
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", chat)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield UpstreamConfig(name="provider", kind="openai", base_url=url, models=["vendor/gpt-mini"])
-    await runner.cleanup()
+    async with listening(app) as url:
+        yield UpstreamConfig(name="provider", kind="openai", base_url=f"{url}/v1", models=["vendor/gpt-mini"])
 
 
 async def test_versions_and_other_models_are_compared_with_the_first(running: Running, tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from traffic.server import config_of
 
 from lightning_proxy import client
 from lightning_proxy.client.program import reached_directly
-from support.relaying import MemoryRecorder, relaying, speaking
+from lightning_proxy.core.config.upstreams import UpstreamConfig
+from support.in_process import proxy_of
 
 VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
@@ -116,17 +118,25 @@ async def test_the_client_asks_the_proxy_directly(
 async def test_an_upstream_is_asked_through_the_http_proxy_only_where_that_is_wanted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trusts: bool
 ) -> None:
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
         await writer.drain()
+        writer.close()
 
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    async with http_proxy() as between, speaking(answer) as base:
+    async with http_proxy() as between, await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        base = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        asked = UpstreamConfig(
+            name="m", kind="openai", base_url=f"{base}/v1", models=["m"], api_key="sk-1", trust_env=trusts
+        )
+        config = config_of("http://127.0.0.1:1", tmp_path)
+        config.upstreams.append(asked)
         between.in_environment(monkeypatch)
         monkeypatch.setenv("http_proxy", between.url.replace("//", "//user:p%40ss@"))
         async with (
-            relaying(base, MemoryRecorder(), kind="openai", api_key="sk-1", trust_env=trusts) as url,
+            proxy_of(config) as url,
             aiohttp.ClientSession() as session,
             session.post(f"{url}/v1/chat/completions", json={"model": "m", "messages": []}) as reply,
         ):

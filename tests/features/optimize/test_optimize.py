@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from contract.system import listening
 from lightning_proxy.features.optimize.search import BudgetSpent, Reflection, between, lesson_of
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -71,14 +72,9 @@ class Reflecting:
 async def reflecting() -> AsyncIterator[Reflecting]:
     model, app = Reflecting(), web.Application()
     app.router.add_post("/v1/chat/completions", model.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    model.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
+    async with listening(app) as url:
+        model.url = f"{url}/v1"
         yield model
-    finally:
-        await runner.cleanup()
 
 
 @pytest.fixture(autouse=True)

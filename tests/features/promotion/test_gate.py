@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from contract.system import listening
 from lightning_proxy.features.promotion import gate
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.proxy.gateway import routing
 from lightning_proxy.store.versions import PolicyVersions
-from support.in_process import serving
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
 GROUPS = {"group_size": 4}
@@ -48,7 +48,7 @@ async def gated(running: Any, tmp_path: Path, publish: str, **policy: Any) -> As
         port = listener.getsockname()[1]
     async with (
         running(tmp_path, replicas=[f"http://127.0.0.1:{port}/v1"], **settings) as system,
-        serving(type(system.vllm)(tmp_path), port) as second,
+        listening((second := type(system.vllm)(tmp_path)).app, port),
     ):
         system.second = second
         yield system
