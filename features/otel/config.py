@@ -13,7 +13,6 @@ class OtelConfig(FeatureSection):
 
     otlp_endpoint: str | None = None
     otlp_headers: dict[str, SecretStr] = {}
-    content: bool = False
 
     @field_validator("otlp_endpoint")
     @classmethod

@@ -10,15 +10,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
 from ...core.errors import ConfigError
+from ...core.prices import Used, used
 from ...core.records import CallEnd, CallStart
 from ...core.redact import Redactor
 from .config import OtelConfig
-from .genai import PARAMETERS, conversation_attributes
+from .genai import PARAMETERS
 
 log = logging.getLogger(__name__)
 INSTALL = "pip install 'lightning-proxy[otel]'"
@@ -42,7 +42,7 @@ class Telemetry:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._content, self._redactor = config.content, redactor
+        self._redactor = redactor
         headers = {name: value.get_secret_value() for name, value in config.otlp_headers.items()}
         endpoint = f"{(config.otlp_endpoint or '').rstrip('/')}/v1/traces"
         self._exporter = OTLPSpanExporter(endpoint=endpoint, headers=headers, timeout=POST_S)
@@ -51,27 +51,17 @@ class Telemetry:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("lightning_proxy")
         self._propagator = TraceContextTextMapPropagator()
-        self._thread = ThreadPoolExecutor(1)  # all of a conversation is redacted and written for each of its calls
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
         """Export the call without waiting, and log failures. `headers` are of its request, with lower-case names."""
-
-        def export() -> None:
-            try:
-                self._export(start, end, headers)
-            except Exception:
-                log.exception("call %s: no span could be made of it", start.call_id)
-
-        self._thread.submit(export)
+        try:
+            self._export(start, end, headers)
+        except Exception:
+            log.exception("call %s: no span could be made of it", start.call_id)
 
     async def close(self) -> None:
         """Send the waiting spans for up to FLUSH_S seconds. The SDK itself would wait 30 s for a collector."""
-
-        def close() -> None:
-            self._thread.shutdown()
-            self._provider.shutdown()
-
-        closing = threading.Thread(target=close, daemon=True)
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, FLUSH_S)
         if closing.is_alive():
@@ -80,10 +70,10 @@ class Telemetry:
     def _export(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        if self._redactor:
-            start, shown = self._redactor.start(start)
-            end = self._redactor.end(end, shown=shown)
-        attributes: dict[str, Any] = attributes_of(start, end, content=self._content)
+        attributes = {
+            name: self._redactor.text(value) if isinstance(value, str) else value
+            for name, value in attributes_of(start, end).items()
+        }
         began = int(start.started_at * 1e9)
         span = self._tracer.start_span(
             f"{attributes['gen_ai.operation.name']} {attributes.get('gen_ai.request.model', '')}".rstrip(),
@@ -93,7 +83,7 @@ class Telemetry:
             start_time=began,
         )
         if end.status != "ok":
-            span.set_status(Status(StatusCode.ERROR, end.error))
+            span.set_status(Status(StatusCode.ERROR, end.error and self._redactor.text(end.error)))
         span.end(began + int(end.latency_ms * 1e6))
 
 
@@ -108,32 +98,28 @@ def require_sdk(config: OtelConfig) -> None:
         raise ConfigError(f"otel.otlp_endpoint needs OpenTelemetry's SDK ({error.name}): {INSTALL}") from None
 
 
-def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str, Any]:
-    """Return the span's attributes, with the conversation's text only if `content` is true."""
-    request = start.request
+def attributes_of(start: CallStart, end: CallEnd) -> dict[str, Any]:
+    """Return the span's attributes: numbers and names, nothing of what was said."""
+    request, rollout = start.request, start.rollout
     response = end.response if isinstance(end.response, dict) else {}
-    usage = end.usage or {}
-    stops = request.get("stop_sequences", request.get("stop"))
-    stops = [stops] if isinstance(stops, str) else stops
-    is_streamed = request.get("stream") is True
+    is_streamed, tokens = request.get("stream") is True, used(end.usage) or Used()
     told = {
         "gen_ai.operation.name": "text_completion" if start.endpoint == "completions" else "chat",
         "gen_ai.provider.name": "anthropic" if start.endpoint == "messages" else "openai",
         "gen_ai.request.model": request.get("model"),
-        "gen_ai.request.stop_sequences": stops or None,
         "gen_ai.request.stream": is_streamed or None,
         "gen_ai.response.id": response.get("id"),
         "gen_ai.response.model": response.get("model"),
         "gen_ai.response.finish_reasons": [c.finish_reason for c in end.choices if c.finish_reason] or None,
         "gen_ai.response.time_to_first_chunk": end.ttft_ms / 1000 if is_streamed and end.ttft_ms is not None else None,
-        "gen_ai.usage.input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
-        "gen_ai.usage.output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
-        "gen_ai.agent.name": start.rollout.agent,
+        "gen_ai.usage.input_tokens": tokens.input or None,
+        "gen_ai.usage.output_tokens": tokens.output or None,
+        "gen_ai.agent.name": rollout.agent,
         "error.type": None if end.status == "ok" else str(end.http_status or end.status),
-        "lightning.rollout_id": start.rollout.rollout_id,
-        "lightning.task_id": start.rollout.task_id,
-        "lightning.agent_name": start.rollout.agent,
-        "lightning.rollout_mode": start.rollout.mode,
+        "lightning.rollout_id": rollout.rollout_id,
+        "lightning.task_id": rollout.task_id,
+        "lightning.agent_name": rollout.agent,
+        "lightning.rollout_mode": rollout.mode,
         "lightning.call_id": start.call_id,
         "lightning.upstream": end.fallback or start.upstream,
         "lightning.policy_version": None if end.fallback else start.policy_version,
@@ -142,12 +128,4 @@ def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str,
         "lightning.ttft_ms": end.ttft_ms,
     }
     told |= {f"gen_ai.request.{name}": request.get(field) for field, name in _PARAMETERS.items() if field in request}
-    if content:
-        told |= conversation_attributes(request, response)
-    return {name: value for name, value in told.items() if _is_attribute(value)}
-
-
-def _is_attribute(value: Any) -> bool:
-    """Whether OpenTelemetry takes the value, which may be any that an agent or upstream sent."""
-    texts = value if isinstance(value, list) else []
-    return isinstance(value, str | int | float | list) and all(isinstance(text, str) for text in texts)
+    return {name: value for name, value in told.items() if isinstance(value, str | int | float | list)}

@@ -1,4 +1,4 @@
-"""Reads the attributes of a span as a chat call or an action, and writes messages as GenAI's. Pure.
+"""Reads the attributes of a span as a chat call or an action. Pure.
 
 GenAI (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/) has messages as JSON text. OpenLLMetry
 (`gen_ai.prompt.0.content`) and OpenInference (https://arize-ai.github.io/openinference/spec/) number them.
@@ -12,8 +12,7 @@ from typing import Any
 from ...core.json_text import dumps, loads
 from ...core.records import Event
 from ...core.tokens import Tokens
-from ...core.tools import answers, calls_in, dicts, results_in
-from ...proxy.dialects.transcript import messages_in
+from ...core.tools import dicts
 
 Json = dict[str, Any]
 Attributes = Mapping[str, Any]
@@ -43,12 +42,6 @@ PARAMETERS = {
 # Levels of OpenInference's names that say nothing more: `tool_calls.0.tool_call.function.name`.
 _WRAPPERS = frozenset({"message", "message_content", "tool_call", "function", "tool", "document", "image"})
 _CHATS_REASONS = {"tool_call": "tool_calls", "end_turn": "stop"}
-# What the recorded APIs say in place of the conventions' word.
-_REASONS = {
-    "tool_calls": "tool_call", "function_call": "tool_call", "tool_use": "tool_call", "end_turn": "stop",
-    "stop_sequence": "stop", "completed": "stop", "max_tokens": "length", "incomplete": "length",
-    "refusal": "content_filter", "failed": "error",
-}  # fmt: skip
 
 
 def operation_of(attributes: Attributes) -> str | None:
@@ -253,65 +246,3 @@ def _joined(content: list[Json]) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else dumps(value)
-
-
-def conversation_attributes(request: Json, response: Json) -> Json:
-    """Return what was said in a call of any recorded API, as GenAI's attributes in JSON text."""
-    apart = bool(request.get("system") or request.get("instructions"))  # given beside the conversation
-    messages = [*map(_message, messages_in(request))]
-    told = {
-        "gen_ai.system_instructions": messages[0]["parts"] if apart else [],
-        "gen_ai.input.messages": messages[apart:],
-        "gen_ai.tool.definitions": [*map(_tool, dicts(request.get("tools")))],
-        "gen_ai.output.messages": [*_output_messages(response)],
-    }
-    return {name: dumps(value) for name, value in told.items() if value}
-
-
-def _output_messages(response: Json) -> Iterator[Json]:
-    """The model's answer, each choice a message."""
-    reasons = [choice.get("finish_reason") for choice in dicts(response.get("choices"))]
-    reasons = reasons or [response.get("stop_reason", response.get("status"))]
-    for answer, reason in zip(answers(response), reasons, strict=False):
-        parts = [part for item in answer for part in _message(item)["parts"]]
-        yield {"role": "assistant", "parts": parts, "finish_reason": _REASONS.get(str(reason), reason)}
-
-
-def _message(item: Json) -> Json:
-    """A message of chat or Messages, or an item of Responses, in parts."""
-    kind = "reasoning" if item.get("type") == "reasoning" else "text"
-    results = [
-        {"type": "tool_call_response", "id": one.tool_call_id, "response": one.content} for one in results_in(item)
-    ]
-    calls = [
-        {"type": "tool_call", "id": one.id, "name": one.name, "arguments": parsed(one.arguments)}
-        for one in calls_in(item)
-    ]
-    said = [] if item.get("role") in ("tool", "function") else [*_parts(item.get("content"), kind)]
-    thoughts = _parts(item.get("reasoning_content") or item.get("reasoning") or item.get("summary"), "reasoning")
-    role = "tool" if results and not said else str(item.get("role", "assistant"))
-    return {"role": role, "parts": [*thoughts, *said, *calls, *results]}
-
-
-def _parts(content: Any, kind: str) -> Iterator[Json]:
-    """The texts, thoughts and media of a content; its tool calls and results are read apart."""
-    for part in content if isinstance(content, list) else [content]:
-        match part:
-            case None | "" | {"type": "tool_use" | "tool_result"}:
-                continue
-            case {"type": "thinking", "thinking": text}:
-                yield {"type": "reasoning", "content": text}
-            case {"text": str(text)}:
-                yield {"type": kind, "content": text}
-            case {}:
-                yield part
-            case _:
-                yield {"type": kind, "content": str(part)}
-
-
-def _tool(tool: Json) -> Json:
-    """A tool's definition, from chat's, Responses' or Anthropic's."""
-    function = tool["function"] if isinstance(tool.get("function"), dict) else tool
-    found = {"name": function.get("name"), "description": function.get("description")}
-    found["parameters"] = function.get("parameters", function.get("input_schema"))
-    return {"type": tool.get("type") or "function"} | {n: value for n, value in found.items() if value is not None}

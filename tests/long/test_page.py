@@ -112,7 +112,7 @@ async def test_nothing_that_an_agent_or_a_model_says_runs(running: Running, tmp_
         await say_everything(system)
         async with browsing(system.url) as (page, wrong):
             await page.evaluate("localStorage.setItem('lightning-proxy-person', 'me')")
-            for view in (*VIEWS, "rollouts/javascript:hurt", "costs?by=task", "rate?id=javascript:hurt"):
+            for view in (*VIEWS, "rollouts/javascript:hurt", "rate?id=javascript:hurt"):
                 await show(page, system, view)
                 await page.locator("main button").evaluate_all("all => all.forEach(one => one.click())")
                 await page.wait_for_timeout(100)

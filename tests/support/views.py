@@ -244,7 +244,7 @@ def _credit(group: Sequence[tuple[str, float]]) -> list[CallCredit]:
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 STEPS = 6
-_LEFT_OUT = {"costs", "judge", "prompts"} - {*FEATURES}
+_LEFT_OUT = {"judge", "prompts"} - {*FEATURES}
 HREFS = "all => all.map(one => one.getAttribute('href'))"
 _FEATURE = {"rate": "judge"}  # whose views have other names
 _VIEWS = {
@@ -254,7 +254,6 @@ _VIEWS = {
     "tasks": "multiply-00",
     "versions": "Version 6 is live",
     "versions?a=0&b=5": "paired tasks",
-    "costs": "input tokens",
     "rate": "Say who you are",
     "prompts": "No prompts yet",
 }
