@@ -23,7 +23,7 @@ from contract.system import listening
 from lightning_proxy.commands.doctor.checks import Broken, Check, Report
 from lightning_proxy.commands.doctor.learn import OWN_TASKS, learn
 from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier
-from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
+from lightning_proxy.commands.put_back import journal_path
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.records import RolloutName
 from lightning_proxy.serving.swap import labels_of
@@ -285,27 +285,6 @@ async def test_the_users_own_agent_works(base: Path, tmp_path: Path, monkeypatch
         assert found["as before"].outcome == found["new weights"].outcome == "ok"
 
 
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_what_a_killed_doctor_left_is_put_back(base: Path, tmp_path: Path, publish: str) -> None:
-    async with patient(base, tmp_path, publish) as one:
-        config, told = load_config(one.file), list[str]()
-        left = tmp_path / "lightning-doctor-1234"
-        left.mkdir()
-        LearnJournal("lightning-doctor-1234", publish == "merged", (str(left),)).write(journal_path(config))
-        one.server.models["lightning-doctor-1234-v1"] = one.server.models["base"]
-        one.server.label, one.server.paused = "1-77", True
-        with only_trainer(tmp_path / "policy", None), pytest.raises(Exception, match="another trainer works"):
-            await put_back_left(config, told.append)
-        await put_back_left(config, told.append)
-        assert len(told) == 1
-        assert not left.exists()
-        assert not journal_path(config).exists()
-        if publish == "lora":
-            assert [*one.server.models] == ["base"]
-        else:
-            assert (one.server.loads, one.server.label, one.server.paused) == ([f"base {base}"], "default", False)
-
-
 async def test_the_version_that_was_live_is_served_again(base: Path, tmp_path: Path) -> None:
     async with patient(base, tmp_path, "merged") as one:
         async with opened(load_config(one.file).store) as database:
@@ -333,8 +312,7 @@ async def test_weights_that_are_not_put_back_are_told(
     assert (found.outcome, "the server answers otherwise than before" in found.found) == ("failed", True)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("publish", ["lora", "merged"])
+@pytest.mark.parametrize("publish", ["lora", pytest.param("merged", marks=pytest.mark.long)])
 async def test_a_doctor_that_is_killed_leaves_nothing_after_the_next_one(
     base: Path, tmp_path: Path, publish: str
 ) -> None:

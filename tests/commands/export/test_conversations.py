@@ -139,15 +139,8 @@ async def test_rows_are_loaded_and_shown_by_a_chat_template(
 def call(request: Json, response: Json, endpoint: str = "chat/completions", **more: Any) -> ModelCall:
     """A call of any API, answered."""
     blank: Json = dict.fromkeys(ModelCall.__dataclass_fields__)
-    facts = {
-        "call_id": "c",
-        "rollout_id": "r",
-        "seq": 0,
-        "status": "ok",
-        "endpoint": endpoint,
-        "trainable": True,
-        "started_at": 0.0,
-    }
+    facts: Json = {"call_id": "c", "rollout_id": "r", "seq": 0, "status": "ok", "endpoint": endpoint}
+    facts |= {"trainable": True, "started_at": 0.0}
     facts |= dict.fromkeys(("policy_versions", "prompt_token_ids", "choices", "tool_calls"), ())
     return ModelCall(**{**blank, **facts, "request": request, "response": response, **more})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_proxy.features.tune.run import TuningRun
 from support.command_line import lightning
 from support.models import save_small_model
 from support.training import Bench, bench
@@ -68,16 +66,6 @@ async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path
     )
     assert str(base) not in card
     assert [line for line in told if line not in card] == [], card
-
-
-async def test_the_card_names_the_data_and_the_method_of_fine_tuning(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, "lora", sft={"epochs": 1}) as b:
-        await b.groups("t1", "t2")
-        await b.loop(partial(TuningRun, "sft")).run(asyncio.Event())
-        assert (await asyncio.to_thread(command, b, tmp_path, "policy", "export", "1", tmp_path / "out"))[0] == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "sft" in yaml.safe_load(card.split("---")[1])["tags"]
-    assert "to here: `sft`, 1 steps on 4 rollouts of 2 groups\n" in card, card
 
 
 async def test_all_weights_are_a_model_and_no_adapter(base: Path, tmp_path: Path) -> None:
