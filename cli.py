@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -333,8 +333,8 @@ def export(
     """Write what was recorded as JSON Lines or Parquet. The proxy need not run."""
     from .commands.export.export import export_command
 
-    filters: dict[str, Any] = {"mode": mode, "status": status, "task": task, "min_reward": min_reward, "since": since}
-    export_command(configuration(context), file, kind=kind, **filters)
+    filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
+    export_command(configuration(context), file, kind, **filters)
 
 
 @app.command(name="import", rich_help_panel=RECORD)

@@ -19,7 +19,6 @@ from ...core.config.upstreams import UpstreamConfig, below
 from ...core.errors import ConfigError
 from ...core.groups import Grouping
 from ...core.http import through
-from ...core.prices import require_litellm
 from ...serving.mode import publish_mode
 from ...store.opening import first_value, opened
 from ...store.sqlite.database import ROOM, has_room
@@ -146,21 +145,14 @@ async def check_servers(
     config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig, report: Report
 ) -> bool:
     """Check that each of an upstream's servers answers, and return whether the first does."""
-    name = f"upstream {upstream.name}"
     if upstream.kind == "litellm":
-        await report.check(name, probe_litellm(name), "install it, or remove the upstream")
-        return True
+        return True  # the proxy does not start without it, and it has no address of its own
     fix = "check the provider's status, or correct upstreams.base_url"
     if upstream.kind == "vllm":
         fix = other_port(config) or STARTING
-    urls = dict.fromkeys((*upstream.urls, *upstream.published_to))
+    name, urls = f"upstream {upstream.name}", dict.fromkeys((*upstream.urls, *upstream.published_to))
     checks = [await report.check(name, probe_server(session, upstream, url), fix) for url in urls]
     return checks[0].outcome == "ok"
-
-
-async def probe_litellm(name: str) -> str:
-    require_litellm(f"{name} of kind litellm")
-    return "litellm is installed"
 
 
 async def probe_server(session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> str:

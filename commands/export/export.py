@@ -61,26 +61,20 @@ COLUMNS: dict[str, dict[str, Sequence[str]]] = {
 }
 
 
-def export_command(
-    config: Config,
-    target: Path,
-    *,
-    kind: str,
-    mode: str | None,
-    status: str | None,
-    task: str | None,
-    min_reward: float | None,
-    since: str | None,
-) -> None:
-    """Run `export`: a file is written atomically. Raises ConfigError for a wrong option, LightningError if it fails."""
+def export_command(config: Config, target: Path, kind: str, **filters: Any) -> None:
+    """Run `export`: a file is written atomically. Raises ConfigError for a wrong option, LightningError if it fails.
+
+    `filters` are the control API's, with `since` as the option has it.
+    """
     format = "jsonl" if is_stream(target) else target.suffix.removeprefix(".")
     if format not in FORMATS:
         raise ConfigError(f"the file must end in .jsonl or .parquet, got {target.name!r}")
     if not config.store.may_be_there:
         raise LightningError(f"there is no store at {config.store.where} (store.url)")
-    statuses = IMITATED if kind == "sft" and status is None else get_args(RolloutStatus)
-    mode = mode or ("train" if kind == "sft" else None)
-    filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since_of(since)}
+    statuses = IMITATED if kind == "sft" and filters["status"] is None else get_args(RolloutStatus)
+    if kind == "sft":
+        filters["mode"] = filters["mode"] or "train"
+    filters["since"] = since_of(filters["since"])
     filters = {name: value for name, value in filters.items() if value not in (None, ALL)}
     left_out: Counter[str] = Counter()
 

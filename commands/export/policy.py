@@ -17,11 +17,11 @@ from ...store.opening import opened
 from ...store.store import Store
 from ...store.training import Step
 from ..files import written
+from ..vllm import LORA_RANKS
 
 Form = Literal["adapter", "merged"]
 MARKER = "COMPLETE"
 
-MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-rank
 TAGS = {"rl": "reinforcement-learning"}  # on model hubs; other methods of training are named there as here
 
 
@@ -137,6 +137,9 @@ async def _card(store: Store, config: Config, version: PolicyVersion, form: Form
     for step in steps:
         methods.setdefault(str(step.metrics.get("method", "rl")), []).append(step)
     full = "all weights of" if config.trainer.weights == "full" else "a LoRA adapter merged into"
+    serve, rank = "vllm serve DIR", next((most for most in LORA_RANKS if most >= config.trainer.lora_rank), 512)
+    if form == "adapter":
+        serve = f"vllm serve {hub_name or 'BASE'} --enable-lora --max-lora-rank {rank} --lora-modules policy=DIR"
     header = "" if hub_name is None else f"base_model: {dumps(hub_name)}\n"
 
     def mean(mode: str, number: int) -> str:
@@ -175,28 +178,7 @@ Means over the tasks of rewarded rollouts that began with the version. The tasks
 
 ## Use
 
-{_use(form, hub_name or "BASE", config.trainer.lora_rank)}
+```sh
+{serve}
+```
 """
-
-
-def _use(form: Form, base: str, rank: int) -> str:
-    if form == "merged":
-        return """```sh
-vllm serve DIR
-```
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model, tokenizer = AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)
-```"""
-    most = next((most for most in MAX_RANKS if most >= rank), MAX_RANKS[-1])
-    return f"""```sh
-vllm serve {base} --enable-lora --max-lora-rank {most} --lora-modules policy=DIR
-```
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from peft import PeftModel
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({dumps(base)}), DIR)
-tokenizer = AutoTokenizer.from_pretrained({dumps(base)})
-```"""

@@ -49,11 +49,9 @@ def rollouts_table(rollouts: Sequence[Json], now: float, width: int | None) -> T
 
 def rollout_line(rollout: Json) -> Text:
     """Return one rollout in one line, as `tail` prints it."""
-    line = Text(time.strftime("%H:%M:%S "), "dim")
-    line.append(f"{rollout['status']:<10}", COLOURS.get(rollout["status"], ""))
-    line.append(f"{rollout['rollout_id']}  ", "bold")
     facts = f"task {rollout['task_id'] or '-'}  reward {number(rollout['reward'])}"
-    return line.append(f"{facts}  calls {rollout['calls']}  tokens {rollout['tokens']}")
+    line = f"{time.strftime('%H:%M:%S')} {rollout['status']:<10} {rollout['rollout_id']}  {facts}"
+    return plain(f"{line}  calls {rollout['calls']}  tokens {rollout['tokens']}", COLOURS.get(rollout["status"], ""))
 
 
 def rollout_detail(rollout: Json, full: bool) -> RenderableType:
