@@ -157,7 +157,9 @@ def cost(plan: Experiment, left: int, finished: Sequence[Json], jobs: int) -> st
     held_out = 2 * len(read_tasks(plan.held_out)) * plan.samples
     train = f"{plan.rollouts} rollouts" if plan.rollouts else f"{plan.minutes:g} minutes"
     runs = f"{left} runs to do; each trains for {train}, and evaluates {held_out} rollouts"
-    if not (left and finished):
+    if not left:
+        return "all runs are finished"
+    if not finished:
         return f"{runs}\nonce a run is finished, --dry-run says how many minutes and GiB the others take"
     tokens, gib = (left * fmean(one[key] for one in finished) for key in ("tokens", "gib"))
     minutes = left * fmean(map(minutes_of, finished)) / jobs
