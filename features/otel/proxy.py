@@ -12,13 +12,13 @@ import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, Request, Response
 
 from ...core.config.root import Config
-from ...core.errors import InvalidRequest, LightningError, StoreUnavailable, Unsupported
-from ...core.records import CallEnd, CallStart, Event, Mode, RolloutName, check_id
+from ...core.errors import InvalidRequest, LightningError, Unsupported
+from ...core.records import CallEnd, CallStart, Mode, RolloutName, check_id
 from ...core.tools import tool_calls
 from ...proxy.access.auth import Caller
 from ...proxy.api.requests import Parts, require_may_reward
@@ -26,7 +26,7 @@ from ...proxy.gateway.asgi import ClientDisconnected, read_headers, unpack
 from ...proxy.hooks import Core, Hooks, ProxyPlugin
 from .config import OtelConfig
 from .export import INSTALL, Telemetry, require_sdk
-from .genai import CALLS, action_of, first, is_action, operation_of, request_of, response_of, tokens_of
+from .genai import CALLS, action_of, is_action, operation_of, request_of, response_of, tokens_of
 
 if TYPE_CHECKING:
     from .otlp import Encoding, Span
@@ -36,23 +36,6 @@ log = logging.getLogger(__name__)
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 MOST_DEPTH = 100  # of spans around one
 BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
-
-
-class Imported(NamedTuple):
-    """A call read from a span."""
-
-    rollout: RolloutName
-    start: CallStart
-    end: CallEnd
-
-
-class Action(NamedTuple):
-    """An action read from a span; `key` is the span's own, `at` when it began."""
-
-    rollout: RolloutName
-    key: str
-    at: float
-    event: Event
 
 
 @router.post("/otlp/v1/traces", include_in_schema=False)
@@ -76,7 +59,7 @@ async def post_traces(request: Request) -> Response:
 
 
 async def _record(request: Request, encoding: Encoding) -> list[str]:
-    """Record what the request has. Return what is wrong with some of its spans."""
+    """Record the calls and actions among the spans, oldest first. Return what is wrong with the others."""
     from .otlp import read_spans
 
     p: Parts = request.app.state.parts
@@ -88,45 +71,41 @@ async def _record(request: Request, encoding: Encoding) -> list[str]:
         body = await unpack(body, headers.get("content-encoding", ""), p.bodies.limit, loan)
         # In threads: a large export takes a while to read, and agents wait for their answers meanwhile.
         spans, problems = await asyncio.to_thread(read_spans, body, encoding)
-        told, odd = await asyncio.to_thread(read_all, spans)
-        problems += odd
         admitted, refusal = 0, None
-        for one in told:
+        for span in sorted(_with_agents(spans), key=lambda span: span.started_at):
+            is_call = operation_of(span.attributes) in CALLS
+            if not (is_call or is_action(span.attributes)):
+                continue
             try:
-                await p.keys.require(caller, [one.rollout.rollout_id])
-                name = caller.admit(one.rollout)
+                rollout = _rollout(span)
+                await p.keys.require(caller, [rollout.rollout_id])
+                rollout = caller.admit(rollout)
+                admitted += 1
+                await (_record_call if is_call else _record_action)(p, span, rollout, caller)
             except LightningError as error:
                 if error.status >= 500:
                     raise
-                refusal = error
-                problems.append(error.message)
-                continue
-            admitted += 1
-            await _recorded(p, one._replace(rollout=name), caller, problems)
+                refusal = refusal if isinstance(error, InvalidRequest) else error
+                problems.append(f"span {span.span_id}: {error.message}")
+            except Exception as error:  # whatever attributes from outside lead to
+                log.warning("span %s was not recorded", span.span_id, exc_info=error)
+                problems.append(f"span {span.span_id} was not recorded: {error!r:.200}")
         if refusal is not None and not admitted:
             raise refusal
     return problems
 
 
-async def _recorded(p: Parts, one: Imported | Action, caller: Caller, problems: list[str]) -> None:
-    """Record one. What is wrong with it is a problem of it alone; raise StoreUnavailable."""
-    try:
-        if isinstance(one, Action):
-            event = await asyncio.to_thread(p.redactor.event, one.event)
-            await p.store.events.post(one.rollout, [event], one.key, at=one.at)
-            return
-        end = one.end  # the policy's code can read a rollout's own key: it is no proof
-        end = end if caller.rollout is None else end._replace(untrainable_reason=BY_ITS_OWN_KEY)
-        await _record_call(p, one.start._replace(rollout=one.rollout), end)
-    except StoreUnavailable:
-        raise
-    except Exception as error:
-        log.warning("a span of rollout %s was not recorded", one.rollout.rollout_id, exc_info=error)
-        problems.append(f"a span of rollout {one.rollout.rollout_id} was not recorded: {error!r:.200}")
+async def _record_action(p: Parts, span: Span, rollout: RolloutName, _: Caller) -> None:
+    event = await asyncio.to_thread(lambda: p.redactor.event(action_of(span.attributes, span.error)))
+    key = f"otlp-{span.trace_id}{span.span_id}-{rollout.rollout_id}"
+    await p.store.events.post(rollout, [event], key, at=span.started_at)
 
 
-async def _record_call(p: Parts, start: CallStart, end: CallEnd) -> None:
+async def _record_call(p: Parts, span: Span, rollout: RolloutName, caller: Caller) -> None:
     """Record the call, unless it is there already: by an earlier try, or because it went through the proxy."""
+    start, end = await asyncio.to_thread(_call, span, rollout)
+    if caller.rollout is not None:  # the policy's code can read a rollout's own key: it is no proof
+        end = end._replace(untrainable_reason=BY_ITS_OWN_KEY)
     status = await p.store.calls.status(end.rollout_id, end.call_id)
     response_id = (end.response or {}).get("id")
     if status not in (None, "incomplete"):
@@ -142,26 +121,7 @@ async def _record_call(p: Parts, start: CallStart, end: CallEnd) -> None:
     p.metrics.call_ended(end, True)
 
 
-def read_all(spans: Sequence[Span]) -> tuple[list[Imported | Action], list[str]]:
-    """Return the calls and actions among spans, oldest first, and the errors of spans that cannot be taken."""
-    told: list[Imported | Action] = []
-    problems: list[str] = []
-    for span in sorted(_with_agents(spans), key=lambda span: span.started_at):
-        try:
-            if operation_of(span.attributes) in CALLS:
-                told.append(_call(span, _rollout(span)))
-            elif is_action(span.attributes):
-                rollout, event = _rollout(span), action_of(span.attributes, span.error)
-                key = f"otlp-{span.trace_id}{span.span_id}-{rollout.rollout_id}"
-                told.append(Action(rollout, key, span.started_at, event))
-        except InvalidRequest as error:
-            problems.append(f"span {span.span_id}: {error.message}")
-        except Exception as error:  # whatever attributes from outside lead to
-            problems.append(f"span {span.span_id}: it cannot be read: {error!r:.200}")
-    return told, problems
-
-
-def _call(span: Span, rollout: RolloutName) -> Imported:
+def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
     """The call that a span describes."""
     request, response = request_of(span.attributes), response_of(span.attributes)
     tokens = tokens_of(span.attributes, response)
@@ -198,7 +158,7 @@ def _call(span: Span, rollout: RolloutName) -> Imported:
         latency_ms=(span.ended_at - span.started_at) * 1000,
         imported=True,
     )
-    return Imported(rollout, start, end)
+    return start, end
 
 
 def _rollout(span: Span) -> RolloutName:
@@ -239,7 +199,7 @@ def _own_agent(span: Span) -> str | None:
 
 
 def _named(span: Span, name: str) -> str | None:
-    value = first(span.attributes, (f"lightning.{name}",))
+    value = span.attributes.get(f"lightning.{name}")
     return None if value is None else str(value)
 
 
