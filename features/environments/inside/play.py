@@ -10,8 +10,6 @@ import hashlib
 import importlib
 import io
 import json
-import os
-import signal
 import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
@@ -65,16 +63,8 @@ def tasks(kind: Any, name: str) -> list[str]:
 
 def episode(kind: Any) -> None:
     """Play the task of this rollout, post its rewards, and end it. What it started ends with it: `run` sees to that."""
-    played, run = task(), current()
-
-    def late(*_: object) -> None:
-        said = f"the episode took longer than {played['limit_s']:g} s (limit_s in --environment-args)"
-        print(said, file=sys.stderr, flush=True)
-        os._exit(1)  # others' threads may never end
-
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, played["limit_s"])
-    found = kind.play(played, run)
+    run = current()
+    found = kind.play(task(), run)
     posts: list[Json] = [{"name": name, "reward": value} for name, value in found.measured.items()]
     if len(found.rewards) == 1:  # of one seat: the rollout's
         posts += [{"reward": reward} for reward in found.rewards.values()]
@@ -108,17 +98,12 @@ class Arguments:
         if self.split not in SPLITS or self.tasks < 1:
             raise Wrong(f"split is {' or '.join(SPLITS)}, and tasks is 1 or more")
         sampling = {"temperature": 1.0, "max_tokens": 1024} | self.take("sampling", {})
-        limit_s = self.take("limit_s", 600.0)
-        if limit_s <= 0:
-            raise Wrong(f"limit_s is more than 0, got {limit_s:g}")
         # In each task's line, for the program that plays it.
-        self.shared: Json = {"model": self.take("model", "policy"), "sampling": sampling, "limit_s": limit_s}
+        self.shared: Json = {"model": self.take("model", "policy"), "sampling": sampling}
 
     def take(self, key: str, default: Any) -> Any:
         """Return the key's value. Wrong if it is of another type than the default; with None, any is right."""
         value, kind = self.left.pop(key, default), type(default)
-        if isinstance(value, int) and kind is float:
-            value = float(value)
         if default is not None and type(value) is not kind:
             raise Wrong(f"{key} is {kind.__name__}, as in {default!r}; got {value!r}")
         return value
