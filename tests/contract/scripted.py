@@ -40,6 +40,18 @@ def said(content: Any, **more: Any) -> Json:
     return {"role": "assistant", "content": content} | more
 
 
+def calls(*made: tuple[str | None, Any], name: str = "f", text: str | None = None) -> Json:
+    """An answer with these calls: their ids and arguments."""
+    functions = [{"name": name, "arguments": json.dumps(given)} for _, given in made]
+    ids = [{} if call_id is None else {"id": call_id} for call_id, _ in made]
+    tools = [{"type": "function", "function": f} | i for f, i in zip(functions, ids, strict=True)]
+    return said(text, tool_calls=tools)
+
+
+def told(call_id: str | None, text: str, **more: Any) -> Json:
+    return {"role": "tool", "content": text} | ({} if call_id is None else {"tool_call_id": call_id}) | more
+
+
 @dataclass
 class Wire:
     """An answer as it goes over the wire: each piece in a packet of its own.

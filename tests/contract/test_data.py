@@ -110,18 +110,6 @@ def test_transitions_go_out_as_the_api_has_them(filled: Proxy) -> None:
     assert (last["policy_version"], last["done"], last["usage"]["completion_tokens"]) == (0, True, 2)
 
 
-@pytest.mark.parametrize("kind", ["transitions", "sft"])
-def test_parquet_holds_the_same_rows(filled: Proxy, kind: str, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    for name in ("rows.jsonl", "rows.parquet"):
-        ok(filled.run("export", tmp_path / name, "--kind", kind))
-    rows = rows_of((tmp_path / "rows.jsonl").read_text())
-    for row, same in zip(parquet.read_table(tmp_path / "rows.parquet").to_pylist(), rows, strict=True):
-        assert row.keys() == same.keys()
-        for name, value in same.items():
-            assert row[name] == value or json.loads(row[name]) == value, name
-
-
 def test_a_failed_export_leaves_the_old_file_and_nothing_else(filled: Proxy, tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text("old")
     for target in ("old.jsonl", "nowhere/new.jsonl", "old.jsonl/new.jsonl", "."):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -331,28 +330,6 @@ def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_reward(pla
     for name in "abc":
         rewarded = [one for one in plain.rollouts(f"{plain.task}-{name}") if one["reward"] is not None]
         assert len(rewarded) == 2, "a group is made full, not opened again"
-
-
-def test_programs_ask_the_proxy_directly_where_the_environment_names_an_http_proxy(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.setenv("NO_PROXY", "mine.example")
-    monkeypatch.delenv("no_proxy", raising=False)
-    runs.agent("""
-from openai import OpenAI
-from lightning_proxy import client
-call()
-OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
-client.emit_reward(1.0)
-print(os.environ["NO_PROXY"])
-""")
-    logs = runs.directory / "logs"
-    assert runs.summary("--group-size", "1", "--logs", str(logs))["mean_reward"] == 1.0
-    (log,) = logs.iterdir()
-    own = "" if "LIGHTNING_RUN__EXECUTOR" in os.environ else "mine.example,"  # another machine has variables of its own
-    assert log.read_text().strip() == f"{own}127.0.0.1"
 
 
 def test_progress_is_a_line_now_and_then_where_nobody_watches(plain: Runs) -> None:

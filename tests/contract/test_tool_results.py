@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
 import pytest
 
-from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, results_of, said, user
-
-
-def calls(*made: tuple[str | None, Any], name: str = "f", text: str | None = None) -> Json:
-    """An answer with these calls: their ids and arguments."""
-    functions = [{"name": name, "arguments": json.dumps(given)} for _, given in made]
-    ids = [{} if call_id is None else {"id": call_id} for call_id, _ in made]
-    tools = [{"type": "function", "function": f} | i for f, i in zip(functions, ids, strict=True)]
-    return {"role": "assistant", "content": text, "tool_calls": tools}
-
-
-def told(call_id: str | None, text: str, **more: Any) -> Json:
-    return {"role": "tool", "content": text} | ({} if call_id is None else {"tool_call_id": call_id}) | more
-
+from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, calls, results_of, said, told, user
 
 DONE = said("done")
 GO, X = user("go"), "X"

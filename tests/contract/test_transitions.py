@@ -18,23 +18,16 @@ from contract.scripted import (
     Json,
     Scripted,
     Wire,
+    calls,
     said,
     scripted,
+    told,
     user,
-)  # fmt: skip
+)
 from contract.system import Proxy, free_port
 
 GO, DONE = user("go"), said("done")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-
-
-def calls(*made: tuple[str, Any]) -> Json:
-    functions = [{"id": i, "type": "function", "function": {"name": "f", "arguments": json.dumps(a)}} for i, a in made]
-    return said(None, tool_calls=functions)
-
-
-def told(call_id: str, text: str) -> Json:
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
 def transitions(proxy: Proxy, rollout: str) -> list[Json]:

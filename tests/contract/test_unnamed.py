@@ -11,17 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.scripted import (
-    CHAT,
-    RESPONSES,
-    Json,
-    Scripted,
-    Wire,
-    said,
-    scripted,
-    together,
-    user,
-)  # fmt: skip
+from contract.scripted import CHAT, RESPONSES, Json, Scripted, Wire, calls, said, scripted, together, user
 
 Turn = tuple[str, Json, Any]
 
@@ -32,31 +22,8 @@ def key() -> str:
     return uuid.uuid4().hex
 
 
-def calling(call_id: str, given: str = "{}", name: str = "now") -> Json:
-    function = {"name": name, "arguments": given}
-    return said(None, tool_calls=[{"id": call_id, "type": "function", "function": function}])
-
-
 def chat(*messages: Json, answer: Any) -> Turn:
     return CHAT, {"messages": list(messages)}, answer
-
-
-def responses(*items: Json, answer: Any, **more: Any) -> Turn:
-    return RESPONSES, {"input": list(items), **more}, answer
-
-
-def message(item_id: str, words: str) -> Json:
-    content = [{"type": "output_text", "text": words, "annotations": []}]
-    return {"type": "message", "id": item_id, "role": "assistant", "status": "completed", "content": content}
-
-
-def function(item_id: str | None, call_id: str) -> Json:
-    item = {"type": "function_call", "call_id": call_id, "name": "now", "arguments": "{}"}
-    return item | ({"id": item_id} if item_id else {})
-
-
-def output(call_id: str, words: str) -> Json:
-    return {"type": "function_call_output", "call_id": call_id, "output": words}
 
 
 Q, ON = user("What time is it, 0a1b2c3d?"), user("go on")
@@ -82,7 +49,8 @@ def test_tasks_and_evaluations_that_say_the_same_do_not_mix(model: Scripted, key
 
 def test_a_response_is_known_by_its_id_and_by_its_conversation(model: Scripted, key: str) -> None:
     named = {"Authorization": f"Bearer {key}"}
-    first = model.ask(*responses(Q, answer=[message("m_1", "noon")]), **named)
+    noon = {"type": "message", "id": "m_1", "role": "assistant", "content": [{"type": "output_text", "text": "noon"}]}
+    first = model.ask(RESPONSES, {"input": [Q]}, [noon], **named)
     body = {"id": "resp_x", "status": "completed", "conversation": {"id": "conv_1"}, "output": []}
     for more in (
         {"previous_response_id": first.json["id"]},
@@ -139,7 +107,11 @@ def test_conversations_of_short_json_stay_whole(tools: Json, model: Scripted) ->
                 if edits and turn:
                     history[0] = {"role": "system", "content": f"Extract the user. Turn {turn}."}
                 written = json.dumps({"name": name, "age": turn})
-                answer = calling(f"c{turn}", written, "User") if tools else said(f"```json\n{written}\n```")
+                answer = (
+                    calls((f"c{turn}", {"name": name, "age": turn}), name="User")
+                    if tools
+                    else said(f"```json\n{written}\n```")
+                )
                 found.update(model.rollouts([(CHAT, {"messages": history, **tools}, answer)], key))
                 kept = said(json.dumps({"age": float(turn), "name": name}, separators=(",", ":")))
                 history += [kept, user(f"{name} is older now")]
