@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lightning_proxy.core.config.trainer import TrainerConfig
 from lightning_proxy.core.records import ModelCall, Reward
-from lightning_proxy.features.judge.trainer import question, transcript
+from lightning_proxy.features.judge.rewarders import question, transcript
 from lightning_proxy.proxy.api.views import call_view
 from lightning_proxy.trainer.credit.strategies import JUDGE, training_rules
 from lightning_proxy.trainer.types import RolloutRewards, Sibling

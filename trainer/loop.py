@@ -24,7 +24,7 @@ from .plugins import NO_HOOKS, TrainerCore, TrainerHooks
 from .publish import Publisher
 from .report.metric_schema import scalars
 from .types import Batch, Sample
-from .waiting import GuideError, JudgeError, Stopped, all_of, in_thread, pause, until_done
+from .waiting import GuideError, Stopped, all_of, in_thread, pause, until_done
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class TrainingLoop:
             return False
         try:
             trained = await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
-        except (JudgeError, *AWAY) as error:  # of a judge, or of a vLLM that knows a grammar
+        except AWAY as error:  # of a vLLM that knows a grammar
             log.warning("the step waits: %s", error)
             await pause(self._stop)
             return True  # there is more to do, also with `once`
@@ -131,7 +131,7 @@ class TrainingLoop:
     async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
         """Take one step. Return False if too few rollouts are ready.
 
-        `fewer`, `since` and JudgeError: as in `Collector.next_batch`. Raises Stopped if the trainer is stopped
+        `fewer`, `since`: as in `Collector.next_batch`. Raises Stopped if the trainer is stopped
         while something is missing: the next start takes the step, or finishes it.
         """
         started = time.perf_counter()

@@ -19,7 +19,7 @@ from ..serving.swap import Swap
 from ..store.store import Store
 from ..store.training import Step
 from .report.metric_schema import Metric
-from .types import AskJudge, Guide, Show, Sift
+from .types import Guide, Show, Sift
 
 if TYPE_CHECKING:
     from .publish import Publisher
@@ -64,13 +64,11 @@ class TrainerCore:
 class TrainerHooks:
     """What a feature does in the trainer. Each hook is at most one feature's.
 
-    `judge` scores the calls of a rollout before its group is compared. `guide` says more of a step's tokens than their
-    rewards do. `publisher` decides whether and how new weights go live. `tune` is a method of fine-tuning.
-    `sift` leaves calls of a rollout out, or pushes them down. `evaluate` is called between steps, and leaves its work
-    once the event is set. `keep` returns versions that must keep their files.
+    `guide` says more of a step's tokens than their rewards do. `publisher` decides whether and how new weights go live.
+    `tune` is a method of fine-tuning. `sift` leaves calls of a rollout out, or pushes them down. `evaluate` is called
+    between steps, and leaves its work once the event is set. `keep` returns versions that must keep their files.
     """
 
-    judge: AskJudge | None = None
     guide: Guide | None = None
     publisher: Publisher | None = None
     tune: Tune | None = None

@@ -14,9 +14,6 @@ from ..core.returns import Earned, Rules, earned, return_of
 # Called with every finished step: its number and its metrics (`metric_schema`).
 Show = Callable[[int, Mapping[str, Any]], None]
 
-# Takes a rollout's calls and rewards, and returns scores of the calls that have none yet. Raises JudgeError.
-AskJudge = Callable[[Sequence[ModelCall], Sequence[Reward]], Awaitable[list[Reward]]]
-
 # Returns a step's batch with guidance in its samples, also where rewards teach nothing. Raises GuideError.
 Guide = Callable[["Batch"], Awaitable["Batch"]]
 

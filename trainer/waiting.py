@@ -1,4 +1,4 @@
-"""Waits for missing resources: the store, space on the disk, vLLM, the judge."""
+"""Waits for missing resources: the store, space on the disk, vLLM, a teacher."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ RETRY_S = 2.0
 
 class Stopped(Exception):
     """The trainer was asked to stop while it waited."""
-
-
-class JudgeError(LightningError):
-    """The judge cannot be reached, or refuses. Its earlier scores are stored; the step asks for the rest again."""
 
 
 class GuideError(LightningError):

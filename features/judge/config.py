@@ -119,9 +119,15 @@ class JudgeConfig(FeatureSection):
         alone = len(self.use) == 1 and rewards.function is None
         return [(entry.name or ("reward" if alone else entry.kind), entry) for entry in self.use]
 
+    def judges(self, config: Config) -> list[tuple[str, RewarderConfig]]:
+        """Return all that ask models, with the names of their rewards: also the judge of calls, if it has credit."""
+        calls = {"kind": "judge", "name": None, "model": self.calls.model, "api_base": self.calls.api_base}
+        is_used = "judge" in config.trainer.credits.values()
+        return [*self.named(config.rewards), *([("judge", RewarderConfig.model_construct(**calls))] if is_used else [])]
+
     @property
     def longest_wait_s(self) -> float | None:
-        return MODELS_S if self.use else None
+        return MODELS_S if self.use or self.calls.model else None
 
     def not_absolute(self, names: Collection[str]) -> str | None:
         ranked = {name for name, entry in self.named(RewardsConfig()) if entry.kind == "rank"}

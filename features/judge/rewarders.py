@@ -3,6 +3,7 @@
 `rank`          orders the siblings of a group by an aim; scores go from 0 to 1, by place
 `rubric`        weighted criteria, each asked apart with its reason; the reasons are the reward's comment
 `next_message`  what the user says next tells whether the call before it helped: -1, 0 or 1
+`judge`         a score of each call, from 0 to 1, for `trainer.credit: judge`
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from .model import (
     messages_of,
     require_model,
     shortened,
+    shown_message,
     text_of,
     written,
 )
@@ -69,6 +71,12 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 WORD = re.compile(r"[^\W\u2e80-\uffff]+|(?=\w)[\u2e80-\uffff]")  # or a character, where no blanks part words
 SAME = 0.9  # of the words of both, for the same request again
 LOOKED_AT = 2000  # characters at either end of a long text
+JUDGE_SYSTEM = """You read the steps of an agent that works on a task: what it saw last, and what it answered. {data}
+Judge how much one of the steps helped the task on. Say why in a few words. Answer with a whole number from 0 (it did \
+harm) over 5 (neither) to 10 (it was just what was needed)."""
+OF_TEN = {str(i): i / 10 for i in range(11)}
+UNDECIDED = 0.5
+MAX_STEP = 4000  # characters of a step that the judge of calls is shown
 
 
 class GivenScore(NamedTuple):
@@ -350,3 +358,50 @@ def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
                 asked = next((text(one) for one in reversed(earlier) if one.get("role") == "user"), "")
                 yield UserReply(calls[before]["call_id"], asked, text(answer), text(new))
         known[digests[-1]] = i
+
+
+class Judge(ModelRewarder):
+    """Scores each call of agents with a judge's credit, once; no held-out rollouts, which are not trained on."""
+
+    label = "judge.calls"
+
+    async def source(self) -> str:
+        return self.config.model or ""
+
+    async def scores(self, rollout: Json) -> list[GivenScore]:
+        steps, trainer, source = decisions(rollout), self._whole.trainer, await self.source()
+        known = {one["call_id"] for one in rollout["rewards"] if (one["name"], one["source"]) == (self.name, source)}
+        trained = {"*"} if trainer.agents is None else {*trainer.agents}
+
+        def is_wanted(call: Json) -> bool:
+            agent, credits = call["agent"] or "*", trainer.credits
+            is_trained = not trained.isdisjoint((agent, "*")) and rollout["mode"] != "eval"
+            return is_trained and call["call_id"] not in known and credits.get(agent, credits.get("*")) == "judge"
+
+        wanted = [i for i, call in enumerate(steps) if is_wanted(call)]
+        if not wanted:
+            return []
+        mark, shown = await asyncio.to_thread(transcript, steps, self.model.clean)
+
+        async def score(i: int) -> GivenScore:
+            about = [rollout["rollout_id"]]
+            try:
+                said, why = await self.model.choose(JUDGE_SYSTEM, mark, question(shown, i), OF_TEN, about)
+                return GivenScore(OF_TEN[said], why, steps[i]["call_id"])
+            except NoReward as error:
+                return GivenScore(UNDECIDED, f"no score: {str(error)[:300]}", steps[i]["call_id"])
+
+        return await together(map(score, wanted))
+
+
+def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> tuple[str, str]:
+    """Return a mark, and every step as text: the model's last input and its answer."""
+    turns = [[shown_message(one, clean) for one in (*turn.shown[-1:], *turn.answer)] for turn in chat_turns(steps)]
+    mark = mark_for(text for turn in turns for text in turn)
+    texts = (fenced(mark, f"Step {i}", written(mark, turn, MAX_STEP)) for i, turn in enumerate(turns, 1))
+    return mark, "\n\n".join(texts)
+
+
+def question(shown: str, step: int) -> str:
+    """Return the question about one step of a transcript, counted from 0."""
+    return f"{shown}\n\nThe number for step {step + 1}:"

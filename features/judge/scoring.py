@@ -26,7 +26,7 @@ from ...store.waiting import IS_LATE, IS_OWN
 from .config import JudgeConfig
 from .function import Function
 from .model import Away, Json
-from .rewarders import Given, ModelRewarder, NextMessage, Rank, Rewarder, Rubric, together
+from .rewarders import Given, Judge, ModelRewarder, NextMessage, Rank, Rewarder, Rubric, together
 
 log = logging.getLogger(__name__)
 POLL_S = 0.25
@@ -69,13 +69,13 @@ SIBLINGS_IN_ORDER = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_t
     AND ((step IS NULL AND dropped IS NULL) OR n IN (SELECT n FROM awaiting_rewards)) ORDER BY n"""
 
 
-KINDS = {"rank": Rank, "rubric": Rubric, "next_message": NextMessage}
+KINDS = {"rank": Rank, "rubric": Rubric, "next_message": NextMessage, "judge": Judge}
 
 
 def all_rewarders(config: Config, database: Database | None = None) -> list[Rewarder]:
-    """Return what gives rewards by the configuration: `rewards.function`, and each of `judge.use`."""
+    """Return what gives rewards: `rewards.function`, each of `judge.use`, and the judge of calls if it has credit."""
     functions = [] if config.rewards.function is None else [Function(config)]
-    judges = config.section(JudgeConfig).named(config.rewards)
+    judges = config.section(JudgeConfig).judges(config)
     return [*functions, *(KINDS[entry.kind](name, entry, config, database) for name, entry in judges)]
 
 
@@ -84,7 +84,7 @@ async def check(config: Config) -> None:
     found = all_rewarders(config)
     for rewarder in found:
         is_named = isinstance(rewarder, ModelRewarder) and (rewarder.config.name or len(found) > 1)
-        if is_named and rewarder.name not in config.trainer.reward_weights:
+        if is_named and rewarder.name not in config.trainer.training_weights:
             name = rewarder.name
             raise ConfigError(f"judge.use: rewards named {name} have no weight: add it to trainer.reward_weights")
         try:
@@ -223,7 +223,7 @@ class Scorer:
 
 def not_counted(names: set[str], config: TrainerConfig) -> str | None:
     """Return what to do about rewards of these names if none of them counts in training."""
-    if not names or names & config.reward_weights.keys():
+    if not names or names & config.training_weights.keys():
         return None
     return (
         f"{' or '.join(sorted(names))} does not count in training, only {', '.join(config.reward_weights)} does: "

@@ -17,9 +17,8 @@ from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.strategies import group_credit
-from lightning_proxy.trainer.plugins import NO_HOOKS, TrainerHooks
 from lightning_proxy.trainer.types import Batch, Sibling
-from support.sections import TrainerConfig, with_features
+from support.sections import TrainerConfig
 from support.stores import store_url
 
 
@@ -123,12 +122,7 @@ class Traffic:
     async def batch(self, **changed: Any) -> Batch | None:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
         config = TrainerConfig.model_validate(settings)
-        hooks = NO_HOOKS
-        if "judge" in config.credits.values():
-            from lightning_proxy.features.judge.trainer import StepJudge
-
-            hooks = TrainerHooks(judge=StepJudge(with_features(trainer=settings), self.store).missing)
-        return await Collector(config, self.store, hooks=hooks).next_batch(0, fewer=True)
+        return await Collector(config, self.store).next_batch(0, fewer=True)
 
     async def dropped(self, *names: str) -> list[str | None]:
         return [(await self.store.rollouts.get(name)).dropped for name in names]

@@ -28,7 +28,7 @@ from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.loop import TrainingLoop
-from lightning_proxy.trainer.plugins import Run, TrainerCore, TrainerHooks, plugins_of
+from lightning_proxy.trainer.plugins import Run, TrainerCore, plugins_of
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.train import engine_of
 from lightning_proxy.trainer.verify import SURE
@@ -127,12 +127,7 @@ class Bench:
     def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
         config = with_features(**self._given | {"trainer": self._given["trainer"] | trainer})
         self.trainer: Any = engine_of(config, plugins_of(config))
-        hooks: dict[str, Any] = {}
-        if "judge" in config.trainer.credits.values():
-            from lightning_proxy.features.judge.trainer import StepJudge
-
-            hooks = {"hooks": TrainerHooks(judge=StepJudge(config, self.store).missing)}
-        return runs(TrainerCore(config, self.store, self.trainer, Run()), self._publisher(config), **hooks)
+        return runs(TrainerCore(config, self.store, self.trainer, Run()), self._publisher(config))
 
     def _publisher(self, config: Config) -> Publisher:
         directory = config.policy.directory

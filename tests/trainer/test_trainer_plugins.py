@@ -15,15 +15,15 @@ from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin, check, open_plugins
 
 
-class _Judging(TrainerPlugin):
+class _Guiding(TrainerPlugin):
     closed = 0
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        async def judge(*_: Any) -> list[Any]:
-            return []
+        async def guide(batch: Any) -> Any:
+            return batch
 
-        yield TrainerHooks(judge=judge)
+        yield TrainerHooks(guide=guide)
         self.closed += 1
 
 
@@ -33,16 +33,16 @@ def core() -> Any:
 
 
 async def test_the_hooks_of_all_rooms_come_together_and_are_closed_at_the_end() -> None:
-    judging = _Judging(Config())
-    async with open_plugins([TrainerPlugin(Config()), judging], core()) as hooks:
-        assert hooks.judge is not None and hooks.guide is hooks.publisher is hooks.tune is None
-        assert not judging.closed
-    assert judging.closed
+    guiding = _Guiding(Config())
+    async with open_plugins([TrainerPlugin(Config()), guiding], core()) as hooks:
+        assert hooks.guide is not None and hooks.sift is hooks.publisher is hooks.tune is None
+        assert not guiding.closed
+    assert guiding.closed
 
 
 async def test_two_features_with_the_same_hook_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 features have the trainer's hook judge, which only one may have"):
-        async with open_plugins([_Judging(Config()), _Judging(Config())], core()):
+    with pytest.raises(ConfigError, match="2 features have the trainer's hook guide, which only one may have"):
+        async with open_plugins([_Guiding(Config()), _Guiding(Config())], core()):
             pass
 
 

@@ -26,7 +26,7 @@ from ..credit.strategies import Credited, group_credit, training_rules
 from ..plugins import NO_HOOKS, TrainerHooks
 from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
 from ..rows.samples import RolloutSamples, rollout_samples
-from ..types import AskJudge, Batch, RolloutRewards, Sample, Sibling, Sifted
+from ..types import Batch, RolloutRewards, Sample, Sibling, Sifted
 from .groups import STANDS_S, Order, WaitingGroups
 from .sampled import Sampled
 
@@ -64,7 +64,7 @@ class Collector:
         `sampled` says how calls were sampled; by default their requests alone do.
         """
         policy = policy or PolicyConfig()
-        self._config, self._store, self._judge, self._guide = config, store, hooks.judge, hooks.guide
+        self._config, self._store, self._guide = config, store, hooks.guide
         self._adapter_of, self._vocabulary = policy.adapter_of, vocabulary
         self._sampled, self._sift = sampled or Sampled(), hooks.sift or Sifted
         self._failed_has_reward = config.failed_reward is not None
@@ -83,8 +83,8 @@ class Collector:
         """Claim the rollouts of the next step, which trains on from version `base`; None while there are too few.
 
         A step takes `tasks_per_step` groups, or fewer once one of them has waited for `group_timeout_s`, or with
-        `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError if
-        the judge does not answer, UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
+        `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises
+        UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
         """
         while groups := await self.waiting.next(fewer=fewer, since=since):
             self._unverified = await self._store.versions.never_verified()
@@ -131,11 +131,11 @@ class Collector:
             if reason := self._unfit(sibling.calls, take.base):
                 take.counts["rollouts_stale"] += reason == STALE
                 take.drop(reason, [rollout])
-            elif judged := await self._sibling(rollout, self._judge) if self._judge else sibling:
-                found.append(TrainableRollout(rollout, judged))
+            else:
+                found.append(TrainableRollout(rollout, sibling))
                 take.counts["rollouts_failed"] += rollout.status == "failed"
                 take.seen.reward(rollout.task_id, rollout.reward)
-                took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
+                took_part = {self._adapter_of(call.agent) for call in self._trained(sibling.calls)}
                 take.compared += 1
                 take.compared_by_adapter.update(took_part or {DEFAULT_ADAPTER})
         return found
@@ -144,16 +144,11 @@ class Collector:
         counted = [rollout for rollout in rollouts if self._counts(rollout) and rollout.reward is not None]
         return [TrainableRollout(rollout, s) for rollout in counted if (s := await self._sibling(rollout))]
 
-    async def _sibling(self, rollout: Rollout, judge: AskJudge | None = None) -> Sibling | None:
-        """The rollout with its stored and automatic rewards, and what the judge says of its calls that it has not seen.
-
-        None if the rollout was deleted meanwhile. Raises JudgeError.
-        """
+    async def _sibling(self, rollout: Rollout) -> Sibling | None:
+        """The rollout with its stored and automatic rewards; None if it was deleted meanwhile."""
         with suppress(NotFound):
             posted = await self._store.rewards.of(rollout.rollout_id)
             sifted = self._sift(await self._store.calls.of(rollout.rollout_id))
-            if judge is not None:
-                posted = posted + await judge(sifted.calls, posted)
             rewards = RolloutRewards.counted(posted, self._rules, rollout.status)
             return Sibling(sifted.calls, replace(rewards, air=air_rewards(sifted.calls, self._config.air)), sifted)
         return None

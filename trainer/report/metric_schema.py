@@ -129,7 +129,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     **group(
         "seconds",
         ("wait_s", "s", "waiting until enough rollouts had ended"),
-        ("collect_s", "s", "reading, comparing and claiming rollouts, a judge's answers included"),
+        ("collect_s", "s", "reading, comparing and claiming rollouts"),
         ("step_s", "s", "the training step"),
         ("forward_backward_s", "s", "forward and backward passes"),
         ("optimizer_s", "s", "the optimizer's update"),

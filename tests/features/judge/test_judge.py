@@ -1,8 +1,8 @@
-"""A model scores calls, once each, before their group is compared."""
+"""A model scores the calls of a rollout that has ended, once each."""
 
 from __future__ import annotations
 
-import re
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.core.records import Reward
-from lightning_proxy.features.judge.model import spent_by_each
-from lightning_proxy.features.judge.trainer import transcript
-from lightning_proxy.trainer.waiting import JudgeError
-from support.judging import ScriptedJudge, answers, given, judging
-from support.rewarded import Traffic, advantages, traffic
+from lightning_proxy.features.judge.rewarders import transcript
+from support.judging import ScriptedJudge, answers, completed, given, judging
 
-__all__ = ["traffic"]
+Patch = pytest.MonkeyPatch
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
@@ -54,44 +50,51 @@ def test_what_an_agent_writes_begins_no_step() -> None:
     ]  # fmt: skip
 
 
-async def test_a_judges_scores_are_rewards_that_are_asked_for_once(traffic: Traffic, judge: ScriptedJudge) -> None:
-    settings: Any = {"credit": "judge", "judge": settings_of(judge) | {"weight": 0.5}}
-    for name in ("a", "b"):
-        await traffic.rollout(name, "t", 1.0, (0.0, 0.0))
-    judge.status = 503
-    with pytest.raises(JudgeError, match="openai/m gives no answer"):
-        await traffic.batch(**settings)
-    assert await traffic.dropped("a", "b") == [None, None]
-    judge.status = 200
-    judge.asked.clear()
-    # Scores 0.8 or 0.2, half of each: returns [1.8, 1.4] and [1.2, 1.1].
-    found = advantages(await traffic.batch(**settings))
-    assert found == pytest.approx({"a-0": 0.3, "a-1": 0.15, "b-0": -0.3, "b-1": -0.15})
-    assert len(judge.asked) == 4
-    assert await spent_by_each(traffic.store.database) == [{"name": "judge", "tokens": 440, "usd": 0.0}]
-    text = judge.asked[0]["messages"][1]["content"]
-    assert re.search(r"step 1 of [ab]", text) and "never an instruction" in judge.asked[0]["messages"][0]["content"]
-    stored = [r for r in await traffic.store.rewards.of("a") if r.name == "judge"]
-    assert {(r.call_id, r.reward, r.source, r.comment) for r in stored} == {
-        ("a-0", 0.8, "openai/m", "I say so."), ("a-1", 0.8, "openai/m", "I say so."),
-    }  # fmt: skip
-    await traffic.post(Reward("a", 2.0, retrain=True))
-    assert await traffic.batch(**settings) is not None and len(judge.asked) == 4
+async def ended(system: Any, rollout_id: str, *answered: str, agent: str = "") -> list[tuple[Any, ...]]:
+    """The judge's scores of a rollout with these answers, in the order of its calls."""
+    for text in answered:
+        answers(system, text)
+        await system.chat(rollout_id, **({"X_Agent_Name": agent} if agent else {}))
+    await system.call("POST", f"/rollouts/{rollout_id}/end", {"status": "completed"})
+    found = {one["call_id"]: one for one in await given(system, rollout_id)}
+    calls = (await system.call("GET", f"/rollouts/{rollout_id}"))[1]["calls"]
+    scores = [found.get(call["call_id"], {}) for call in calls]
+    return [(one.get("name"), one.get("reward"), one.get("source"), one.get("comment")) for one in scores]
 
 
-async def test_a_call_that_cannot_be_judged_is_undecided(traffic: Traffic, judge: ScriptedJudge) -> None:
+async def test_calls_are_scored_once_when_the_rollout_ends_until_the_budget_is_spent(
+    running: Running, tmp_path: Path, judge: ScriptedJudge, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_proxy.features.judge.scoring.RETRY_S", 0.05)
+    trainer, prices = {"credit": "judge", "judge": settings_of(judge)}, {"*": [1000, 1000]}
+    async with running(tmp_path, rewards={"budget": {"tokens": 220}}, trainer=trainer, prices=prices) as system:
+        judge.firewall = "The number for step 2:"
+        ending = asyncio.create_task(ended(system, "a", "answer 0 of a", "then"))
+        while len(judge.asked) < 3:
+            await asyncio.sleep(0.02)
+        judge.firewall = "\0"
+        assert await ending == [("judge", 0.8, "openai/m", "I say so.")] * 2
+        assert numbers(judge).count("1") == 1 and numbers(judge).count("2") > 1
+        assert "never an instruction" in judge.asked[0]["messages"][0]["content"]
+        (spent,) = (await system.call("GET", "/status"))[1]["spent"]
+        assert spent == {"name": "judge", "tokens": 220, "usd": pytest.approx(0.22)}
+        await completed(system, "later", "a")
+        async with asyncio.timeout(10):
+            while "judge.budget.tokens is spent" not in caplog.text:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_call_that_cannot_be_judged_is_undecided_and_only_agents_with_a_judges_credit_are_judged(
+    running: Running, tmp_path: Path, judge: ScriptedJudge
+) -> None:
     """Because the judge says nothing, or refuses a rollout that is too long for it."""
-    settings: Any = {"credit": "judge", "judge": settings_of(judge) | {"weight": 0.5}}
     judge.firewall, judge.why = "answer 0 of long", "This model's maximum context length is 100 tokens."
-    for name, other in (("mute", "c"), ("long", "d")):
-        for one in (name, other):
-            await traffic.rollout(one, name, 1.0, (0.0, 0.0))
-        # Scores 0.5 or 0.2: returns [1.5, 1.25] and [1.2, 1.1].
-        found = advantages(await traffic.batch(**settings))
-        expected = {f"{name}-0": 0.15, f"{name}-1": 0.075, f"{other}-0": -0.15, f"{other}-1": -0.075}
-        assert found == pytest.approx(expected)
-    told = [r.comment for r in await traffic.store.rewards.of("long") if r.name == "judge"]
-    assert len(told) == 2 and all(str(t).startswith("no score: ") and "context length" in str(t) for t in told)
+    trainer = {"credit": {"planner": "judge", "*": "uniform"}, "judge": settings_of(judge)}
+    async with running(tmp_path, trainer=trainer) as system:
+        ((_, mute, _, _),) = await ended(system, "mute", "answer 0 of mute", agent="planner")
+        ((_, long, _, why),) = await ended(system, "long", "answer 0 of long", agent="planner")
+        assert (mute, long) == (0.5, 0.5) and why.startswith("no score: ") and "context length" in why
+        assert await ended(system, "other", "answer 0 of a", agent="writer") == [(None,) * 4]
 
 
 async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: ScriptedJudge) -> None:
@@ -99,7 +102,8 @@ async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: 
     criteria = [{"name": "kind", "question": "Is it kind?"}]
     kinds: list[dict[str, Any]] = [{"kind": "rubric", "criteria": criteria}, {"kind": "next_message"}]
     use = [one | settings_of(judge) for one in kinds]
-    trainer = {"reward_weights": {"rubric": 1.0, "next_message": 1.0}}
+    weights = {"rubric": 1.0, "next_message": 1.0}
+    trainer = {"credit": "judge", "judge": settings_of(judge), "reward_weights": weights}
     async with running(tmp_path, rewards={"use": use}, trainer=trainer) as system:
         answers(system, f"it is {secret}")
         said: list[dict[str, Any]] = []
@@ -110,5 +114,5 @@ async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: 
             said.append(answer["choices"][0]["message"])
         await system.call("POST", "/rollouts/r/end", {"status": "completed"})
         await given(system, "r")
-    assert len({asked["messages"][0]["content"][:30] for asked in judge.asked}) == 2, "each kind has asked"
+    assert len({asked["messages"][0]["content"][:30] for asked in judge.asked}) == 3, "each kind has asked"
     assert secret[:12] not in str(judge.asked)

@@ -296,6 +296,7 @@ OURS = {"kind": "rank", "model": "hosted_vllm/policy", "api_base": "http://local
         (JUDGED, "openai/gpt-5-mini needs a key: set OPENAI_API_KEY"),
         (JUDGED | {"api_key": "k"}, "costs money: set judge.budget.tokens or judge.budget.usd"),
         (OURS, "is asked through this proxy"),
+        ({}, "judge.calls: openai/m needs a key: set OPENAI_API_KEY"),
         (JUDGED | {"api_key": "k", "model": "openai/unknown"}, "has no price, which judge.budget.usd needs"),
         ({"kind": "next_message", "name": "reply"}, "rewards named reply have no weight: add it to trainer.reward"),
     ],
@@ -306,7 +307,8 @@ async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(ConfigError) as refused:
         budget = {"usd": 1} if use.get("model") == "openai/unknown" else {}
-        await check(with_features(rewards={"use": [use], "budget": budget}))
+        calls = {} if use else {"trainer": {"credit": "judge", "judge": {"model": "openai/m"}}}
+        await check(with_features(rewards={"use": [use] if use else [], "budget": budget}, **calls))
     assert said in refused.value.message and "\n" not in refused.value.message
 
 
