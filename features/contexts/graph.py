@@ -83,8 +83,9 @@ class _Order(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call as later ones are compared with it. Its request ends at `node`.
+    """A call as later ones are compared with it. Its request (`fields`, all of them) ends at `node`.
 
+    `first`: the node that its conversation begins after; `nodes`: the node of each message.
     `attempts`: the calls with the same request. `order`: the tool call that seems to have begun it; `is_ordered`: a
     telling part of its prompt shows it.
     `root`: the call that began its context. `told`: texts that its answer alone has. `used`: its answer stands in a
@@ -93,6 +94,9 @@ class _Call:
 
     call: ModelCall
     place: int
+    fields: Json
+    first: Node
+    nodes: list[Node]
     node: Node
     attempts: list[_Call] = field(default_factory=list)
     root: _Call = field(init=False)
@@ -110,6 +114,12 @@ class _Call:
 
     def says(self, name: Literal["thread", "parent", "kind"]) -> str | None:
         return (self.call.harness or {}).get(name)
+
+    @property
+    def form(self) -> str | None:
+        """The form of the answer that it asks for; None if its conversation is not whole or not in words."""
+        is_whole = self.node is not self.first and "conversation" not in self.fields
+        return dumps([self.fields.get(name) for name in FORM]) if is_whole else None
 
     @property
     def ended(self) -> float:
@@ -140,7 +150,9 @@ class Graph:
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self._tree = Tree()
+        self._root = Node(None, ("", "", ""), Atom("", "", ""))
+        self._read: dict[int, tuple[Any, list[KeyedAtom]]] = {}  # messages that calls share, read once
+        self._responses: dict[str, Node] = {}  # by the ids that requests of Responses continue
         self._by_id: dict[str, _Call] = {}
         self._again: dict[str, _Call] = {}  # the call that a client sent again, by the call that it sent
         self._asked: defaultdict[tuple[object, ...], list[_Call]] = defaultdict(list)  # the calls with each request
@@ -156,8 +168,7 @@ class Graph:
 
     def add(self, call: ModelCall) -> None:
         """Add a call, with its request and its answer."""
-        node = self._tree.asked(call)
-        mine = _Call(call, len(self.calls), node)
+        mine = self._placed(call)
         mine.attempts = self._attempts(mine)
         mine.attempts.append(mine)
         self.calls.append(mine)
@@ -174,7 +185,7 @@ class Graph:
         if mine.root is not mine and mine.root.is_ordered:
             self._delegate(mine.root)
         self._last[mine.root] = self._threads[mine.says("thread")] = mine
-        mine.said = self._tree.answered(call, mine, node)
+        self._answer(mine)
         self._remember(mine)
 
     def rejected(self) -> dict[int, int]:
@@ -190,11 +201,11 @@ class Graph:
         for answered in alike.values():
             if not (used := [one for one in answered if one.used]):
                 continue
-            stands = [_keys(one.said) for one in used]
+            stands = [[atom.key for atom in one.said] for one in used]
             last, until = used[-1].place, max(one.ended for one in used)
             for one in answered:
                 is_tried = one.place < last or one.call.started_at < until
-                if is_tried and _keys(one.said) not in stands:
+                if is_tried and [atom.key for atom in one.said] not in stands:
                     found[one.place] = last
         return found
 
@@ -206,8 +217,46 @@ class Graph:
         """The calls so far with the same request: of the same agent, and for an answer of the same form."""
         if (earlier := self._again.get(mine.call.call_id)) is not None:
             return earlier.attempts
-        form = self._tree.form(mine.call, mine.node)
+        form = mine.form
         return [] if form is None else self._asked[mine.node, mine.call.agent, mine.says("thread"), form]
+
+    def _placed(self, call: ModelCall) -> _Call:
+        """Add the request of a call to the tree."""
+        of = call.request_of or {}
+        parent = self._by_id.get(str(of.get("call_id")))
+        fields = dict(call.request)
+        if parent is not None:
+            fields |= {name: begun(parent.fields[name], of[name], fields[name]) for name in of.keys() & fields.keys()}
+        first = self._responses.get(str(fields.get("previous_response_id")))
+        first = first or self._root.then(keyed(request_atoms({name: fields.get(name) for name in SYSTEM})))
+        nodes = list[Node]()
+        if parent is not None and parent.first is first:
+            nodes = parent.nodes[: of.get("messages" if "messages" in fields else "input", 0)]
+        node = nodes[-1] if nodes else first
+        for message in conversation(fields)[len(nodes) :]:
+            if (read := self._read.get(id(message))) is None:
+                read = self._read[id(message)] = message, keyed(item_atoms(message))
+            node = node.then(read[1])
+            nodes.append(node)
+        whole = (Atom("text", "user", fields[name]) for name in WHOLE if isinstance(fields.get(name), str))
+        return _Call(call, len(self.calls), fields, first, nodes, node.then(keyed(whole)))
+
+    def _answer(self, mine: _Call) -> None:
+        """Add the answer of a call to the tree, which may come back without its thoughts."""
+        call, node = mine.call, mine.node
+        response = call.response if call.status == "ok" and isinstance(call.response, dict) else {}
+        said = [answer for answer in answer_atoms(response) if answer]
+        for answer in said:
+            plain = [one._replace(what=without_thoughts(one.what)) if one.kind == "text" else one for one in answer]
+            for way in (answer, [one for one in plain if one.what or one.kind == "call"]):
+                end = node.then(keyed(way))
+                end.tip = end
+                if mine not in end.answered:
+                    end.answered.append(mine)
+        if said:
+            mine.said = said[0]
+        if said and isinstance(name := response.get("id"), str):
+            self._responses[name] = node.then(keyed(mine.said))
 
     def _edges(self, mine: _Call) -> list[Edge]:
         """The edges of a call: to its own history, to answers that it was given, and else to who ordered it."""
@@ -419,10 +468,6 @@ def _is_asked(node: Node) -> bool:
     return node.atom.kind == "text" and node.atom.who == "user"
 
 
-def _keys(atoms: Iterable[Atom]) -> list[Key]:
-    return [atom.key for atom in atoms]
-
-
 def _texts(nodes: Iterable[Node]) -> set[str]:
     return {text for node in nodes for text in node.texts}
 
@@ -470,69 +515,6 @@ def telling(atom: Atom) -> frozenset[str]:
     said = [*strings(parsed(atom.what))] if atom.kind == "call" else [ends_of(atom.what)]
     pieces = {piece for text in said for piece in fragments(text)}
     return frozenset(pieces | {atom.who} if atom.kind == "call" and is_unique(atom.who) else pieces)
-
-
-class _Request(NamedTuple):
-    """A request in the tree: all of it, the node that its conversation begins after, and one for each message."""
-
-    fields: Json
-    first: Node
-    nodes: list[Node]
-
-
-class Tree:
-    """The tree of a rollout's calls. Add them in order, each with its request, then its answer."""
-
-    def __init__(self) -> None:
-        self._root = Node(None, ("", "", ""), Atom("", "", ""))
-        self._requests: dict[str, _Request] = {}
-        self._responses: dict[str, Node] = {}  # by the ids that requests of Responses continue
-        self._read: dict[int, tuple[Any, list[KeyedAtom]]] = {}  # messages that calls share, read once
-
-    def asked(self, call: ModelCall) -> Node:
-        """Add a call's request, and return the node that it ends in."""
-        of = call.request_of or {}
-        parent = self._requests.get(str(of.get("call_id")))
-        fields = dict(call.request)
-        if parent is not None:
-            fields |= {name: begun(parent.fields[name], of[name], fields[name]) for name in of.keys() & fields.keys()}
-        first = self._responses.get(str(fields.get("previous_response_id")))
-        first = first or self._root.then(keyed(request_atoms({name: fields.get(name) for name in SYSTEM})))
-        nodes = list[Node]()
-        if parent is not None and parent.first is first:
-            nodes = parent.nodes[: of.get("messages" if "messages" in fields else "input", 0)]
-        node = nodes[-1] if nodes else first
-        for message in conversation(fields)[len(nodes) :]:
-            node = node.then(self._atoms_of(message))
-            nodes.append(node)
-        self._requests[call.call_id] = _Request(fields, first, nodes)
-        return node.then(keyed(Atom("text", "user", fields[n]) for n in WHOLE if isinstance(fields.get(n), str)))
-
-    def form(self, call: ModelCall, node: Node) -> str | None:
-        """Return the form of the answer that is asked for; None if the conversation is not whole or not in words."""
-        _, first, _ = request = self._requests[call.call_id]
-        is_whole = node is not first and "conversation" not in request.fields
-        return dumps([request.fields.get(name) for name in FORM]) if is_whole else None
-
-    def _atoms_of(self, message: Any) -> list[KeyedAtom]:
-        if (read := self._read.get(id(message))) is None:
-            read = self._read[id(message)] = message, keyed(item_atoms(message))
-        return read[1]
-
-    def answered(self, call: ModelCall, mine: _Call, node: Node) -> list[Atom]:
-        """Add a call's answer, which may come back without its thoughts. Return what its first choice says."""
-        response = call.response if call.status == "ok" and isinstance(call.response, dict) else {}
-        said = [answer for answer in answer_atoms(response) if answer]
-        for answer in said:
-            plain = [one._replace(what=without_thoughts(one.what)) if one.kind == "text" else one for one in answer]
-            for way in (answer, [one for one in plain if one.what or one.kind == "call"]):
-                end = node.then(keyed(way))
-                end.tip = end
-                if mine not in end.answered:
-                    end.answered.append(mine)
-        if said and isinstance(name := response.get("id"), str):
-            self._responses[name] = node.then(keyed(said[0]))
-        return said[0] if said else []
 
 
 def graph_of(calls: Sequence[ModelCall]) -> Graph | None:
