@@ -22,10 +22,10 @@ from aiohttp import web
 from playwright.async_api import ConsoleMessage, Dialog, Page, Request, async_playwright, expect
 
 from lightning_proxy.features import FEATURES
-from lightning_proxy.features.page.proxy import files
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import CallCredit
 
+files = pytest.importorskip("lightning_proxy.features.page.proxy").files  # where the page was deleted
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PATH = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 

@@ -1,4 +1,4 @@
-"""The page's view of prompts in a real browser: versions, texts side by side."""
+"""The page's view of prompts: versions with their rewards, and two texts side by side."""
 
 from __future__ import annotations
 
@@ -7,42 +7,25 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from playwright.async_api import expect
-
-from support.views import browsing, needs_browser
+from support.views import drawn, needs_node
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 HOSTILE = "<img src=x onerror=window.hurt=1>"
-OWN = f"You are a writer.\nBe brief.\n{HOSTILE}"
-BETTER = f"You are a writer.\nBe brief.\nCount your words. {HOSTILE}"
+OWN, BETTER = (f"You are a writer.\n{more}{HOSTILE}" for more in ("", "Count your words. "))
 
 
-async def two_versions(system: Any) -> None:
-    """A prompt with two versions, and rollouts that kept the second one."""
+@needs_node
+async def test_versions_are_seen_with_their_rewards_and_what_differs(running: Running, tmp_path: Path) -> None:
     own = {"name": "writer", "text": OWN, "match": {"agent": "writer"}}
     better = {"name": "writer", "text": BETTER, "parent": 1, "comment": HOSTILE, "metrics": {HOSTILE: 0.5}}
-    for body in (own, better):
-        assert (await system.call("POST", "/prompts", body))[0] == 200
-    body = {"task_id": "t1", "prompts": {"writer": 2}}
-    for reward in (1.0, 0.5, 0.75):
-        _, (opened,) = await system.call("POST", "/rollouts", body)
-        posted = {"rollout_id": opened["rollout_id"], "reward": reward}
-        assert (await system.call("POST", "/reward", posted))[0] == 200
-
-
-@needs_browser
-async def test_a_version_is_seen_with_its_text_and_its_rollouts(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, browsing(f"{system.url}/#/prompts") as (page, wrong):
-        await expect(page.locator(".empty code")).to_have_text("lightning-proxy prompts add NAME FILE")
-        await two_versions(system)
-        await page.reload()
-        await expect(page.get_by_role("row", name="version 2")).to_contain_text("0.75 of 3")
-        await expect(page.get_by_role("row", name="version 1")).to_contain_text("live")
-        await page.keyboard.press("j")
-        await page.keyboard.press("Enter")
-        await expect(page.locator("ins")).to_have_text(f"Count your words. {HOSTILE}\n")
-        assert await page.locator(".two pre").last.text_content() == f"{BETTER}\n"
-        await expect(page.locator("del")).to_have_text(f"{HOSTILE}\n")
-        await expect(page.locator(".facts")).to_contain_text(f"comment{HOSTILE}")
-        assert await page.locator("main img").count() == 0 and await page.evaluate("window.hurt") is None
-        assert (wrong.seen, wrong.refused) == ([], [])
+    async with running(tmp_path) as system:
+        for body in (own, better):
+            assert (await system.call("POST", "/prompts", body))[0] == 200
+        for reward in (1.0, 0.5, 0.75):
+            _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t1", "prompts": {"writer": 2}})
+            await system.call("POST", "/reward", {"rollout_id": opened["rollout_id"], "reward": reward})
+        listed, version, none = await drawn(system, tmp_path, "prompts", "prompts/writer/2", "prompts/writer/9")
+    assert "version 20.75 of 3" in listed["text"] and "version 1live" in listed["text"]
+    assert {"del", "ins"} <= {*version["tags"]} and "img" not in version["tags"]
+    assert f"You are a writer.\nCount your words. {HOSTILE}\n" in version["text"]
+    assert f"comment{HOSTILE}" in version["text"] and "There is no such version" in none["text"]
