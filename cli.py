@@ -243,7 +243,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks."""
-    from .commands.eval.eval import eval_command
+    from .commands.eval import eval_command
 
     eval_command(
         configuration(context),

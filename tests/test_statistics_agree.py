@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.eval.report import EvalRow, report
+from lightning_proxy.commands.eval import EvalRow, report
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.core.statistics import compare
 from lightning_proxy.proxy.api.policy import compared

@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ...commands.api_client import ApiClient
-from ...commands.eval.eval import evaluate
-from ...commands.eval.report import EvalRow
+from ...commands.eval import EvalRow, evaluate
 from ...commands.run.command import programs, run_options
 from ...commands.run.report import ProgressView
 from ...commands.run.run import require_success

@@ -13,8 +13,7 @@ import pytest
 from aiohttp import web
 
 from contract.system import listening
-from lightning_proxy.commands.eval.eval import parse_models
-from lightning_proxy.commands.eval.report import EvalRow, ks, pass_at_k, report
+from lightning_proxy.commands.eval import EvalRow, ks, parse_models, pass_at_k, report
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.upstreams import UpstreamConfig
