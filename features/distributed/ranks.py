@@ -144,7 +144,7 @@ class Ranks(Processes):
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum every rank's gradients in float32, in one message. A parameter without any gradient gets none.
 
-        Those of sharded parameters are summed already: FSDP2 does it in the backward pass.
+        Gradients of sharded parameters are summed already: FSDP2 does it in the backward pass.
         """
         if self.size == 1:
             return
@@ -246,7 +246,7 @@ def check(plugin: FullyShardedDataParallelPlugin) -> None:
 def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
     """Return micro-batches by rank. The slowest rank's largest one is halved while that makes the step shorter.
 
-    Every half computes their shared prefix anew, so the total work grows; what counts is the slowest rank.
+    Each half computes their shared prefix again, so the total work grows; what counts is the slowest rank.
     """
     if ranks == 1:
         return [list(parts)]

@@ -29,7 +29,7 @@ from ...proxy.gateway.relay import DIALECTS
 from ...proxy.gateway.upstream import Answer, KeyMask, NoConnection, Request, Upstream
 from ...proxy.hooks import ProxyPlugin
 
-# Of the provider's headers, those about its connection to litellm, or about a body that is made anew.
+# Of the provider's headers, those about its connection to litellm, or about a body that is written again.
 _DROPPED = re.compile(rb"(?i)content-.*|transfer-encoding|connection|keep-alive|date|server|set-cookie|alt-svc|vary")
 _HAS_DONE = frozenset({"/v1/chat/completions", "/v1/completions"})
 _JSON: Header = (b"content-type", b"application/json")
@@ -43,7 +43,7 @@ FUNCTIONS: Mapping[str, str] = {
     "/v1/messages": "anthropic_messages",
     "/v1/embeddings": "aembedding",
 }
-# Beside the fields that the official clients know for an API; what else an agent sends could steer litellm itself.
+# Next to the fields that the official clients know for an API. What else an agent sends could steer litellm itself.
 _MORE_FIELDS = {"/v1/chat/completions": {"stream", "thinking", "top_k"}}
 _STEERING = {"metadata", "litellm_metadata"}  # litellm's own use of the name, except in /v1/messages
 # Of aiohttp and httpx; matched by name, so that neither is imported here.

@@ -30,7 +30,7 @@ from .config import TinkerConfig
 log = logging.getLogger(__name__)
 REQUEST_S = 900.0  # with its wait in the service's queue
 CLOSE_S = 10.0
-FAULTS = 3  # so many failures in a row end the training
+FAULTS = 3  # failures in a row that end the training
 LATER = (408, 429)  # statuses that ask for another try
 NO_KEY = "tml-none"  # the client wants a key of this form, also for a server that asks for none
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -56,7 +56,7 @@ class Datum:
 
 
 class TinkerService:
-    """One model on a service. After an error it has none: `begin` makes it anew from a saved state."""
+    """One model on a service. After an error it has none: `ready` makes another from a saved state."""
 
     def __init__(self, config: TinkerConfig, base_model: str, rank: int, seed: int) -> None:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs full addresses, with what lets one in

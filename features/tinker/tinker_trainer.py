@@ -37,7 +37,7 @@ ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 
 
 class TinkerTrainer:
-    """A `TrainingEngine` whose model is on a service.
+    """A `TrainingEngine` with its model on a service.
 
     After each step the service saves its state, and a checkpoint holds the path. The model resumes from a saved state
     only: whatever was sent since, and may or may not have been applied, is left behind with the model that it was sent
@@ -192,7 +192,7 @@ class TinkerTrainer:
             state, step, updates = str(kept["state"]), int(kept["step"]), int(kept["updates"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"the checkpoint {directory} is damaged ({error}): restore it from a backup, or start anew with "
+                f"the checkpoint {directory} is damaged ({error}): restore it from a backup, or start with "
                 "another store.url and policy.directory"
             ) from None
         self._service.forget()
@@ -220,7 +220,7 @@ def is_plain(sample: Sample) -> bool:
 
 
 def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: str) -> list[Datum]:
-    """Return the rows of a step. `weights` are those of a token, by rollout.
+    """Return the rows of a step. `weights`: of a token, by rollout.
 
     Every loss of the service is linear in the advantage, so the weights go into it. Where the service takes the `mean`
     over a row's tokens and then over the rows, instead of the `sum`, the advantages undo that.

