@@ -108,21 +108,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def left_open(request: pytest.FixtureRequest) -> Iterator[LeftOpen | None]:
-    """A file whose tests leave files, pipes, sockets or processes fails, and not a test that runs later."""
-    if request.node.get_closest_marker("vllm"):  # shared with other files
-        yield None
-        return
+def left_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A file fails that leaves files, pipes, sockets or processes, and not a test that runs later."""
     left = LeftOpen()
-    yield left
-    assert not (found := left.at_last()), "\n".join(found)
-
-
-@pytest.fixture(autouse=True)
-def told_when_it_was_left_open(left_open: LeftOpen | None, request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if left_open is not None:
-        left_open.after(request.node.name)
+    if not request.node.get_closest_marker("vllm"):  # shared with other files
+        assert not (found := left.at_last()), "\n".join(found)
 
 
 @pytest.fixture(autouse=True)

@@ -99,10 +99,10 @@ class System(Served):
         return summary
 
     def waiting(self) -> list[Json]:
-        """Rollouts that have ended and whose step has not ended yet.
+        """Rollouts that have ended and wait for the end of their step.
 
-        What a step publishes is verified beside the live version, and vLLM on a CPU mixes an adapter with the base
-        model in one batch.
+        What a step publishes is verified while others ask, and vLLM on a CPU mixes an adapter with the base model in
+        one batch.
         """
         last = self.get("/policy")["last_step"] or {"step": 0, "metrics": {"publish_s": 0.0}}
         done = last["step"] if "publish_s" in last["metrics"] else last["step"] - 1

@@ -210,7 +210,7 @@ class Scripted:
 
 
 def together(count: int, after_s: float = 0.0) -> Callable[[Any], Callable[[Json], Awaitable[Any]]]:
-    """Return what makes an answer one that is given so many seconds after as many requests are there."""
+    """Return what holds an answer back until `count` requests are there, and `after_s` seconds longer."""
     barrier = asyncio.Barrier(count)
 
     def answered(answer: Any) -> Callable[[Json], Awaitable[Any]]:

@@ -244,7 +244,7 @@ class Process:
 class Forked:
     """A command in a process forked from one that has imported everything: a second in place of ten.
 
-    `killed_at`: it kills itself before it changes a file of `policy/`, so many times counted.
+    `killed_at`: it kills itself before its nth change of a file of `policy/`.
     """
 
     _forks = multiprocessing.get_context("forkserver")
@@ -344,7 +344,7 @@ async def listening(app: web.Application, port: int = 0) -> AsyncIterator[str]:
 
 
 def free_port() -> int:
-    """Return a port below those that the system gives out by itself, or a test beside this one may get it meanwhile."""
+    """Return a port below the range that the system gives out by itself: no other test can get it meanwhile."""
     while True:
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
@@ -352,7 +352,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Any, seconds: float, what: str) -> None:
-    """Look again and again until it is true; fail after so many seconds."""
+    """Look again and again until it is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

@@ -1,4 +1,4 @@
-"""Small inputs from public reports that must come out right: `tests/cases/`, whose README says what each key means."""
+"""Small inputs from public reports that must come out right: `tests/cases/`; the README there explains the keys."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def test_a_key_is_printed_once_kept_as_a_hash_and_closes_the_door(
         wait_until(lambda: proxy.chat("r1", key=key).status == 200, 30, "the key lets in")
         without = proxy.run("rollouts", "end", "r1")
         assert (without.returncode, without.stderr.count("\n"), "API key" in without.stderr) == (1, 1, True), without
-        monkeypatch.setenv("LIGHTNING_API_KEY", f"{key}\n")  # as it is read from a file
+        monkeypatch.setenv("LIGHTNING_API_KEY", f"{key}\n")  # as a file would hold it
         ok(proxy.run("rollouts", "end", "r1"))
         twice = proxy.run("keys", "create", "ci")
         assert (twice.returncode, "'ci'" in twice.stderr) == (1, True)

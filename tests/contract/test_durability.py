@@ -121,7 +121,7 @@ def test_a_rollout_that_another_process_deletes_keeps_no_call_from_its_record(tm
         with closing(sqlite3.connect(tmp_path / "store.db")) as other:
             other.executescript("PRAGMA foreign_keys = ON; BEGIN IMMEDIATE; DELETE FROM rollouts")
             calls = [agents.submit(proxy.chat, "first")]
-            time.sleep(0.3)  # now its record waits, and those of the others will be one group behind it
+            time.sleep(0.3)  # now its record waits, and the other records will be one group behind it
             names = ["deleted", "second", "third"]
             calls += [agents.submit(proxy.chat, name) for name in names]
             time.sleep(0.3)

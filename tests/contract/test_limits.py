@@ -95,7 +95,7 @@ def test_a_packed_body_is_unpacked_within_bounds_or_refused(proxy: Proxy) -> Non
             assert body == SAID or "Content-Encoding" not in proxy.vllm.requests[-1]["headers"]
         else:
             assert answer.error["message"] and proxy.call("GET", f"/rollouts/packed-{n}").status == 404
-    twice = zstd.compress(gzip.compress(SAID))  # encodings in two headers are those of one
+    twice = zstd.compress(gzip.compress(SAID))  # two headers are read as one
     head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Encoding: gzip\r\nContent-Encoding: zstd\r\n"
     assert statuses(send(proxy.url, head + b"Content-Length: %d\r\n\r\n%s" % (len(twice), twice))) == [200]
 

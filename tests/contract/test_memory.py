@@ -24,7 +24,7 @@ KEYS = {"api_keys": ["unread", "packed", "begins", "costs", "other"]}
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A process of its own, whose memory is its own, with keys; its second model is at a server that never answers."""
+    """A process with memory of its own, and keys; its second model is at a server that never answers."""
     with _silent_server() as port:
         silent = {"name": "silent", "kind": "openai", "base_url": f"http://127.0.0.1:{port}/v1", "models": ["silent"]}
         policy = {"name": "policy", "kind": "vllm", "base_url": "http://127.0.0.1:1/v1"}

@@ -168,7 +168,7 @@ def test_with_words_a_list_says_what_was_asked_and_answered(catalogue: Proxy) ->
 
 
 def talk(proxy: Proxy, name: str, turns: int) -> None:
-    """A conversation of so many turns, each of which sends all of the earlier ones, and a tool."""
+    """A conversation; each turn sends all of the earlier ones, and a tool."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     messages = [{"role": "system", "content": "be brief " * 20}]
     for turn in range(turns):

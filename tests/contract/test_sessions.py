@@ -204,7 +204,7 @@ def test_the_edges_of_a_session_are_those_that_its_program_made(model: Scripted)
 
 
 def test_unnamed_sessions_at_the_same_time_are_told_apart(model: Scripted) -> None:
-    """All at once: those of played programs with one key, those of real ones, which have texts in common, with theirs.
+    """All at once: played programs with one key, real ones, which have texts in common, with keys of their own.
 
     What is found without a name is right, and most of it is found. Runs of different programs or users are never one.
     """

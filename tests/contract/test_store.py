@@ -1,4 +1,4 @@
-"""CONTRACT.md, section 5: the store is made when it is opened; one of another schema is named and left as it is."""
+"""CONTRACT.md, section 5: the store is made when it is opened; one of another schema is named and left alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def files_of(proxy: Proxy) -> dict[Path, bytes]:
 
 
 def refused(proxy: Proxy, told: str, *commands: tuple[str, ...]) -> None:
-    """Check that each command says so in one line, and leaves the store's file as it is, and alone."""
+    """Check that each command says so in one line, and changes nothing of the store's file."""
     before = files_of(proxy)
     for command in commands:
         done = proxy.run(*command)

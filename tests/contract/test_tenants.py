@@ -81,13 +81,13 @@ ROUTES = {name: route for name, route in ROUTES.items() if not route.feature or 
 class Tenants:
     """A proxy with the rollouts of two tenants, of which the other's were trained on. `keys`: by kind.
 
-    `beside`: the other's rollout of the task of `mine`.
+    `same_task`: the other's rollout of the task of `mine`.
     """
 
     proxy: Proxy
     mine: str
     theirs: str
-    beside: str
+    same_task: str
     keys: dict[str, str | None]
 
 
@@ -109,7 +109,7 @@ def live(proxy: Proxy, key: str, task: str, sibling: int) -> str:
 
 
 def go_wrong(proxy: Proxy) -> None:
-    """A version fails, so many rollouts earn the same that it is a standstill, and a call cannot be trained on."""
+    """A version fails, several groups earn the same, which is a standstill, and a call cannot be trained on."""
     for task, rewards in {"c": [0.0, 1.0], "d": [0.5] * 6}.items():
         for i, reward in enumerate(rewards):
             name = f"{task}-{i}"
@@ -133,7 +133,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
             written = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
             assert proxy.post("/prompts", written, "admin").status == (200 if has("prompts") else 404)
         own, other = proxy.new_key("own", "--scope", "own"), proxy.new_key("other", "--scope", "own")
-        mine, beside = live(proxy, own, "a-task", 0), live(proxy, other, "a-task", 1)
+        mine, same_task = live(proxy, own, "a-task", 0), live(proxy, other, "a-task", 1)
         theirs = live(proxy, other, "b-task", 0)
         second = live(proxy, other, "b-task", 1)
         proxy.post("/reward", {"rollout_id": second, "reward": 1}, other)
@@ -157,7 +157,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
         keys["revoked"] = revoked = proxy.new_key("gone")
         assert proxy.run("keys", "revoke", "gone").returncode == 0
         wait_until(lambda: proxy.call("GET", "/rollouts", key=revoked).status == 401, 30, "the key is gone")
-        yield Tenants(proxy, mine, theirs, beside, keys)
+        yield Tenants(proxy, mine, theirs, same_task, keys)
 
 
 def expected(route: Route, kind: str) -> int:
@@ -226,7 +226,7 @@ def test_a_tenant_sees_its_own_rollouts_and_numbers_made_of_these_alone(tenants:
 def test_rollouts_of_two_tenants_are_never_of_one_group(tenants: Tenants) -> None:
     """They are of one task and rewarded differently, and as many as a group has."""
     assert tenants.proxy.rollout(tenants.theirs, "admin")["step"] == 1
-    assert [tenants.proxy.rollout(name, "admin")["step"] for name in (tenants.mine, tenants.beside)] == [None, None]
+    assert [tenants.proxy.rollout(name, "admin")["step"] for name in (tenants.mine, tenants.same_task)] == [None, None]
     group = tenants.proxy.get(f"/rollouts/{tenants.mine}/rows", tenants.keys["own"])["group"]
     assert [one["rollout_id"] for one in group] == [tenants.mine]
 

@@ -49,7 +49,7 @@ def ask(model: Scripted, rollout: str, answer: Any = vllm, path: str = RESPONSES
 
 
 def respond(model: Scripted, rollout: str, messages: int, /, **fields: Any) -> str:
-    """The id of a response, to which the model was asked with so many messages."""
+    """The id of a response, for which the model was asked with this number of messages."""
     answer = ask(model, rollout, **fields)
     assert answer.status == 200 and model.asked["path"] == CHAT, answer.body
     assert answer.json["output"][0]["content"][0]["text"] == f"{messages} messages"

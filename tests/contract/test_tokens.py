@@ -116,7 +116,7 @@ STREAMED = {
 
 
 def exactly(text: str | bytes) -> Any:
-    """The value with every number as it is written."""
+    """The value with every number as its digits."""
     return json.loads(text, parse_int=lambda digits: ("whole", digits), parse_float=lambda d: ("fraction", Decimal(d)))
 
 

@@ -248,7 +248,7 @@ def in_requests(direct: Asked, proxied: Asked, recorded: bool, injects: bool) ->
     if compared(proxied.headers, own) != compared(direct.headers, own):
         found.append(f"asked with {compared(proxied.headers, own)}, not {compared(direct.headers, own)}")
     if is_read and value(proxied.headers, b"accept-encoding") != b"identity":
-        found.append("a recorded call must be asked for as it is")
+        found.append("a recorded call must be asked for without an encoding")
     if injects:
         before, after = json.loads(direct.body), json.loads(proxied.body)
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}

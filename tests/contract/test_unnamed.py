@@ -18,7 +18,7 @@ Turn = tuple[str, Json, Any]
 
 @pytest.fixture
 def key() -> str:
-    """An agent's key of this test alone; conversations are looked for among those of one key."""
+    """An agent's key of this test alone; conversations are looked for within one key."""
     return uuid.uuid4().hex
 
 
@@ -98,7 +98,7 @@ TOOLS: Json = {
 
 @pytest.mark.parametrize("tools", [{}, TOOLS], ids=["text", "tools"])
 def test_conversations_of_short_json_stay_whole(tools: Json, model: Scripted) -> None:
-    """Answers as clients keep them that validate them: written anew, in another order, an age that is a fraction."""
+    """Answers as clients keep them that validate them: written again, in another order, an age that is a fraction."""
     for names, edits in (("ABCD", False), ("ABCD", True), ("AAAA", False)):
         histories = [[{"role": "system", "content": "Extract the user."}, user(f"{name} is new")] for name in names]
         found, key = Counter[str](), uuid.uuid4().hex

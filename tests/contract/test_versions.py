@@ -70,7 +70,7 @@ Trained = Callable[[str], AbstractContextManager[Proxy]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A proxy whose version 1 was trained and is live."""
+    """A proxy with a trained version 1, which is live."""
     model = save_small_model(tmp_path_factory.mktemp("model") / "base")
 
     @contextmanager

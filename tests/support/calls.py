@@ -21,7 +21,7 @@ def call(call_id: str, agent: str | None = None, prompt: tuple[int, ...] = (), *
 
 
 def stored_and_read(request: dict[str, Any], parent: dict[str, Any]) -> dict[str, Any]:
-    """The request of a call as it is read after it was stored as its difference from its parent's."""
+    """The request of a call read back after it was stored as the difference from its parent's."""
     known = {"parent": Parent(parent, b"")}
     row = dict.fromkeys(("prompt_ids", "token_ids")) | {"call_id": "call", "parent_id": "parent", "prompt_shared": 0}
     short = short_calls([row | {"request": dumps(shrink_request(request, parent))}], known)

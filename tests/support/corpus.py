@@ -1,7 +1,7 @@
 """Requests and what upstreams answer them, as data: what an agent must see through the proxy as it sees it directly.
 
-`FAMILIES`: cases by name. A case is a request's bytes and a script; most scripts do not look at the request, those of
-vLLM's own dialects (`voice`) are shaped by it.
+`FAMILIES`: cases by name. A case is a request's bytes and a script; most scripts do not look at the request; vLLM's
+own dialects (`voice`) are shaped by it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from support.paths import load_module
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))
-# Those whose agent needs packages of its own.
+# Their agents need packages of their own.
 IN_FRAMEWORKS = [name for name in NAMES if (EXAMPLES / name / "agent.py").read_text().startswith("# /// script")]
 
 

@@ -67,7 +67,7 @@ class ScriptedJudge:
     status: int = 200
     why: str = "no"
     firewall: str = "\0"  # refuses questions with this
-    wrong: int = 0  # so many answers are garbage
+    wrong: int = 0  # the number of answers that will be garbage
     asked: list[dict[str, Any]] = field(default_factory=list)
 
     async def chat(self, request: web.Request) -> web.Response:

@@ -138,25 +138,17 @@ def processes() -> dict[str, str]:
 
 
 class LeftOpen:
-    """What a module's tests opened since it was made, with the test that did."""
+    """What a module's tests opened since it was made."""
 
     def __init__(self) -> None:
         gc.freeze()  # what is there is not this module's: a collection of all, torch included, takes a second
         self._before = set(_all())
-        self._by: dict[str, str] = {}
-
-    def after(self, test: str) -> None:
-        """Called at the end of each test. What is open and nobody refers to warns of itself, in this test."""
-        new = _all().keys() - self._before - self._by.keys()
-        if new:
-            gc.collect(1)  # young objects: a full collection takes long once torch is there
-        self._by |= dict.fromkeys(new, test)
 
     def at_last(self, seconds: float = SECONDS) -> list[str]:
         """What is still open when the module's own servers are gone.
 
-        What only the garbage collector closes is told of after its test. By now it is a socket whose connection was
-        given up while it was made, which asyncio may forget.
+        What only the garbage collector closes warned of itself after its test. By now it is a socket of a connection
+        that was given up while it was made, which asyncio may forget.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
@@ -167,8 +159,7 @@ class LeftOpen:
         return found
 
     def _found(self) -> list[str]:
-        new = {key: said for key, said in _all().items() if key not in self._before}
-        return [f"{self._by.get(key, 'the module')} left {said} open" for key, said in new.items()]
+        return [f"{said} is left open" for key, said in _all().items() if key not in self._before]
 
 
 def _all() -> dict[str, str]:

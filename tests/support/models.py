@@ -35,7 +35,7 @@ def save_small_model(directory: Path, seed: int = 0) -> Path:
     )  # fmt: skip
 
 
-LETTERS = 'abcdefghijklmnopqrstuvwxyz{}":,'  # those of JSON too, or a model that must write JSON would write blanks
+LETTERS = 'abcdefghijklmnopqrstuvwxyz{}":,'  # JSON's too, or a model that must write JSON would write blanks
 KNOWN = 6.0  # the first number of every embedding, which no layer changes
 LIKELIER = 9.0
 

@@ -22,7 +22,7 @@ from support.models import save_llama
 from support.sections import PolicyConfig, TrainerConfig
 
 VOCABULARY = 64
-OWN = ("checker", "writer")  # beside the one that all others share
+OWN = ("checker", "writer")  # all others share one
 # The KL is to a frozen copy, which is sharded too.
 FULL = {"weights": "full", "kl_coef": 0.1}
 ROWS = [(5, 6, 7, 8), (5, 6, 9)]
@@ -78,7 +78,7 @@ def poisoned(given: Batch) -> Batch:
 
 
 def shared_out(given: Batch, adapters: Sequence[str]) -> Batch:
-    """Its samples by turns those of each adapter."""
+    """The adapters take its samples in turns."""
     samples = (replace(s, adapter=adapters[i % len(adapters)]) for i, s in enumerate(given.samples))
     return replace(given, samples=tuple(samples))
 

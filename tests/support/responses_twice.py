@@ -20,14 +20,14 @@ Json = dict[str, Any]
 class Answer(NamedTuple):
     status: int
     events: list[Json]
-    """The one answer, or those of a stream."""
+    """The one answer, or a stream's events."""
     tokens: list[list[int]]
     """The prompt's and the answer's."""
 
 
 def assert_same(vllm: str, body: Json) -> Json:
     """The whole answers, or the events and what they amount to, and the tokens of prompt and answer. Return ours."""
-    for _ in range(10):  # where it falls behind, vLLM joins tokens in one piece: then both are asked anew
+    for _ in range(10):  # where it falls behind, vLLM joins tokens in one piece: then both are asked again
         own, ours = native(vllm, body), through_chat(vllm, body)
         if same(told(ours.events)) == same(told(own.events)):
             break
@@ -51,7 +51,7 @@ def through_chat(vllm: str, body: Json) -> Answer:
     """What the agent gets when the proxy asks the chat route, for tokens too."""
     try:
         chat = ResponsesTranslator(body).chat(Template())
-    except MALFORMED:  # it goes as it is
+    except MALFORMED:  # it goes unchanged
         return native(vllm, body)
     status, text = post(f"{vllm}/chat/completions", ChatApi("chat").inject(chat)[0])
     if status != 200:

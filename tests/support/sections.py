@@ -1,4 +1,4 @@
-"""Sections of the configuration as they are beside those of features."""
+"""Sections of the configuration, with keys that features once had there."""
 
 from __future__ import annotations
 

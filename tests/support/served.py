@@ -112,7 +112,7 @@ def workers(proxy: Proxy) -> set[int]:
 
 
 async def settled(proxy: Proxy, count: int, without: set[int] | None = None) -> set[int]:
-    """Wait until so many workers answer, none of them in `without`. One that starts beside others' load takes long."""
+    """Wait until `count` workers answer, none of them in `without`. Under load one takes long to start."""
     for _ in range(900):
         found = workers(proxy)
         if len(found) == count and not found & (without or set()) and all(map(serves, found)):

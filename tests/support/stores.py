@@ -33,7 +33,7 @@ AND pid IN (SELECT pid FROM pg_stat_activity WHERE state = 'idle')
 
 
 class Server:
-    """A server that is reached by a socket in its directory. `settings` are those of postgresql.conf."""
+    """A server that is reached by a socket in its directory. `settings`: postgresql.conf's."""
 
     def __init__(self, directory: Path, settings: dict[str, str]) -> None:
         assert INITDB is not None, NO_SERVER

@@ -89,7 +89,7 @@ class Served:
 
 @contextmanager
 def two_proxies(system: System, directory: Path) -> Iterator[Served]:
-    """Two proxies of their own in front of the shared vLLM, whose weights they leave alone."""
+    """Two proxies of their own in front of the shared vLLM; its weights stay."""
     found = Served(system.config, {}, {})
     parts: list[subprocess.Popen[bytes]] = []
     (directory / "policy").mkdir()

@@ -116,7 +116,7 @@ class RestartingServer(HonestServer):
 
 
 class Bench:
-    """A store, a server and a trainer; `loop()` is the trainer's process as it is after a start."""
+    """A store, a server and a trainer; `loop()` is the trainer's process after a start."""
 
     def __init__(self, given: dict[str, Any], database: Database, vllm: Any, servers: list[HonestServer]) -> None:
         self._given, self.config, self.vllm = given, with_features(**given), vllm

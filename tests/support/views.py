@@ -120,7 +120,7 @@ SAID = (
 
 
 class Learning:
-    """Steps of 4 tasks with 4 siblings each, whose rewards rise. Task 0 is never solved, task 1 always."""
+    """Steps of 4 tasks with 4 siblings each; their rewards rise. Task 0 is never solved, task 1 always."""
 
     def __init__(self, system: Any, store: Store, headers: dict[str, str] | None = None) -> None:
         self._system, self._store, self._headers = system, store, headers or {}
@@ -246,7 +246,7 @@ Running = Callable[..., AbstractAsyncContextManager[Any]]
 STEPS = 6
 _LEFT_OUT = {"judge", "prompts"} - {*FEATURES}
 HREFS = "all => all.map(one => one.getAttribute('href'))"
-_FEATURE = {"rate": "judge"}  # whose views have other names
+_FEATURE = {"rate": "judge"}  # its view has another name
 _VIEWS = {
     "overview": "Reward by training step",
     "rollouts": "run-005-3-3",
@@ -262,7 +262,7 @@ VIEWS = {view: words for view, words in _VIEWS.items() if _FEATURE.get(view, vie
 
 @asynccontextmanager
 async def learned(running: Running, directory: Path, **proxy: Any) -> AsyncIterator[Any]:
-    """A system whose policy learned in a few steps."""
+    """A system with a policy that learned in a few steps."""
     headers = {"Authorization": "Bearer agent"} if proxy else {}
     async with running(directory, **proxy) as system, system.store() as store:
         learning = Learning(system, store, headers)
@@ -311,7 +311,7 @@ HOSTILE = [
 
 
 async def say_everything(system: Any) -> None:
-    """Calls, tools, events, rewards and errors of one rollout whose every free text is hostile."""
+    """Calls, tools, events, rewards and errors of one rollout; every free text is hostile."""
     rollout = {"X-Task-Id": "javascript:task", "X-Agent-Name": "constructor"}
     path = "/rollouts/javascript:hurt/v1/chat/completions"
     for i, text in enumerate(HOSTILE):
