@@ -1,4 +1,4 @@
-"""Keeps evaluations of policy versions on held-out tasks, and which version is the best of those that can be served."""
+"""Keeps evaluations of policy versions on held-out tasks, and which version is the best that can be served."""
 
 from __future__ import annotations
 

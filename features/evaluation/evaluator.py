@@ -34,7 +34,7 @@ class Evaluator:
         self.evaluations = Evaluations(core.store)
 
     async def keep(self) -> set[int]:
-        """Return the versions whose files must stay: the best one, and versions that are being evaluated."""
+        """Return the versions that must keep their files: the best one, and versions that are being evaluated."""
         best = await self.evaluations.best()
         return await self.evaluations.under_way() | (set() if best is None else {best.version})
 

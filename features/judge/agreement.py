@@ -26,7 +26,7 @@ from .rewarders import Rewarder
 ENOUGH = 20  # labels, to begin with
 FURTHEST = 5
 NEWEST = 500  # rollouts that are looked at for labels
-TASKS = 5  # so many are what is drawn for the interval; of fewer, rollouts are
+TASKS = 5  # from this number on, tasks are drawn for the interval, else rollouts
 
 
 class Labelled(NamedTuple):

@@ -25,9 +25,9 @@ def rescore(
     ] = "function",
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     since: Annotated[
-        str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+        str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="also those that this version of the file has scored")] = False,
+    again: Annotated[bool, typer.Option("--again", help="also rollouts that this version has scored")] = False,
     retrain: Annotated[bool, typer.Option("--retrain", help="offer what is scored to the trainer again")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it would give, and why; post nothing")] = False,
     as_json: Json = False,
@@ -70,7 +70,7 @@ def rate(
     person: Annotated[
         str, typer.Option("--as", metavar="NAME", help="who rates; each person has a queue", show_default="your user")
     ] = "",
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most so many")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="the most rollouts")] = 50,
 ) -> None:
     """Rate rollouts by hand, one after the other: rewards named `human`, which `rewards check` compares with."""
     from .rate import rate_rollouts

@@ -298,12 +298,12 @@ def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[str]:
 
 
 def written(mark: str, messages: Iterable[str], most: int) -> str:
-    """Return messages as one text of at most so many characters. A mark begins each, which none can contain."""
+    """Return messages as one text of at most `most` characters. A mark begins each, which none can contain."""
     return shortened("\n".join(f"{mark} {one}" for one in messages), most)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text with at most so many characters of its beginning and its end."""
+    """Return the text, or `most` characters of its beginning and its end."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -1,4 +1,4 @@
-"""Plugs the rewarders in, for whose rewards completed rollouts wait; their routes, and those of people who rate."""
+"""Plugs in the rewarders, which completed rollouts wait for, and the routes of people who rate."""
 
 from __future__ import annotations
 

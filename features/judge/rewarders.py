@@ -194,7 +194,7 @@ class Rank(ModelRewarder):
         shown = await asyncio.to_thread(lambda: [tuple(messages_of(one, self.model.clean)) for one in rollouts])
         order = sorted(range(len(rollouts)), key=lambda i: rollouts[i]["rollout_id"])
         random.Random(" ".join(rollouts[i]["rollout_id"] for i in order)).shuffle(order)  # always the same
-        attempts = [*dict.fromkeys(shown[i] for i in order)]  # those that are the same are shown once
+        attempts = [*dict.fromkeys(shown[i] for i in order)]  # the same ones are shown once
         if len(attempts) == 1:
             return [[GivenScore(0.5, "all attempts are the same")] for _ in rollouts]
         try:
@@ -340,13 +340,6 @@ def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
     """Yield what users wrote directly after an answer. What tools wrote is in between, and nobody's reply."""
     calls = decisions(rollout)
     turns = [*chat_turns(calls)]
-    texts: dict[int, str] = {}  # by the message's id, which is no other's while the turns are here
-
-    def text(message: Json) -> str:
-        if id(message) not in texts:
-            texts[id(message)] = text_of(message, clean)
-        return texts[id(message)]
-
     known: dict[int, int] = {}  # by the digest of what a call was shown
     for i, turn in enumerate(turns):
         digests = [*beginnings(turn.shown)]
@@ -355,8 +348,8 @@ def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
             earlier = turns[before].shown
             answer, new = [*turn.shown[len(earlier) :], {}, {}][:2]
             if answer.get("role") == "assistant" and new.get("role") == "user":
-                asked = next((text(one) for one in reversed(earlier) if one.get("role") == "user"), "")
-                yield UserReply(calls[before]["call_id"], asked, text(answer), text(new))
+                asked = next((one for one in reversed(earlier) if one.get("role") == "user"), {"role": "user"})
+                yield UserReply(calls[before]["call_id"], *(text_of(one, clean) for one in (asked, answer, new)))
         known[digests[-1]] = i
 
 

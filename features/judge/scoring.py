@@ -1,7 +1,7 @@
 """Asks the rewarders about every completed rollout, and records what they give as rewards.
 
 A completed rollout awaits its rewards in the store, where no training step takes it. After a kill, the next proxy asks
-those that have not spoken about it. One process of several does the work.
+the rewarders that have not spoken about it. One process of several does the work.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Spoken:
         self._all = {"rewarders": dumps([*rewarders]), "count": len(rewarders)}
 
     async def begin(self) -> None:
-        """Await those no longer about which all have spoken: one that was awaited may be gone."""
+        """Await no rollout that all have spoken about: one that was awaited may be gone."""
         await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
 
     async def missing(self, rewarder: str, limit: int) -> list[str]:
@@ -232,7 +232,7 @@ def not_counted(names: set[str], config: TrainerConfig) -> str | None:
 
 
 class AwaitingGroup(NamedTuple):
-    """Siblings that a rewarder sees, and those of them that it is to reward."""
+    """Siblings that a rewarder sees, and the ones among them that it is to reward."""
 
     siblings: list[str]
     awaiting: set[str]

@@ -104,7 +104,7 @@ class GuardedMetric(NamedTuple):
         return earned(rollout.rewards, self.rules).returned
 
     def compared(self, groups: Sequence[SiblingGroup], metrics: int) -> tuple[dict[str, Any], Evidence]:
-        """Return the numbers of all groups, as they are kept, and the evidence. One of so many `metrics`."""
+        """Return the numbers of all groups, as they are kept, and the evidence. `metrics`: how many there are."""
         pairs, seen = list[float](), {side: list[float]() for side in SIDES}
         for group in groups:
             values = {side: [v for one in group[side] if (v := self.of(one)) is not None] for side in SIDES}

@@ -111,7 +111,7 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rollout that is evidence in a test, as it is now. `rewards`: those that are evidence.
+    """A rollout that is evidence in a test, by what is known now. `rewards`: the ones that are evidence.
 
     `opened_by`: places are counted apart for each. `alone`: its version answered it, and no other model. The last five
     are metrics (`NO_REWARDS`); None where it has no value of one.
@@ -246,7 +246,7 @@ class Promotions:
 
 
 def choose(test: Promotion, task_id: str | None, place: int, group_size: int, share: float) -> int | None:
-    """Return the version for the rollout at a place, from 0, among those of its task (None: of no task).
+    """Return the version for the rollout at a place, from 0, among all of its task (None: of no task).
 
     A group is compared entirely or not at all (None). In it, one of each two rollouts in a row goes to each version;
     which one comes first is drawn by a hash (permuted blocks of two), so order says nothing. It follows from the place

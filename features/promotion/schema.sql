@@ -6,14 +6,14 @@ CREATE TABLE promotions (
     against    INTEGER NOT NULL REFERENCES policy_versions (version),  -- the live version that it is compared with
     status     TEXT NOT NULL,                     -- testing | promoted | rejected | ended
     reason     TEXT,                              -- why it was decided so
-    evidence   TEXT NOT NULL DEFAULT '{}',        -- JSON: the numbers so far, or those that were decided by
+    evidence   TEXT NOT NULL DEFAULT '{}',        -- JSON: the numbers so far, or at the decision
     began_at   REAL NOT NULL,
     decided_at REAL
 );
 CREATE UNIQUE INDEX promotions_testing ON promotions (status) WHERE status = 'testing';
 CREATE INDEX promotions_by_version ON promotions (version, n);
 
--- The rollouts of a test. `place` counts those of a task (NULL: of none) and of a key, from 0; `version` answers the
+-- The rollouts of a test. `place` counts rollouts of a task (NULL: of none) and of a key, from 0; `version` answers the
 -- rollout. `opened_by`: the key that opened it; '': one that gives evidence.
 CREATE TABLE promotion_rollouts (
     rollout_id TEXT PRIMARY KEY REFERENCES rollouts (rollout_id) ON DELETE CASCADE,

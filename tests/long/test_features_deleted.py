@@ -45,7 +45,7 @@ TESTS = (
     "tests/contract/test_training.py::test_a_step_publishes_a_verified_version_that_answers_the_next_call",
     "tests/contract/test_wheel.py::test_the_wheel_holds_every_file_of_the_package_and_nothing_else",
 )  # fmt: skip
-# The other case is evaluated beside training, by a feature.
+# The other case has evaluations, by a feature.
 REALLY = "tests/contract/test_loop.py::test_an_agent_gets_better_while_it_keeps_working[lora]"
 
 

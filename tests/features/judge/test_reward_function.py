@@ -129,7 +129,7 @@ async def test_a_fault_of_the_function_is_a_line_in_the_log_and_no_reward(
 async def test_what_the_function_starts_ends_with_it_and_sees_none_of_our_keys(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Also in a session of its own, whose parent has ended."""
+    """Also in a session of its own with a parent that has ended."""
     monkeypatch.setenv("LIGHTNING_PROXY__ADMIN_KEYS", "[SECRET-SECRET-SECRET]")
     pid, waits = tmp_path / "pid", "time.sleep(60)\n" if how == "late" else ""
     body = f"os.system('setsid sleep 1000 >/dev/null 2>&1 & echo $! > {pid}')\n{waits}"

@@ -38,7 +38,7 @@ def thinks(system: str, text: str, shape: Any) -> Any:
     return {"reason": "It says so.", "answer": ("yes" if "4" in seen else "no") if "yes" in choices else "3"}
 
 
-@pytest.mark.parametrize("model", ["openai/m", "anthropic/m", "hosted_vllm/m"])
+@pytest.mark.parametrize("model", ["anthropic/m", "hosted_vllm/m"])
 async def test_the_reward_is_the_weighted_mean_and_the_reasons_are_its_comment(
     running: Running, tmp_path: Path, model: str
 ) -> None:

@@ -37,7 +37,7 @@ async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
 
 @asynccontextmanager
 async def gated(running: Any, tmp_path: Path, publish: str, **policy: Any) -> AsyncIterator[Any]:
-    """A proxy whose gate is closed; merged, with a second server for the candidate."""
+    """A proxy with a closed gate; merged, with a second server for the candidate."""
     settings = {"publish": publish, "policy": GATED | policy, "trainer": GROUPS}
     if publish == "lora":
         async with running(tmp_path, **settings) as system:
@@ -99,7 +99,7 @@ async def test_siblings_are_split_over_both_versions_and_each_keeps_its_own(
         for name, version_of_it in first.items():
             calls = (await system.call("GET", f"/rollouts/{name}"))[1]["calls"]
             assert [call["policy_versions"] for call in calls] == [[version_of_it]] * 2
-        _, opened = await system.call("POST", "/rollouts", {"task_id": "d", "n": 4})  # whose calls name no task
+        _, opened = await system.call("POST", "/rollouts", {"task_id": "d", "n": 4})  # their calls name no task
         assert Counter([await served(system, one["rollout_id"]) for one in opened]) == {0: 2, version: 2}
         lone = [await served(system, f"lone{i}") for i in range(6)]
         assert [sorted(lone[i : i + 2]) for i in (0, 2, 4)] == [[0, version]] * 3

@@ -28,7 +28,7 @@ DIES = (sys.executable, __file__)
 
 
 async def fill(url: str, worse: bool) -> None:
-    """A test whose rewards are enough for a decision."""
+    """A test with enough rewards for a decision."""
     config = Config.model_validate({"store": {"url": url}, "trainer": {"group_size": 2}})
     async with opened(config.store) as database:
         store, tests = Store(database), Promotions(database)
