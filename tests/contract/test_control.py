@@ -118,13 +118,6 @@ def test_without_keys_no_web_page_of_others_is_served(proxy: Proxy) -> None:
             assert proxy.call(method, path, body, **headers).status == status, headers
 
 
-def test_with_keys_a_page_needs_one(tmp_path: Path) -> None:
-    with in_this_process(tmp_path, proxy={"api_keys": ["secret"]}) as proxy:
-        for more in ({}, {"Host": "evil.example"}, {"Origin": "https://evil.example"}):
-            assert proxy.call("GET", "/rollouts", **more).status == 401
-            assert proxy.call("GET", "/rollouts", key="secret", **more).status == 200
-
-
 # Health
 
 DEAD = {"name": "policy", "kind": "vllm", "base_url": "http://127.0.0.1:1/v1"}
