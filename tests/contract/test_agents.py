@@ -22,17 +22,16 @@ def named(proxy: Proxy, path: str = "", key: str | None = None, **headers: str) 
     return answer.headers["x-rollout-id"]
 
 
-def test_a_header_names_the_rollout_its_task_its_agent_and_its_mode(proxy: Proxy, name: str) -> None:
-    headers = {"X_Rollout_Id": name, "X_Task_Id": "t1", "X_Agent_Name": "a1", "X_Rollout_Mode": "eval"}
-    assert named(proxy, **headers) == name
-    found = proxy.rollout(name)
-    assert (found["task_id"], found["mode"], found["calls"][0]["agent"]) == ("t1", "eval", "a1")
-
-
-def test_a_url_names_them_for_agents_that_can_set_only_that(proxy: Proxy, name: str) -> None:
-    assert named(proxy, f"/rollouts/{name}/tasks/t2/agents/a2") == name
-    found = proxy.rollout(name)
-    assert (found["task_id"], found["calls"][0]["agent"]) == ("t2", "a2")
+def test_headers_or_a_url_name_the_rollout_its_task_and_its_agent(proxy: Proxy, name: str) -> None:
+    headers = {"X_Rollout_Id": f"{name}-1", "X_Task_Id": "t1", "X_Agent_Name": "a1", "X_Rollout_Mode": "eval"}
+    assert [named(proxy, **headers), named(proxy, f"/rollouts/{name}-2/tasks/t2/agents/a2")] == [
+        f"{name}-1",
+        f"{name}-2",
+    ]
+    found = [proxy.rollout(f"{name}-{i}") for i in (1, 2)]
+    assert [(one["task_id"], one["calls"][0]["agent"], one["mode"]) for one in found] == [
+        ("t1", "a1", "eval"), ("t2", "a2", "train"),
+    ]  # fmt: skip
 
 
 def test_the_header_wins_over_the_url_and_the_url_over_the_key(proxy: Proxy, name: str) -> None:
