@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +32,7 @@ from .formats import count
 if TYPE_CHECKING:
     import asyncpg
 
-Record = tuple[Any, ...]
+Rows = list[tuple[Any, ...]]
 
 BATCH = 200  # rows; those of `calls` may be large
 # What is not numbered yet gets the numbers after the highest. Nobody has seen those.
@@ -57,7 +56,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Table:
-    """A table. `columns`: in the order of a record; `key`: those that order its rows, each row at another place."""
+    """A table. `columns`: in the order of a row; `key`: the columns that order its rows."""
 
     name: str
     columns: tuple[str, ...]
@@ -68,10 +67,15 @@ class Table:
         return ", ".join(f'"{column}"' for column in self.columns)
 
     @property
-    def rows(self) -> str:
+    def read(self) -> str:
         """The statement that reads its rows, in order."""
         order = ", ".join(f'"{column}"' for column in self.key)
         return f"SELECT {self.listed} FROM {self.name} ORDER BY {order}"
+
+    def insert(self, place: str) -> str:
+        """The statement that adds a row; `place` is a value's, in which {} is its number."""
+        places = ", ".join(place.format(number) for number in range(1, len(self.columns) + 1))
+        return f"INSERT INTO {self.name} ({self.listed}) VALUES ({places})"
 
 
 async def move(from_url: str, to_url: str) -> int:
@@ -88,16 +92,15 @@ async def move(from_url: str, to_url: str) -> int:
         raise StoreUnavailable("postgresql://… needs asyncpg: pip install 'lightning-proxy[postgres]'")
     import asyncpg
 
-    reading = server_to_read(source) if source.is_postgres else file_to_read(source)
     making = new_on_server(target) if target.is_postgres else new_file(target)
+    reading = server_to_read(source) if source.is_postgres else file_to_read(source)
     rows = 0
     try:
-        async with reading as old, making as new:
+        async with making as new, reading as old:
             for table in all_tables():
-                await new.fill(table, old.read(table))
+                async for batch in old.read(table):
+                    await new.fill(table, new.kept(batch))
                 rows += await _compared(table, old, new)
-            await new.finish()
-            old.require_unchanged()
     except (OSError, sqlite3.Error, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         message = str(error).partition("\n")[0] or type(error).__name__
         raise LightningError(f"{source.where} was not moved to {target.where}: {message}") from error
@@ -112,29 +115,29 @@ def _place(url: str, name: str) -> StoreConfig:
 
 
 def all_tables() -> list[Table]:
+    """Return the tables of a store, but for `schema_numbers`, which each store has for itself."""
+    names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'schema_numbers' ORDER BY rowid"
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as schema:
         make_tables(schema, "")
-        return _tables_of(schema)
-
-
-def _tables_of(schema: sqlite3.Connection) -> list[Table]:
-    """The tables of an SQLite store, but for `schema_numbers`, which each store has for itself."""
-    names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'schema_numbers' ORDER BY rowid"
-    tables = []
-    for (name,) in schema.execute(names).fetchall():
-        columns = [(row[1], row[5]) for row in schema.execute(f"PRAGMA table_info({name})")]  # and its place in the key
-        key = sorted((place, column) for column, place in columns if place)
-        tables.append(Table(name, tuple(column for column, _ in columns), tuple(column for _, column in key)))
+        tables = []
+        for (name,) in schema.execute(names).fetchall():
+            columns = [(row[1], row[5]) for row in schema.execute(f"PRAGMA table_info({name})")]  # its place in the key
+            key = sorted((place, column) for column, place in columns if place)
+            tables.append(Table(name, tuple(column for column, _ in columns), tuple(column for _, column in key)))
     return tables
 
 
 async def _compared(table: Table, source: FileStore | ServerStore, target: FileStore | ServerStore) -> int:
     """Compare the rows of a table in both, in their order. Return how many they are."""
     there, rows = target.read(table), 0
-    async for record in source.read(table):
-        rows += 1
-        if target.kept(record) != await anext(there, None):
-            what = dict(zip(table.columns, record, strict=True))
+    async for batch in source.read(table):
+        rows += len(batch)
+        kept, found = target.kept(batch), await anext(there, [])
+        if kept != found:
+            same = next(
+                (n for n, (one, other) in enumerate(zip(kept, found, strict=False)) if one != other), len(found)
+            )
+            what = dict(zip(table.columns, kept[min(same, len(kept) - 1)], strict=True))
             where = ", ".join(f"{column} {what[column]!r}" for column in table.key)
             raise LightningError(f"a row of {table.name} was read back differently: {where}. Nothing was moved")
     if await anext(there, None) is not None:
@@ -144,45 +147,27 @@ async def _compared(table: Table, source: FileStore | ServerStore, target: FileS
 
 
 class FileStore:
-    """A store in a file as it was at one moment, or a new one. `idle`: where nobody may write to it meanwhile."""
+    """A store in a file as it was at one moment, or a new one."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, idle: IdleFile | None = None) -> None:
+    def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._path = path
-        self._idle = idle
 
-    async def read(self, table: Table) -> AsyncIterator[Record]:
-        cursor = self._connection.execute(table.rows)
+    async def read(self, table: Table) -> AsyncIterator[Rows]:
+        cursor = self._connection.execute(table.read)
         while rows := cursor.fetchmany(BATCH):
-            for row in rows:
-                yield tuple(row)
+            yield [tuple(row) for row in rows]
 
-    def require_unchanged(self) -> None:
-        """Raise LightningError if what was read may not be of one moment."""
-        if self._idle is not None and self._idle.is_written():
-            raise LightningError(
-                f"{self._path} was written to meanwhile: stop the proxy and the trainer, and try again"
-            )
+    async def fill(self, table: Table, rows: Rows) -> None:
+        self._connection.executemany(table.insert("?"), rows)
 
-    async def fill(self, table: Table, records: AsyncIterator[Record]) -> None:
-        places = ", ".join("?" * len(table.columns))
-        sql = f"INSERT INTO {table.name} ({table.listed}) VALUES ({places})"
-        async for record in records:
-            self._connection.execute(sql, record)
-
-    def kept(self, record: Record) -> Record:
-        """Return the record as this store keeps it."""
-        return record
-
-    async def finish(self) -> None:
-        """Check the new store, once all tables are filled."""
-        if wrong := self._connection.execute("PRAGMA foreign_key_check").fetchone():
-            raise LightningError(f"a row of {wrong[0]} refers to one of {wrong[2]} that is not there")
+    def kept(self, rows: Rows) -> Rows:
+        """Return the rows as this store keeps them."""
+        return rows
 
 
 @asynccontextmanager
 async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
-    """Yield a snapshot of the store; others may keep writing to it."""
+    """Yield a snapshot of the store; others may keep writing to one that is open already."""
     path = config.path.absolute()
     if not path.is_file():
         raise LightningError(f"there is no store at {path}")
@@ -190,7 +175,9 @@ async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
     with closing(connect_to_read(path, config.busy_timeout_s)) as connection:
         connection.execute("BEGIN")
         connection.execute("SELECT 1 FROM policy_log").fetchone()  # that moment
-        yield FileStore(connection, path, idle)
+        yield FileStore(connection)
+    if idle is not None and idle.is_written():
+        raise LightningError(f"{path} was written to meanwhile: stop the proxy and the trainer, and try again")
 
 
 @asynccontextmanager
@@ -206,30 +193,29 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
         try:
             with new_store(path) as part:
                 make_private(part)
-                with closing(sqlite3.connect(part, isolation_level=None)) as connection, _without_triggers(connection):
+                with closing(sqlite3.connect(part, isolation_level=None)) as connection:
+                    # It is synced once before it gets its name.
+                    for pragma in ("auto_vacuum = INCREMENTAL", "synchronous = OFF", "journal_mode = OFF"):
+                        connection.execute(f"PRAGMA {pragma}")
+                    make_tables(connection, "")
+                    # Triggers note what happens, not what is moved.
+                    triggers = connection.execute(
+                        "SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"
+                    ).fetchall()
+                    for name, _ in triggers:
+                        connection.execute(f"DROP TRIGGER {name}")
+                    for table in reversed(all_tables()):
+                        connection.execute(f"DELETE FROM {table.name}")
                     connection.execute("BEGIN")
-                    yield FileStore(connection, path)
+                    yield FileStore(connection)
+                    if wrong := connection.execute("PRAGMA foreign_key_check").fetchone():
+                        raise LightningError(f"a row of {wrong[0]} refers to one of {wrong[2]} that is not there")
                     connection.execute("COMMIT")
+                    for _, sql in triggers:
+                        connection.execute(sql)
                 _require_none(path)
         finally:
             Path(f"{lock}-lock").unlink(missing_ok=True)
-
-
-@contextmanager
-def _without_triggers(connection: sqlite3.Connection) -> Iterator[None]:
-    """Make an empty store, whose triggers come when the block ends: they note what happens, not what is moved."""
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    connection.execute("PRAGMA synchronous = OFF")  # it is synced once before it gets its name
-    connection.execute("PRAGMA journal_mode = OFF")
-    make_tables(connection, "")
-    triggers = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
-    for name, _ in triggers:
-        connection.execute(f"DROP TRIGGER {name}")
-    for table in reversed(_tables_of(connection)):
-        connection.execute(f"DELETE FROM {table.name}")
-    yield
-    for _, sql in triggers:
-        connection.execute(sql)
 
 
 def _require_none(path: Path) -> None:
@@ -243,31 +229,24 @@ class ServerStore:
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
 
-    async def read(self, table: Table) -> AsyncIterator[Record]:
-        sql = FEED if table.name == "feed" else table.rows
-        async for row in self._connection.cursor(sql, prefetch=BATCH):
-            yield tuple(row)
+    async def read(self, table: Table) -> AsyncIterator[Rows]:
+        rows: Rows = []
+        # Iterated to its end: a cursor that stays open keeps its table from being altered.
+        async for row in self._connection.cursor(FEED if table.name == "feed" else table.read, prefetch=BATCH):
+            rows.append(tuple(row))
+            if len(rows) == BATCH:
+                yield rows
+                rows = []
+        if rows:
+            yield rows
 
-    def require_unchanged(self) -> None:
-        """Do nothing: the transaction sees one moment."""
+    async def fill(self, table: Table, rows: Rows) -> None:
+        await self._connection.executemany(table.insert("${}"), rows)
 
-    async def fill(self, table: Table, records: AsyncIterator[Record]) -> None:
-        kept = (self.kept(record) async for record in records)
-        copying = self._connection.copy_records_to_table(table.name, records=kept, columns=table.columns)
-        await _unless_lost(self._connection, copying)
-
-    def kept(self, record: Record) -> Record:
+    def kept(self, rows: Rows) -> Rows:
         from ..store.postgres.statements import storable
 
-        return tuple(storable(value) for value in record)
-
-    async def finish(self) -> None:
-        """Set sequences above the highest number moved, and let triggers note changes from now on."""
-        for table, column in await self._connection.fetch(IDENTITIES):
-            sequence = f"pg_get_serial_sequence('{table}', '{column}')"
-            await self._connection.execute(f"SELECT setval({sequence}, MAX({column})) FROM {table}")
-        await _switch_triggers(self._connection, "ENABLE")
-        await self._connection.execute("ANALYZE")
+        return [tuple(storable(value) for value in row) for row in rows]
 
 
 @asynccontextmanager
@@ -290,10 +269,19 @@ async def new_on_server(config: StoreConfig) -> AsyncIterator[ServerStore]:
         if await connection.fetch(database.TABLES):
             raise StoreUnavailable(f"there are tables at {config.where} already: a store is moved to an empty database")
         await database.make_tables(connection, config.where)
-        await _switch_triggers(connection, "DISABLE")
+        # Triggers note what happens, not what is moved. The server keeps checking foreign keys.
+        tables = [name for (name,) in await connection.fetch(database.TABLES)]
+        for table in tables:
+            await connection.execute(f"ALTER TABLE {table} DISABLE TRIGGER USER")
         for table in ("policy_log", "policy_versions", "returns"):  # which a new store has rows in
             await connection.execute(f"DELETE FROM {table}")
         yield ServerStore(connection)
+        for table, column in await connection.fetch(IDENTITIES):  # the next numbers are above those moved
+            sequence = f"pg_get_serial_sequence('{table}', '{column}')"
+            await connection.execute(f"SELECT setval({sequence}, MAX({column})) FROM {table}")
+        for table in tables:
+            await connection.execute(f"ALTER TABLE {table} ENABLE TRIGGER USER")
+        await connection.execute("ANALYZE")
 
 
 @asynccontextmanager
@@ -312,31 +300,3 @@ async def _connected(config: StoreConfig) -> AsyncIterator[asyncpg.Connection]:
             connection.terminate()
         else:
             await connection.close()
-
-
-async def _unless_lost(connection: asyncpg.Connection, copying: Coroutine[Any, Any, object]) -> None:
-    """Wait for what would wait for ever once the server is gone: asyncpg does not tell a COPY."""
-    task = asyncio.ensure_future(copying)
-    lost = asyncio.Event()
-
-    def ended(_: object) -> None:
-        lost.set()
-        task.cancel()
-
-    connection.add_termination_listener(ended)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not lost.is_set():
-            raise
-        raise ConnectionError("the server closed the connection") from None
-    finally:
-        connection.remove_termination_listener(ended)
-
-
-async def _switch_triggers(connection: asyncpg.Connection, to: str) -> None:
-    """The triggers of the store, which note changes. The server keeps checking foreign keys."""
-    from ..store.postgres.database import TABLES
-
-    for (table,) in await connection.fetch(TABLES):
-        await connection.execute(f"ALTER TABLE {table} {to} TRIGGER USER")
