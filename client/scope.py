@@ -109,11 +109,6 @@ class Rollout:
         body = {"kind": kind, "agent": self.agent, **content}
         return int(self.control.post(self._path("events"), body, self.headers)["event_id"])
 
-    def prompt(self, name: str) -> str:
-        """Return the text of a prompt of the proxy, in the version that the rollout keeps from now on."""
-        answer = self.control.get(f"/prompts/{quote(name, safe=':')}", self.headers)
-        return str(answer["text"])
-
     def end(self, status: Literal["completed", "failed", "discarded"] = "completed", reason: str | None = None) -> None:
         """End the rollout. A rollout that has already ended stays as it is."""
         try:
@@ -151,11 +146,6 @@ def current() -> Rollout:
 def scoped() -> Rollout | None:
     """Like `current`, but None if there is no rollout."""
     return _current.get() or (rollout()._rollout if "LIGHTNING_ROLLOUT_ID" in os.environ else None)
-
-
-def is_entered() -> bool:
-    """Whether a scope is open here. Its end completes the rollout."""
-    return _current.get() is not None
 
 
 class rollout:

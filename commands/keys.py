@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -34,7 +34,7 @@ def create(
     concurrent: Number = None,
     recording: Annotated[bool, typer.Option("--recording/--no-recording", help="record its calls")] = True,
     scope: Annotated[
-        str, typer.Option(help="`all` rollouts, or `own`: it sees and rewards only those opened with it")
+        Literal["all", "own"], typer.Option(help="`all` rollouts, or `own`: it sees and rewards only those it opened")
     ] = "all",
     evaluator: Annotated[
         bool, typer.Option("--evaluator", help="its rewards count where a new version is tested, as an admin's do")
@@ -46,18 +46,14 @@ def create(
     from ..core.records import Limits
     from .formats import print_json
 
-    if scope not in ("all", "own"):
-        raise ConfigError(f"--scope is all or own, got {scope!r}")
     if admin and scope == "own":
         raise ConfigError("an admin's key sees all rollouts: leave out --admin or --scope own")
     role: Role = "admin" if admin else "agent"
+    limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
     key, stored = _with_keyring(
         context,
-        lambda ring: ring.create(
-            name, role, Limits(requests_per_minute, tokens_per_minute, concurrent), recording=recording,
-            scope="own" if scope == "own" else "all", evaluator=evaluator,
-        ),
-    )  # fmt: skip
+        lambda ring: ring.create(name, role, limits, recording=recording, scope=scope, evaluator=evaluator),
+    )
     if as_json:
         print_json({"key": key} | _view(stored))
         return
@@ -77,7 +73,13 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
     shown = table("name", *HEADS, padding=(0, 1))
     shown.columns[0].overflow, shown.columns[0].no_wrap, shown.columns[0].min_width = "fold", False, 10  # never cut
     for key in keys:
-        shown.add_row(*_row(key))
+        role = key.role + ", own" * (key.scope == "own") + ", evaluator" * key.evaluator
+        limits = map(count, (key.requests_per_minute, key.tokens_per_minute, key.concurrent))
+        made, revoked = (
+            "-" if at is None else time.strftime("%Y-%m-%d", time.localtime(at))
+            for at in (key.created_at, key.revoked_at)
+        )
+        shown.add_row(key.name, role, *limits, "yes" if key.recording else "no", made, revoked)
     print_view(shown)
 
 
@@ -125,13 +127,3 @@ def _has_store(context: typer.Context) -> bool:
 
 def _view(key: StoredKey) -> dict[str, Any]:
     return {name: value for name, value in asdict(key).items() if name != "key_hash"}
-
-
-def _row(key: StoredKey) -> list[str]:
-    """What the table of keys says of one."""
-    limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent)
-    days = (
-        "-" if at is None else time.strftime("%Y-%m-%d", time.localtime(at)) for at in (key.created_at, key.revoked_at)
-    )
-    role = key.role + ", own" * (key.scope == "own") + ", evaluator" * key.evaluator
-    return [key.name, role, *map(count, limits), "yes" if key.recording else "no", *days]

@@ -119,8 +119,7 @@ def _say_serving(config: Config, port: int) -> None:
     say(f"serving: OPENAI_BASE_URL={url}; records in {kept}; Ctrl-C stops", event="serving", url=url)
     files = files_allowed()
     calls = calls_at_once(files) * config.proxy.workers
-    where = f" in each of {config.proxy.workers} workers" if config.proxy.workers > 1 else ""
-    say(f"{calls:,} calls at once: {files:,} files may be open{where} (ulimit -Hn)", calls=calls, files=files)
+    say(f"{calls:,} calls at once: {files:,} files may be open (ulimit -Hn)", calls=calls, files=files)
 
 
 def _worker(config: Config, log_format: LogFormat) -> ASGIApp:

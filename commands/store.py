@@ -29,7 +29,7 @@ def info(context: typer.Context, as_json: Json = False) -> None:
     if as_json:
         print_json(found)
     else:
-        typer.echo(info_text(found, time.time()))
+        typer.echo(info_text(found))
 
 
 @app.command()
@@ -44,7 +44,7 @@ def compact(context: typer.Context) -> None:
 
 @app.command()
 def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
-    """Copy the store to a file, as it is at one moment. The proxy may keep serving."""
+    """Copy the store to a file, as of one moment. The proxy may keep serving."""
     from ..store.sqlite.file import back_up
     from .formats import size
 
@@ -59,28 +59,7 @@ def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="w
 
     path = configuration(context).store.path.absolute()
     run(file, path)
-    typer.echo(f"{path} is as {file} was")
-    if missing := missing_weights(path):
-        typer.echo(missing, err=True)
-
-
-def missing_weights(store: Path) -> str | None:
-    """Return the problem if the live version's weights, which no backup has, are not where the store says."""
-    import sqlite3
-    from contextlib import closing
-
-    from ..store.sqlite.file import only_read
-    from ..store.versions import VERSION_LIVE_NOW
-
-    with closing(only_read(store)) as connection:
-        connection.row_factory = sqlite3.Row
-        live = connection.execute(VERSION_LIVE_NOW).fetchone()
-    if live is None or live["version"] == 0 or (live["path"] and Path(live["path"]).is_dir()):
-        return None
-    return (
-        f"policy version {live['version']} is live, and its weights are not at {live['path']}: copy policy.directory "
-        "there, or go back to the base model with `lightning-proxy policy promote 0`"
-    )
+    typer.echo(f"{path} is as {file} was. The trained weights are not in it: policy.directory has to be there, too")
 
 
 @app.command("migrate")
@@ -122,7 +101,7 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
     }
 
 
-def info_text(found: dict[str, Any], now: float) -> str:
+def info_text(found: dict[str, Any]) -> str:
     from .formats import count, duration, size
 
     rollouts = sum(found["rollouts"].values())
@@ -135,7 +114,7 @@ def info_text(found: dict[str, Any], now: float) -> str:
         f" {count(found['rewards'])} rewards",
     ]
     if found["oldest"] is not None:
-        lines.append(f"the oldest rollout was opened {duration(now - found['oldest'])} ago")
+        lines.append(f"the oldest rollout was opened {duration(time.time() - found['oldest'])} ago")
     kept = [f"{limits[name]:g} {unit}" for name, unit in (("max_age_days", "days"), ("max_gib", "GiB")) if limits[name]]
     lines.append(f"kept: {' and '.join(kept) or 'everything'} (store.retention)")
     return "\n".join(lines)

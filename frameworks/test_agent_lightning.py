@@ -43,7 +43,7 @@ async def test_its_example_runs_and_is_rewarded(release: Path, tmp_path: Path, m
     monkeypatch.setenv("PYTHONPATH", str(release))
     rows = [{"question": "1 + 1?", "answer": "so\n#### 2"}, {"question": "1 + 2?", "answer": "#### 3"}]
     parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet")
-    agent = [sys.executable, "-m", "lightning_proxy.client.agl.agent", AGENT]
+    agent = [sys.executable, "-m", "lightning_proxy.client.agl", AGENT]
     runner = LocalRunner([*agent, "QUESTION=input.question", "ANSWER=input.answer"])
     vllm = PlayedVllm(tmp_path)
     vllm.answer = lambda _: {"role": "assistant", "content": "### ANSWER: 2 ###"}

@@ -102,7 +102,7 @@ WRONG = {
     "reward r good": "'VALUE'",
     "policy promote x": "'x'",
     "policy export 1 out --as gguf": "--as",
-    "keys create a --scope x": "--scope is all or own",
+    "keys create a --scope x": "--scope",
     "keys create a --concurrent 18446744073709551616": "--concurrent",
     "export out.csv": "out.csv",
     "export - --kind x": "--kind",

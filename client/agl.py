@@ -1,6 +1,6 @@
 """Runs an agent class of Agent Lightning 1.0 on the task of this rollout.
 
-    lightning-proxy run --tasks FILE -- python -m lightning_proxy.client.agl.agent agents:Chat QUESTION=input.question
+    lightning-proxy run --tasks FILE -- python -m lightning_proxy.client.agl agents:Chat QUESTION=input.question
 
 The class is that of its `local.agent_class`. The variables are its `local.env_map`: each has its place in the task.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from ..program import task
+from .program import task
 
 
 def value_at(given: Any, path: str) -> str:
@@ -50,5 +50,5 @@ async def _finished(result: Any) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m lightning_proxy.client.agl.agent MODULE:CLASS [VARIABLE=input.PLACE …]")
+        raise SystemExit("usage: python -m lightning_proxy.client.agl MODULE:CLASS [VARIABLE=input.PLACE …]")
     main(sys.argv[1:])
