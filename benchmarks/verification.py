@@ -198,7 +198,7 @@ def _random_model(directory: Path) -> Path:
 def _config(model: Path, scratch: Path, rate: float) -> Config:
     return Config.model_validate({
         "policy": {"model": str(model), "directory": str(scratch), "publish": "lora"},
-        "vllm": {"port": free_port(), "max_model_len": 512, "dtype": "bfloat16", "kv_cache_gib": 1},
+        "vllm": {"port": free_port(), "max_model_len": 512, "extra_args": ["--dtype", "bfloat16"], "kv_cache_gib": 1},
         "trainer": {"report_to": [], "dtype": "bfloat16", "learning_rate": rate, "threads": 1},
     })  # fmt: skip
 

@@ -51,27 +51,22 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:
     """Write a small commented configuration."""
+    from ..core.config.file import load_config
+    from .files import written
+
     recorded = "recorded with token ids, and trained on" if kind == "vllm" else "recorded"
     text = START
     if upstream is not None:
         text += UPSTREAM.format(kind=kind, recorded=recorded, upstream=json.dumps(upstream, ensure_ascii=False))
     text += NO_MODEL if model is None else MODEL.format(model=json.dumps(model, ensure_ascii=False))
-    write(file, text, force=force)
-    option = "" if file == Path("config.yaml") else f"--config {file} "
-    command = "up" if model and not upstream else "serve"
-    typer.echo(f"wrote {file}; next: lightning-proxy {option}{command}", err=True)
-
-
-def write(path: Path, text: str, *, force: bool) -> None:
-    """Write the configuration, once it is checked. ConfigError for a wrong option, LightningError if it fails."""
-    from ..core.config.file import load_config
-    from .files import written
-
-    if path.exists() and not force:
-        raise LightningError(f"{path} already exists; --force overwrites it")
-    with written(path) as part:
+    if file.exists() and not force:
+        raise LightningError(f"{file} already exists; --force overwrites it")
+    with written(file) as part:
         part.write_text(text)
         try:
             load_config(part)
         except ConfigError as error:
-            raise ConfigError(error.message.replace(str(part), str(path))) from None
+            raise ConfigError(error.message.replace(str(part), str(file))) from None
+    option = "" if file == Path("config.yaml") else f"--config {file} "
+    command = "up" if model and not upstream else "serve"
+    typer.echo(f"wrote {file}; next: lightning-proxy {option}{command}", err=True)

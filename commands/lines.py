@@ -23,15 +23,12 @@ LogFormat = Literal["text", "json"]
 log = logging.getLogger("lightning_proxy.serving")
 FLUSH_S = 1.0
 MOST = 10  # calls that get a line of their own at once
-COLOURS = {"ok": "32", "error": "31", "cancelled": "33"}
 
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         shown = text if record.exc_info or "\n" in text else plain(text).plain
-        colour = getattr(record, "colour", "") if sys.stderr.isatty() else ""
-        shown = f"\x1b[{colour}m{shown}\x1b[0m" if colour else shown
         return f"{time.strftime(time_format(sys.stderr.isatty()), time.localtime(record.created))} {shown}"
 
 
@@ -107,8 +104,7 @@ class CallLines:
             fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}
             if start.rollout.key_id:
                 fields["key_id"] = start.rollout.key_id
-            extra = {"fields": fields, "colour": COLOURS.get(end.status, "")}
-            log.info("%s", call_line(start, end, self._redacted), extra=extra)
+            say(call_line(start, end, self._redacted), **fields)
         if counts.total() > len(waiting):
             by_status = ", ".join(f"{count(n)} {status}" for status, n in counts.items())
             say(f"{count(counts.total())} call{'s' * (counts.total() != 1)}: {by_status}", event="calls", **counts)

@@ -1,4 +1,4 @@
-"""Keeps beside the store what `doctor --learn` has changed on servers, and puts it back, also after a kill."""
+"""Keeps next to the store what `doctor --learn` has changed on servers, and puts it back, also after a kill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LearnJournal:
 
 
 def journal_path(config: Config) -> Path:
-    """Return the journal's place: beside the store's file, or in `policy.directory`."""
+    """Return the journal's place: next to the store's file, or in `policy.directory`."""
     if config.store.is_postgres:
         return config.policy.directory / "doctor.json"
     return Path(f"{config.store.path}-doctor.json")

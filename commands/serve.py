@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -55,8 +54,6 @@ UVICORN: dict[str, Any] = {
 }
 
 log = logging.getLogger(__name__)
-
-POLL_S = 0.1
 
 
 def uvicorn_options(proxy: ProxyConfig) -> dict[str, Any]:
@@ -223,12 +220,3 @@ class SeveralServers(Multiprocess):
             listener.close()  # else clients that come now would wait for workers that take no more
         self.signal_queue.clear()
         super().terminate_all()
-
-    def join_all(self) -> None:
-        while running := [worker for worker in self.processes if worker.process.is_alive()]:
-            wait([worker.process.sentinel for worker in running], POLL_S)
-            if signal.SIGINT in self.signal_queue:
-                for worker in running:
-                    worker.kill()
-                break
-        super().join_all()

@@ -25,7 +25,7 @@ from ..core.errors import LightningError
 from .api_client import ApiClient
 from .run.tasks import read_tasks
 from .system.processes import ChildSpec, Supervisor, free_port
-from .system.steps import report_standstill
+from .system.steps import say_warnings
 from .system.system import RESTARTS, Launch, running_system
 
 Json = dict[str, Any]
@@ -114,7 +114,7 @@ class Trial:
         async with Supervisor(self.logs) as both:
             trainer = await both.start(self.spec("trainer", "train", restarts=RESTARTS))
             agents = await both.start(self.spec("agents", "run", *options))
-            telling = report_standstill(trainer.log, self.say)
+            telling = say_warnings(trainer.log, self.say)
             work = (agents.process.wait(), both.keep_up(trainer), self.ended(api), telling)
             futures = [asyncio.ensure_future(one) for one in work]
             try:

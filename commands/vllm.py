@@ -20,7 +20,7 @@ from ..core.errors import ConfigError, LightningError
 from ..serving.mode import check_base_model, has_gpu, publish_mode
 from ..serving.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 from ..serving.vllm_worker import WORKER
-from ..trainer.plan import MAX_LORAS, Plan, make_plan
+from ..trainer.plan import MAX_LORAS, make_plan
 from .command_line import telemetry_off
 
 log = logging.getLogger(__name__)
@@ -110,14 +110,20 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     """
     model = require_model(config)
     check_base_model(config)
-    plan = _plan(config, alone)
+    try:
+        plan = make_plan(config)
+    except ConfigError as error:
+        if not alone:
+            raise
+        plan = make_plan(config, trained=False)
+        log.warning("vLLM takes all of these GPUs, and a trainer needs others: %s", error.message)
     config = plan.config
     if importlib.util.find_spec("vllm") is None:
         raise LightningError("vLLM is not installed: pip install 'lightning-proxy[vllm]', or [cpu] without a GPU")
-    gpu, options = has_gpu(), plan.config.vllm
+    gpu, options = has_gpu(), config.vllm
     argv = [sys.executable, "-m", MODULE, "--model", model, "--served-model-name", served_model(config)]
     argv += ["--host", VLLM_HOST, "--port", str(options.port)]
-    argv += ["--dtype", "float32" if options.dtype == "auto" and not gpu else options.dtype]
+    argv += ["--dtype", "auto" if gpu else "float32"]
     # Log-probabilities must be those of the distribution that was really sampled.
     argv += ["--logprobs-mode", "processed_logprobs"]
     # A request that leaves out a sampling parameter gets OpenAI's default, not the model's own.
@@ -134,24 +140,17 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     if publish_mode(config) == "merged":
         argv += ["--worker-extension-cls", WORKER]
     else:
-        argv += ["--enable-lora", "--max-lora-rank", str(_served_rank(config.trainer.lora_rank))]
+        rank = config.trainer.lora_rank
+        served_rank = next((offered for offered in LORA_RANKS if offered >= rank), None)
+        if served_rank is None:
+            raise ConfigError(f"trainer.lora_rank: vLLM serves ranks up to {LORA_RANKS[-1]}, got {rank}")
+        argv += ["--enable-lora", "--max-lora-rank", str(served_rank)]
         argv += ["--max-loras", str(MAX_LORAS * (1 + len(config.policy.adapters)))]
-    argv += parsers_of(model, options.extra_args).argv
+    argv += parsers_of(model, options.extra_args)[0]
     argv += ["--middleware", GUARD]
     argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity
     environment = _environment(config, model, gpu) | visible_gpus(plan.vllm_devices)
     return Program((*argv, *options.extra_args), environment)
-
-
-def _plan(config: Config, alone: bool) -> Plan:
-    try:
-        return make_plan(config)
-    except ConfigError as error:
-        if not alone:
-            raise
-        plan = make_plan(config, trained=False)
-        log.warning("vLLM takes all of these GPUs, and a trainer needs others: %s", error.message)
-        return plan
 
 
 def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
@@ -171,7 +170,7 @@ def exec_vllm(config: Config) -> None:
 
 def without_tools(config: Config) -> str | None:
     """Return a warning if this vLLM will refuse requests with tools."""
-    return parsers_of(require_model(config), config.vllm.extra_args).warning
+    return parsers_of(require_model(config), config.vllm.extra_args)[1]
 
 
 def other_port(config: Config) -> str | None:
@@ -183,13 +182,6 @@ def other_port(config: Config) -> str | None:
         return None
     both = f'vllm: {{port: {port}}} and upstreams: [{{name: {upstream.name}, base_url: "http://127.0.0.1:{port}/v1"}}]'
     return f"vllm.port is {port}, but the upstream {upstream.name} is at port {here[0]}: set both, as in {both}"
-
-
-def _served_rank(rank: int) -> int:
-    """The smallest rank that vLLM offers and that is at least `rank`."""
-    if rank > LORA_RANKS[-1]:
-        raise ConfigError(f"trainer.lora_rank: vLLM serves ranks up to {LORA_RANKS[-1]}, got {rank}")
-    return next(offered for offered in LORA_RANKS if offered >= rank)
 
 
 def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
@@ -210,40 +202,34 @@ def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
     return env
 
 
-@dataclass(frozen=True, slots=True)
-class Parsers:
-    """vLLM's options for the model, and a warning; None if requests with tools are answered."""
+def parsers_of(model: str, extra_args: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return vLLM's options for a Hugging Face id or a directory, and a warning if it will refuse tools.
 
-    argv: tuple[str, ...]
-    warning: str | None = None
-
-
-def parsers_of(model: str, extra_args: Sequence[str]) -> Parsers:
-    """Return the options for a Hugging Face id or a directory. Options in `vllm.extra_args` stay as they are."""
+    Options in `vllm.extra_args` stay as they are.
+    """
     given = {argument.partition("=")[0] for argument in extra_args}
-    tool, reasoning = _known(model)
+    tool, reasoning = _known(Path(model))
     argv: list[str] = []
     if tool is not None and not given & {AUTO, TOOL, f"--no-{AUTO[2:]}"}:
         argv += [AUTO, TOOL, tool]
     if reasoning is not None and REASONING not in given:
         argv += [REASONING, reasoning]
     if tool is not None or given & {AUTO, TOOL}:
-        return Parsers(tuple(argv))
+        return argv, None
     problem = f"no tool parser is known for {model}: requests with tools will get HTTP 400"
     fix = f"agents without tools need none; for others add {AUTO} {TOOL} NAME to vllm.extra_args (docs/agents.md)"
-    return Parsers(tuple(argv), f"{problem}; {fix}")
+    return argv, f"{problem}; {fix}"
 
 
-def _known(model: str) -> tuple[str | None, str | None]:
+def _known(model: Path) -> tuple[str | None, str | None]:
     """Return the tool parser and the reasoning parser by the model's name, else by its chat template."""
-    path = Path(model)
-    name = path.resolve().name if path.is_dir() else model.rpartition("/")[2]
+    name = model.resolve().name.lower()
     for pattern, tool, reasoning in FAMILIES:
-        if re.search(pattern, name.lower()):
+        if re.search(pattern, name):
             return tool, reasoning
     template = ""
     with suppress(OSError, ValueError, AttributeError):
-        template = str(json.loads((path / "tokenizer_config.json").read_text()).get("chat_template"))
+        template = str(json.loads((model / "tokenizer_config.json").read_text()).get("chat_template"))
     with suppress(OSError):
-        template = (path / "chat_template.jinja").read_text()
+        template = (model / "chat_template.jinja").read_text()
     return next((tool for text, tool in WRITTEN if text in template), None), None

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,31 +13,27 @@ from ...core.config.root import Config
 from ...core.redact import Redactor
 from ...store.sqlite.file import make_private
 
+Redact = Callable[[str], str]
+
+MOST = 10_000_000  # bytes of a program's output
 PIECE = 1 << 16
 MARK = 100  # bytes for the line that counts the bytes left out
 
 
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """How many bytes of a program's output are kept, and what is redacted in it."""
-
-    most: int = 10_000_000
-    redact: Callable[[str], str] | None = None
-
-    @classmethod
-    def of(cls, config: Config) -> Keeping:
-        redactor = Redactor(config.recording.redact, config.keys())
-        return cls(int(config.run.log_mb * 1_000_000), redactor.text if redactor else None)
+def redaction(config: Config) -> Redact | None:
+    """Return what redacts a program's output; None if nothing is redacted."""
+    redactor = Redactor(config.recording.redact, config.keys())
+    return redactor.text if redactor else None
 
 
 class ProgramLog:
-    """Keeps the beginning and the last piece of more output than there may be. Redacts whole lines as they come."""
+    """Keeps the beginning and the last piece of more output than `most` bytes. Redacts whole lines as they come."""
 
-    def __init__(self, path: Path, keeping: Keeping) -> None:
+    def __init__(self, path: Path, redact: Redact | None = None, most: int = MOST) -> None:
         make_private(path)
-        self._path, self._redact = path, keeping.redact
-        self._tail_size = min(PIECE, keeping.most // 2)
-        self._room = max(keeping.most - self._tail_size - MARK, 0)  # for the beginning
+        self._path, self._redact = path, redact
+        self._tail_size = min(PIECE, most // 2)
+        self._room = max(most - self._tail_size - MARK, 0)  # for the beginning
         self._file = path.open("wb", buffering=0)
         self._line, self._tail, self._left_out = b"", bytearray(), 0
 
@@ -58,7 +53,7 @@ class ProgramLog:
         """Write the end. Secrets that span pieces are redacted now."""
         self._keep(self._redacted(self._line))
         if self._left_out:
-            self._file.write(f"\n[{self._left_out} bytes left out: run.log_mb]\n".encode())
+            self._file.write(f"\n[{self._left_out} bytes left out]\n".encode())
         self._file.write(self._tail)
         self._file.close()
         if self._redact is not None:
@@ -80,9 +75,9 @@ class ProgramLog:
 
 
 @asynccontextmanager
-async def piped(path: Path, keeping: Keeping) -> AsyncIterator[Path]:
+async def piped(path: Path, redact: Redact | None) -> AsyncIterator[Path]:
     """Yield a named pipe: what programs write to it gets into the log. At the end takes what is still in the pipe."""
-    loop, log = asyncio.get_running_loop(), ProgramLog(path, keeping)
+    loop, log = asyncio.get_running_loop(), ProgramLog(path, redact)
     with TemporaryDirectory(prefix="lightning-output-") as directory:
         pipe = Path(directory) / "pipe"
         os.mkfifo(pipe, 0o600)

@@ -23,7 +23,7 @@ from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ..command_line import brought
 from ..formats import how_it_ended
-from .output import Keeping, last_line, piped
+from .output import Redact, last_line, piped, redaction
 
 SERVER = Path(__file__).with_name("fork_server.py")
 
@@ -69,8 +69,8 @@ class ServedRunner(ABC):
     setup = b""  # what it reads before it is ready
     cannot_start = ""  # what to say if it ends before
 
-    def __init__(self, argv: Sequence[str], say: Callable[[str], None], keeping: Keeping | None) -> None:
-        self._argv, self._say, self._keeping = tuple(argv), say, keeping or Keeping()
+    def __init__(self, argv: Sequence[str], say: Callable[[str], None], redact: Redact | None) -> None:
+        self._argv, self._say, self._redact = tuple(argv), say, redact
         self._child: Process | None = None
         self._life: asyncio.Task[LightningError] | None = None  # of the child
         self._runs: dict[str, _Run] = {}
@@ -86,7 +86,7 @@ class ServedRunner(ABC):
 
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         loop, name = asyncio.get_running_loop(), str(next(self._ids))
-        async with piped(log, self._keeping) as pipe:
+        async with piped(log, self._redact) as pipe:
             async with self._starting:
                 if self._life is None or self._life.done():
                     ready = loop.create_future()
@@ -184,7 +184,7 @@ class LocalRunner(ServedRunner):
         self,
         command: Sequence[str],
         modules: Sequence[str] = (),
-        keeping: Keeping | None = None,
+        redact: Redact | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         require_program(command)
@@ -192,7 +192,7 @@ class LocalRunner(ServedRunner):
             raise ConfigError(f"--preload needs a command of the form `python script.py …`, got: {' '.join(command)}")
         python = [command[0]] if modules else [sys.executable, "-I", "-S"]
         warm = [command[1], *modules] if modules else []
-        super().__init__([*python, str(SERVER), guard.__file__, *warm], say, keeping)
+        super().__init__([*python, str(SERVER), guard.__file__, *warm], say, redact)
         self._command = tuple(command)
         self.name = "preload server" if modules else "fork server"
         if modules:
@@ -208,7 +208,7 @@ def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], s
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
     if config.run.executor == "local":
-        return LocalRunner(command, preload, Keeping.of(config), say)
+        return LocalRunner(command, preload, redaction(config), say)
     if preload:
         raise ConfigError(f"--preload goes with executor local only, not with {config.run.executor}")
     for make in brought("executor"):

@@ -27,9 +27,7 @@ from ..formats import duration, how_it_ended
 T = TypeVar("T")
 KILL_AFTER_S = 0.5  # between SIGTERM and SIGKILL once nobody waits for a program
 RESTARTS_S = 600.0
-RESTART_DELAY_S = 1.0
-SHORTAGE_S = 1800.0
-SHORTAGE_DELAY_S = 10.0
+RESTART_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0  # doubled with each restart: a GPU's memory may be short for minutes
 HEALTH_POLL_S = 0.25
 STILL_S = 15.0
 PORT_POLL_S = 1.0
@@ -54,9 +52,8 @@ class ChildSpec:
 
     `may_end`: exit code 0 is no fault; `done` is said then. `restarts`: how often it is started again within
     `RESTARTS_S` when it dies, but never after exit code 2, which means a wrong configuration. When a `vital` program
-    dies more often, the others end with it; another is started again after `RESTARTS_S`. Deaths whose output matches
-    `shortage` do not count: it is tried again for `SHORTAGE_S`. It has also died when its port, once open, is closed
-    for `grace_s`: vLLM can wait for ever for calls that its lost worker had.
+    dies more often, the others end with it; another is started again after `RESTARTS_S`. It has also died when its
+    port, once open, is closed for `grace_s`: vLLM can wait for ever for calls that its lost worker had.
     """
 
     name: str
@@ -69,7 +66,6 @@ class ChildSpec:
     done: str | None = None
     restarts: int = 0
     vital: bool = True
-    shortage: str | None = None
 
 
 class Child:
@@ -147,11 +143,6 @@ class Child:
     def death(self) -> ChildDied:
         return ChildDied(f"{self.how_it_ended()}: {reason(self.log, self._output_from)}; see {self.log}")
 
-    def lacks_memory(self) -> bool:
-        """Return whether it died for want of something that may be there later."""
-        shortage = self.spec.shortage
-        return shortage is not None and re.search(shortage, _read_from(self.log, self._output_from)) is not None
-
 
 class Supervisor:
     """Starts programs with `start` and ends them on exit, the newest first. Their logs are in `directory`."""
@@ -176,7 +167,7 @@ class Supervisor:
                 self._children.remove(child)
 
     async def start(self, spec: ChildSpec) -> Child:
-        """Start `spec`. Its output goes to `<directory>/<name>.log`, which is begun anew."""
+        """Start `spec`. Its output goes to `<directory>/<name>.log`, which begins empty."""
         child = Child(spec, self._directory / f"{spec.name}.log")
         child.log.unlink(missing_ok=True)
         await child.launch()
@@ -204,20 +195,13 @@ class Supervisor:
 
     async def keep_up(self, child: Child) -> None:
         """Start the child again when it dies, as its spec allows; return once it has ended well. Raise ChildDied."""
-        spec, restarts, short_since = child.spec, list[float](), 0.0
+        spec, restarts = child.spec, list[float]()
         while (code := await child.ended()) != 0 or not spec.may_end:
             now = time.monotonic()
             restarts = [at for at in restarts if now - at < RESTARTS_S]
-            if not child.lacks_memory():
-                short_since = 0.0
-            elif not short_since or now - child.launched_at > RESTARTS_S:  # it had found room since
-                short_since = now
-            if short_since and now - short_since < SHORTAGE_S:
-                what = f" for want of memory: trying again for {SHORTAGE_S / 60:.0f} min"
-                delay_s = SHORTAGE_DELAY_S
-            elif code != 2 and len(restarts) < spec.restarts:
+            if code != 2 and len(restarts) < spec.restarts:
+                what, delay_s = ": starting it again", min(RESTART_DELAY_S * 2 ** len(restarts), LONGEST_DELAY_S)
                 restarts.append(now)
-                what, delay_s = ": starting it again", RESTART_DELAY_S
             elif spec.vital or code == 2:
                 raise child.death()
             else:
@@ -303,8 +287,7 @@ def last_line(log: Path) -> str:
 
 def free_port() -> int:
     """Return a port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -314,16 +297,16 @@ def require_free_port(host: str, port: int, key: str) -> None:
     Who has it may just be ending.
     """
     until = time.monotonic() + ENDING_S
-    while (error := _why_not_bound(host, port)) is not None:
-        if error.errno == errno.EADDRINUSE and time.monotonic() < until:
-            time.sleep(ENDING_POLL_S)
-            continue
-        holder = holder_of(port) if error.errno == errno.EADDRINUSE else None
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            key = key.replace("port", "host")  # unknown, or not this machine: no other port would help
-        held = f": process {holder[0]} ({holder[1][:100]}) listens there" if holder else ""
-        instead = f"{'stop it, or ' * bool(holder)}choose another {key}"
-        raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}){held}: {instead}")
+    while (error := _why_not_bound(host, port)) and error.errno == errno.EADDRINUSE and time.monotonic() < until:
+        time.sleep(ENDING_POLL_S)
+    if error is None:
+        return
+    holder = holder_of(port) if error.errno == errno.EADDRINUSE else None
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        key = key.replace("port", "host")  # unknown, or not this machine: no other port would help
+    held = f": process {holder[0]} ({holder[1][:100]}) listens there" if holder else ""
+    instead = f"{'stop it, or ' * bool(holder)}choose another {key}"
+    raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}){held}: {instead}")
 
 
 def _why_not_bound(host: str, port: int) -> OSError | None:

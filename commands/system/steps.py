@@ -1,11 +1,11 @@
-"""Prints a running trainer's steps as they are done, and why it stands still."""
+"""Prints a running trainer's steps as they are done, and its warnings."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,15 +17,12 @@ from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
 from ...store.opening import opened
 from ...store.store import Store
-from ..formats import duration
 from ..show.steps import step_line
-from .processes import last_line
 
-_TRAINER = re.compile(r"\S+ [\d:,]+ (INFO|WARNING|ERROR) \S+: (.*)")  # date, time, level, module, message
+WARNING = re.compile(r"\S+ [\d:,]+ (?:WARNING|ERROR) \S+: (.*)\n")  # date, time, level, module, message
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-WARNED_S, SILENT_S = 20.0, 300.0  # until a trainer that stands still is told: after a warning, after another line
 # Fewer steps than these are done between two polls.
 NEWEST = 20
 Show = Callable[[int, Mapping[str, Any]], None]
@@ -61,25 +58,14 @@ async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None
             await asyncio.sleep(POLL_S)
 
 
-async def report_standstill(trainer: Path, say: Callable[[str], None], silent_s: float = SILENT_S) -> None:
-    """Say the newest line of the trainer's log once nothing else comes: a warning soon. Runs until cancelled.
-
-    `silent_s`: until another line than a warning is said.
-    """
-    newest, since, is_told = ("", False), time.monotonic(), False
-    while True:
-        if (now := newest_of_trainer(trainer)) != newest:
-            newest, since, is_told = now, time.monotonic(), False
-        what, is_warning = newest
-        limit = WARNED_S if is_warning else silent_s
-        if not is_told and time.monotonic() - since >= limit:
-            say(f"the trainer says nothing new for {duration(limit)}: {what or 'its log is empty'}; see {trainer}")
-            is_told = True
-        await asyncio.sleep(POLL_S)
-
-
-def newest_of_trainer(log: Path) -> tuple[str, bool]:
-    """Return the newest message in a trainer's log without its time, and whether it is a warning or an error."""
-    line = last_line(log)
-    found = _TRAINER.fullmatch(line)
-    return (found[2], found[1] != "INFO") if found else (line, False)
+async def say_warnings(trainer: Path, say: Callable[[str], None]) -> None:
+    """Say each warning and error of a trainer's log once, whatever repeats it. Runs until cancelled."""
+    said = set[str]()
+    with trainer.open("rb") as log:
+        while True:
+            while (line := log.readline()).endswith(b"\n"):
+                if (found := WARNING.fullmatch(line.decode(errors="replace"))) and found[1] not in said:
+                    said.add(found[1])
+                    say(f"trainer: {found[1]}")
+            log.seek(-len(line), os.SEEK_CUR)  # it is not whole yet
+            await asyncio.sleep(POLL_S)

@@ -20,15 +20,10 @@ from ..vllm import VLLM_HOST, other_port, vllm_program
 from .processes import ChildSpec, Supervisor, require_free_port
 
 # How often each part is started again when it dies; it resumes where it was.
-RESTARTS = 3
+RESTARTS = 8
 PROXY_START_S = 60.0
 VLLM_START_S = 7200.0  # it may download a large model first
 AFTERWARDS_S = 10.0  # that the proxy may take to end after the last answer
-# What vLLM says when the trainer has the memory just now: at its peak, or on the way down.
-NO_MEMORY = (
-    r"Free memory on device .* is less than|No available memory for the cache blocks"
-    r"|larger than the available KV cache memory|OutOfMemoryError|CUDA out of memory"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,6 @@ async def running_system(
         f"http://{VLLM_HOST}:{config.vllm.port}/health",
         VLLM_START_S,
         restarts=RESTARTS,
-        shortage=NO_MEMORY,
     )
     proxy = ChildSpec(
         "proxy",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from ..plan import plan_tables
 from ..put_back import put_back_left
 from ..show.steps import step_line
 from ..vllm import without_tools
-from .steps import print_steps, report_standstill
+from .steps import print_steps, say_warnings
 from .system import Launch, running_system
 
 POLL_S = 0.5
@@ -48,8 +47,7 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console) -> No
 async def _show(config: Config, logs: Path, view: UpView) -> None:
     say = partial(view.say, style="red")
     steps = print_steps(config.store, view.step, say)
-    standing = report_standstill(logs / "trainer.log", say, math.inf)  # without rollouts it says nothing
-    await asyncio.gather(view.follow(logs / "proxy.log"), steps, standing)
+    await asyncio.gather(view.follow(logs / "proxy.log"), steps, say_warnings(logs / "trainer.log", say))
 
 
 class UpView:

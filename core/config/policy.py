@@ -51,7 +51,6 @@ class PolicyConfig(Section):
 
 class VllmConfig(Section):
     port: Port = 8100
-    dtype: str = "auto"
     max_model_len: int | None = None
     kv_cache_gib: Above0 = 2.0
     devices: list[Natural] = []

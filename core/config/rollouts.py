@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from ..errors import ConfigError, Unprocessable
-from .section import Above0, Number, Seconds, Section, check_url
+from .section import Number, Seconds, Section, check_url
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 DEFAULT_RANGE = (-10_000.0, 10_000.0)
@@ -61,7 +61,6 @@ class RunConfig(Section):
     executor: Literal["local", "ray"] = "local"
     proxy_url: Annotated[str, AfterValidator(lambda url: check_url("it", url, is_vllm=False))] | None = None
     timeout_s: Seconds | None = None
-    log_mb: Above0 = 10.0
 
 
 def is_script(command: Sequence[str]) -> bool:

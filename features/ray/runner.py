@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...commands.run.output import Keeping
+from ...commands.run.output import redaction
 from ...commands.run.runner import ServedRunner
 from ...core.config.root import Config
 from ...core.errors import ConfigError
@@ -26,7 +26,7 @@ class RayRunner(ServedRunner):
 
     def __init__(self, config: Config, command: Sequence[str], say: Callable[[str], None]) -> None:
         # Ray's client ends its process if the cluster goes away, and takes signals for itself.
-        super().__init__([sys.executable, "-m", f"{__package__}.driver"], say, Keeping.of(config))
+        super().__init__([sys.executable, "-m", f"{__package__}.driver"], say, redaction(config))
         self._config = config.run
         # Not in its arguments: everybody may read those, and runtime_env may hold keys.
         self.setup = json.dumps({"command": command, **config.section(RayConfig).model_dump()}).encode() + b"\n"

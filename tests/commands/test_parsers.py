@@ -13,34 +13,34 @@ from lightning_proxy.commands.vllm import FAMILIES, WRITTEN, parsers_of, vllm_pr
 from lightning_proxy.core.config.root import Config
 
 
-def tools(parser: str) -> tuple[str, ...]:
-    return ("--enable-auto-tool-choice", "--tool-call-parser", parser)
+def tools(parser: str) -> list[str]:
+    return ["--enable-auto-tool-choice", "--tool-call-parser", parser]
 
 
 @pytest.mark.parametrize(
     ("model", "argv"),
     [
         ("Qwen/Qwen2.5-7B-Instruct", tools("hermes")),
-        ("Qwen/Qwen3-0.6B", (*tools("hermes"), "--reasoning-parser", "qwen3")),
+        ("Qwen/Qwen3-0.6B", [*tools("hermes"), "--reasoning-parser", "qwen3"]),
         ("Qwen/Qwen3-4B-Instruct-2507", tools("hermes")),
         ("Qwen/Qwen3-Coder-30B-A3B-Instruct", tools("qwen3_coder")),
         ("meta-llama/Llama-3.2-1B-Instruct", tools("llama3_json")),
         ("mistralai/Mistral-7B-Instruct-v0.3", tools("mistral")),
-        ("openai/gpt-oss-20b", (*tools("openai"), "--reasoning-parser", "openai_gptoss")),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", ("--reasoning-parser", "deepseek_r1")),
+        ("openai/gpt-oss-20b", [*tools("openai"), "--reasoning-parser", "openai_gptoss"]),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", ["--reasoning-parser", "deepseek_r1"]),
     ],
 )
-def test_known_families_get_their_parsers(model: str, argv: tuple[str, ...]) -> None:
-    assert parsers_of(model, ()).argv == argv
+def test_known_families_get_their_parsers(model: str, argv: list[str]) -> None:
+    assert parsers_of(model, ())[0] == argv
 
 
 def test_an_unknown_model_is_warned_of_unless_the_user_names_a_parser() -> None:
-    found = parsers_of("org/unheard-of", ())
-    assert found.argv == () and "requests with tools will get HTTP 400" in (found.warning or "")
+    argv, warning = parsers_of("org/unheard-of", ())
+    assert argv == [] and "requests with tools will get HTTP 400" in (warning or "")
     named = parsers_of("org/unheard-of", ("--enable-auto-tool-choice", "--tool-call-parser=pythonic"))
-    assert (named.argv, named.warning) == ((), None)
-    own = parsers_of("Qwen/Qwen3-0.6B", ("--tool-call-parser", "qwen3_xml", "--enable-auto-tool-choice"))
-    assert own.argv == ("--reasoning-parser", "qwen3")
+    assert named == ([], None)
+    own, _ = parsers_of("Qwen/Qwen3-0.6B", ("--tool-call-parser", "qwen3_xml", "--enable-auto-tool-choice"))
+    assert own == ["--reasoning-parser", "qwen3"]
 
 
 @pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
@@ -50,7 +50,7 @@ def test_a_directory_is_known_by_its_template(tmp_path: Path, where: str) -> Non
     (model / "config.json").write_text("{}")
     text = "say <tool_call>{...}</tool_call>"
     (model / where).write_text(text if where.endswith("jinja") else json.dumps({"chat_template": text}))
-    assert parsers_of(str(model), ()).argv == tools("hermes")
+    assert parsers_of(str(model), ())[0] == tools("hermes")
     config = Config.model_validate({"policy": {"model": str(model)}})
     assert "hermes" in vllm_program(config).argv
     assert without_tools(config) is None

@@ -14,6 +14,7 @@ import pytest
 from lightning_proxy.commands.signals import Interrupted, run_until_signal
 from lightning_proxy.commands.system import processes
 from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port, reason
+from lightning_proxy.core.errors import LightningError
 from support.paths import ROOT
 
 
@@ -152,7 +153,10 @@ def test_the_guard_starts_without_the_package(tmp_path: Path) -> None:
     os.close(write_end)
 
 
-async def test_a_child_that_dies_is_started_again_as_often_as_it_may(tmp_path: Path) -> None:
+async def test_a_child_that_dies_is_started_again_as_often_as_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "RESTART_DELAY_S", 0.01)
     said: list[str] = []
     starts = str(tmp_path / "starts")
     script = f"import pathlib; pathlib.Path({starts!r}).open('a').write('x'); raise SystemExit(3)"
@@ -205,6 +209,20 @@ async def test_a_child_that_closes_its_port_and_lives_on_is_started_again_as_if_
     assert [line for line in said if "starting it again" in line] == [
         f"vllm closed its port and did not end: starting it again; see {tmp_path}/vllm.log"
     ]
+
+
+async def test_a_child_that_is_not_ready_in_time_is_named_with_what_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "STILL_S", 0.3)
+    said = list[str]()
+    prefixed = "(EngineCore pid=7) INFO 11-25 16:41:06 [core.py:133] loading"
+    command = python(f"import time; print({prefixed!r}, flush=True); time.sleep(1000)")
+    async with Supervisor(tmp_path, said.append) as children:
+        child = await children.start(ChildSpec("vllm", command, {}, "http://127.0.0.1:9/", start_timeout_s=2.0))
+        with pytest.raises(LightningError, match="vllm was not ready after 2.0s: .*loading"):
+            await children.wait_healthy(child)
+    assert any(line.startswith("still waiting for vllm after ") and line.endswith("s: loading") for line in said), said
 
 
 # What vLLM 0.32 prints, without most of the tracebacks.
