@@ -322,7 +322,7 @@ def export(
     ] = None,
     status: Annotated[
         Literal["running", "completed", "failed", "discarded", "all"] | None,
-        typer.Option(help="only those of this status", show_default="all; sft: completed and failed"),
+        typer.Option(help="only this status", show_default="all; sft: completed and failed"),
     ] = None,
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
@@ -359,7 +359,7 @@ def plan(
     context: typer.Context,
     model: Model = None,
     gpus: Annotated[
-        str | None, typer.Option(help="cards x GiB of each, as in 1x24 or 8x80", show_default="those of this machine")
+        str | None, typer.Option(help="cards x GiB of each, as in 1x24 or 8x80", show_default="this machine's")
     ] = None,
     as_json: Json = False,
 ) -> None:

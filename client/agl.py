@@ -30,7 +30,6 @@ def value_at(given: Any, path: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Set the variables, make the agent and run it."""
     name, *variables = arguments
     given = task()
     for variable, _, path in (one.partition("=") for one in variables):

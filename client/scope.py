@@ -60,19 +60,19 @@ class Rollout:
         return reached_directly(found, os.environ)
 
     def openai(self, **options: Any) -> Any:
-        """An `openai.OpenAI` whose calls belong to the rollout."""
+        """An `openai.OpenAI` client of the rollout."""
         from openai import DefaultHttpxClient, OpenAI
 
         return OpenAI(**{"http_client": DefaultHttpxClient(trust_env=False), **self._options(options)})
 
     def async_openai(self, **options: Any) -> Any:
-        """An `openai.AsyncOpenAI` whose calls belong to the rollout."""
+        """An `openai.AsyncOpenAI` client of the rollout."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         return AsyncOpenAI(**{"http_client": DefaultAsyncHttpxClient(trust_env=False), **self._options(options)})
 
     def using(self, client: Any) -> Any:
-        """A copy of an OpenAI or Anthropic client whose calls belong to the rollout. Connections are shared.
+        """A copy of an OpenAI or Anthropic client that makes calls of the rollout. Connections are shared.
 
         The client must already talk to the proxy.
         """
@@ -110,7 +110,7 @@ class Rollout:
         return int(self.control.post(self._path("events"), body, self.headers)["event_id"])
 
     def end(self, status: Literal["completed", "failed", "discarded"] = "completed", reason: str | None = None) -> None:
-        """End the rollout. A rollout that has already ended stays as it is."""
+        """End the rollout. A rollout that has already ended is not changed."""
         try:
             self.control.post(self._path("end"), {"status": status, "reason": reason}, {})
         except Refused as error:

@@ -48,8 +48,6 @@ class ProxyNotThere(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class OpenRollout:
-    """The data that an agent needs to make calls that belong to one rollout."""
-
     rollout_id: str
     base_url: str
     api_key: str
@@ -103,7 +101,7 @@ class ApiClient:
         return await self.request("GET", "/rollouts", params=params)
 
     async def every_rollout(self, page: int = 1000, **filters: str | None) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the rollouts, the newest first, asking for so many at a time."""
+        """Yield the rollouts, the newest first, asking for a page at a time."""
         cursor: str | None = None
         while True:
             found = await self.rollouts(**filters, limit=page, cursor=cursor)

@@ -57,7 +57,6 @@ class Commands(TyperGroup):
 
 
 def configuration(context: typer.Context, overrides: dict[str, Any] | None = None) -> Config:
-    """Return the configuration that `--config` names, with the command's options over it."""
     from ..core.config.file import load_config
 
     return load_config(context.obj, overrides)
@@ -78,7 +77,6 @@ def variables(proxy_url: str, rollout: OpenRollout) -> dict[str, str]:
 
 
 def brought(name: str) -> list[Callable[..., Any]]:
-    """Return the function of this name of each feature that has one."""
     return [getattr(module, name) for module in modules("commands") if hasattr(module, name)]
 
 

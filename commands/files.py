@@ -88,6 +88,5 @@ def written(target: Path) -> Iterator[Path]:
 
 
 def save_json(data: Any, path: Path) -> None:
-    """Write the file atomically. Raises LightningError."""
     with written(path) as file:
         file.write_text(json.dumps(data, indent=1) + "\n")

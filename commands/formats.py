@@ -22,7 +22,6 @@ def print_json(value: Any) -> None:
 
 
 def print_view(*views: RenderableType, soft_wrap: bool = False) -> None:
-    """Print what a person reads, one below the other."""
     from rich.console import Console
 
     Console(highlight=False).print(*views, sep="\n", soft_wrap=soft_wrap)
@@ -103,7 +102,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Return a recorded text shown as it is: markup is not applied and control characters are escaped."""
+    """Return a recorded text to show: markup is not applied and control characters are escaped."""
     from rich.text import Text
 
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))

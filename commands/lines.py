@@ -74,7 +74,6 @@ def set_up(format: LogFormat, shared: Path | None = None) -> None:
 
 
 def say(message: str, **fields: Any) -> None:
-    """Log a message; `fields` are for JSON."""
     log.info("%s", message, extra={"fields": fields})
 
 
@@ -98,7 +97,6 @@ class CallLines:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
-        """Log the calls noted since the last time."""
         waiting, counts, self._waiting, self._counts, self._timer = self._waiting, self._counts, [], Counter(), None
         for start, end in waiting:
             fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}

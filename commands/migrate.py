@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Rows = list[tuple[Any, ...]]
 
-BATCH = 200  # rows; those of `calls` may be large
+BATCH = 200  # rows; a row of `calls` may be large
 # What is not numbered yet gets the numbers after the highest. Nobody has seen those.
 FEED = """
 SELECT n, kind, ref FROM (
@@ -68,7 +68,6 @@ class Table:
 
     @property
     def read(self) -> str:
-        """The statement that reads its rows, in order."""
         order = ", ".join(f'"{column}"' for column in self.key)
         return f"SELECT {self.listed} FROM {self.name} ORDER BY {order}"
 
@@ -79,7 +78,7 @@ class Table:
 
 
 async def move(from_url: str, to_url: str) -> int:
-    """Move a store to an address where there is none; return how many rows it has. The source stays as it is.
+    """Move a store to an address where there is none; return how many rows it has. The source is not changed.
 
     Raise LightningError where that cannot be done. Then there is nothing at the target.
     """
@@ -161,7 +160,6 @@ class FileStore:
         self._connection.executemany(table.insert("?"), rows)
 
     def kept(self, rows: Rows) -> Rows:
-        """Return the rows as this store keeps them."""
         return rows
 
 

@@ -53,7 +53,6 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
 
 
 def _settings(plan: Plan) -> list[tuple[str, Any, str]]:
-    """Key, value and meaning of each."""
     vllm, trainer = plan.config.vllm, plan.config.trainer
 
     def gib(devices: Sequence[int]) -> str:

@@ -23,14 +23,13 @@ FRESH = "default"  # vLLM's label of the weights that it was started with
 
 @dataclass(frozen=True, slots=True)
 class LearnJournal:
-    """What may have to be put back: adapters whose names begin with `name`, or all weights; and directories."""
+    """What may have to be put back: adapters with names that begin with `name`, or all weights; and directories."""
 
     name: str
     merged: bool
     directories: Sequence[str]
 
     def write(self, path: Path) -> None:
-        """Write the whole file, then give it its name."""
         with written(path) as part:
             part.write_text(json.dumps(asdict(self)) + "\n")
 
@@ -67,7 +66,6 @@ async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
 
 
 def forget(path: Path, journal: LearnJournal) -> None:
-    """Remove the directories, then the journal."""
     for directory in journal.directories:
         shutil.rmtree(directory, ignore_errors=True)
     path.unlink(missing_ok=True)

@@ -57,7 +57,6 @@ log = logging.getLogger(__name__)
 
 
 def uvicorn_options(proxy: ProxyConfig) -> dict[str, Any]:
-    """Return the arguments of uvicorn.Config, without the app."""
     return UVICORN | {"host": proxy.host, "port": proxy.port, "timeout_graceful_shutdown": proxy.stop_timeout_s}
 
 
@@ -82,7 +81,7 @@ def serve(config: Config, log_format: LogFormat = "text") -> None:
     from ..proxy.gateway.metrics import SHARED
 
     with tempfile.TemporaryDirectory(prefix="lightning-metrics-") as shared:
-        os.environ[SHARED] = shared  # the workers are started anew, not forked
+        os.environ[SHARED] = shared  # the workers are new processes, not forks
         _serve_in_workers(config, partial(_worker, config, log_format))
 
 
@@ -150,7 +149,7 @@ def _app(config: Config, lines: CallLines) -> ASGIApp:
 
 
 def _plain(app: ASGIApp) -> ASGIApp:
-    """The app, whose start says in one line why it failed, if that is an error of ours."""
+    """The app. If it cannot start for an error of ours, one line says why."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         async def tell(message: Message) -> None:
@@ -206,8 +205,6 @@ class OneServer(Server):
 
 
 class SeveralServers(Multiprocess):
-    """A supervisor of several servers, each in a process of its own."""
-
     def keep_subprocess_alive(self) -> None:
         before = [*self.processes]
         super().keep_subprocess_alive()

@@ -81,7 +81,6 @@ def migrate_store(
 
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:
-    """Collect the data that `store info` shows; sizes in bytes."""
     from ..store.opening import opened
     from ..store.retention import read_pages, read_totals
     from ..store.rollouts import Rollouts

@@ -124,7 +124,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     argv = [sys.executable, "-m", MODULE, "--model", model, "--served-model-name", served_model(config)]
     argv += ["--host", VLLM_HOST, "--port", str(options.port)]
     argv += ["--dtype", "auto" if gpu else "float32"]
-    # Log-probabilities must be those of the distribution that was really sampled.
+    # Log-probabilities of the distribution that was really sampled.
     argv += ["--logprobs-mode", "processed_logprobs"]
     # A request that leaves out a sampling parameter gets OpenAI's default, not the model's own.
     argv += ["--generation-config", "vllm"]
@@ -161,7 +161,6 @@ def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
 
 
 def exec_vllm(config: Config) -> None:
-    """Replace this process by vLLM. Does not return."""
     program = vllm_program(config, alone=True)
     for warning in filter(None, (without_tools(config), other_port(config))):
         print(f"warning: {warning}", file=sys.stderr, flush=True)

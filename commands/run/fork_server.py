@@ -2,7 +2,7 @@
 
 The agent's own interpreter runs it, so it needs only the standard library. `GUARD` is core/guard.py: every program
 has a guard of its own. It reads one JSON object a line on stdin: {"id", "argv", "cwd", "env", "log"} starts a program
-whose stdout and stderr go to the file `log`, {"kill": id} ends one. With a SCRIPT, the program is that script, run in
+with the file `log` as its stdout and stderr, {"kill": id} ends one. With a SCRIPT, the program is that script, run in
 the fork; without one, it is the command `argv`.
 It writes {"id", "started": true}, and {"id", "code"} at the end; a negative code is the signal that killed it.
 When its stdin closes, it ends all programs and itself.
@@ -29,8 +29,6 @@ GRACE_S = 5.0  # for a program to end after SIGTERM, before SIGKILL
 
 
 class Server:
-    """Forks programs as the parent wants them."""
-
     def __init__(self, guard: Any, script: str | None, requests: int, reports: int) -> None:
         self._guard, self._script = guard, script
         self._requests, self._reports = requests, reports

@@ -77,7 +77,7 @@ class Backlog(Observer):
         return len(self._running) + len(self._ended) + self._group_size <= self._limit
 
     async def _forget_published(self) -> bool:
-        """Count no rollout whose step is live. Return whether new ones are needed in any case."""
+        """Count a rollout no more once its step is live. Return whether new ones are needed in any case."""
         policy = await self._api.policy()
         if collapse := policy["collapse"]:
             raise PolicyCollapsed(f"no version is published any more: {Collapse(**collapse).story}")
@@ -153,7 +153,6 @@ class Budget(Observer):
             self._unpriced += costs["unpriced"] + sum(costs["of_calls"][call_id]["unknown"] for call_id in ended_well)
 
     def require(self) -> None:
-        """Raise OverBudget if tasks were left out."""
         if self.left_out and self._unpriced:
             raise OverBudget(
                 f"--budget: {self._unpriced} calls have no known cost (`costs --by model` says which): give the "

@@ -38,7 +38,6 @@ class ProgramLog:
         self._line, self._tail, self._left_out = b"", bytearray(), 0
 
     def write(self, data: bytes) -> None:
-        """Take a piece of the program's output."""
         data = self._line + data
         end = len(data) if self._redact is None else data.rfind(b"\n") + 1
         begun = data.rfind(b"-----BEGIN ", 0, end)

@@ -123,7 +123,6 @@ def names_table(models: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Tabl
 
 
 def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
-    """Return the results of each task, tasks in the order of their ids."""
     groups: dict[str, list[RolloutResult]] = {}
     for result in results:
         groups.setdefault(result.task_id, []).append(result)

@@ -81,7 +81,7 @@ class OpenedRollouts(Observer):
                 if rollout["status"] not in ("failed", "discarded"):
                     self.results.append(result)
             elif rollout["status"] == "running":
-                await api.end_rollout(name, "failed", "`run --resume` began it anew")
+                await api.end_rollout(name, "failed", "`run --resume` began it again")
                 failed += 1
         return failed
 
@@ -92,7 +92,7 @@ class OpenedRollouts(Observer):
         self._file.flush()
 
     def left(self, tasks: Sequence[Task], group_size: int) -> list[Task]:
-        """Return the tasks whose groups have fewer siblings with a result; each names those that it has.
+        """Return the tasks whose groups have fewer siblings with a result; each names its siblings so far.
 
         Results of other tasks are forgotten.
         """

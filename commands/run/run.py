@@ -216,7 +216,6 @@ class _TaskRun:
 
 
 def result_of(rollout: Mapping[str, Any], code: int = 0, reason: str | None = None) -> RolloutResult:
-    """Return the result of a rollout, as the proxy has it."""
     answers: dict[str | None, dict[int | None, None]] = {}
     for call in rollout.get("calls", ()):
         if call["status"] == "ok":  # it has several versions if weights were replaced during it

@@ -37,8 +37,6 @@ class RunTimedOut(LightningError):
 
 
 class Runner(Protocol):
-    """A way of running the agent program."""
-
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         """Run it once and return its exit code, negative for a signal. Cancelling the call kills it.
 

@@ -97,7 +97,6 @@ class Child:
         return self.process.returncode is None
 
     async def interrupt(self) -> None:
-        """Ask the program to end, and wait until it has."""
         if self.running:
             self.process.send_signal(signal.SIGINT)
             await self.process.wait()

@@ -58,12 +58,10 @@ class UpView:
         self._time = time_format(console.is_terminal)
 
     def say(self, what: str, style: str = "dim") -> None:
-        """Show a line of any text."""
         line = plain(f"{time.strftime(self._time)} {what}", style)
         self.console.print(line, soft_wrap=True, highlight=False)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a step that is done."""
         width = self.console.width - len("00:00:00 ") if self.console.is_terminal else None
         self.console.print(
             plain(time.strftime(f"{self._time} "), "dim") + step_line(step, metrics, width), soft_wrap=True

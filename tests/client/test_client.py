@@ -160,15 +160,6 @@ client.emit_reward(0.75, name="inner", final=False)
     assert [(reward["name"], reward["reward"]) for reward in rollout["rewards"]] == [("inner", 0.75)]
 
 
-def test_a_program_of_either_api_is_given_the_key_that_the_proxy_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = client.rollout("r1", url="http://127.0.0.1:1", api_key="lpk-mine")._rollout.environ
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with openai.OpenAI() as chat, anthropic.Anthropic() as claude:
-        assert (chat.api_key, claude.api_key) == ("lpk-mine", "lpk-mine")
-        assert str(claude.base_url).rstrip("/") == "http://127.0.0.1:1/rollouts/r1"
-
-
 async def test_a_scope_may_be_left_in_another_context_than_it_was_entered_in(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         scope = client.rollout("r1", url=system.url)

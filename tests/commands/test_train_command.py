@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,24 +36,3 @@ def test_a_loss_without_a_gradient_is_one_line_before_a_model_is_loaded(tmp_path
     told = [line for line in done.stderr.splitlines() if line]
     assert done.returncode == 2 and f"trainer.{key} {name}: it has no gradient" in "".join(told)
     assert "Traceback" not in done.stderr and len(told) < 6, done.stderr
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone has a heap for each thread")
-def test_all_threads_take_memory_from_one_heap() -> None:
-    program = """
-import ctypes, threading
-from lightning_proxy.commands.train import one_heap
-
-c = ctypes.CDLL(None)
-one_heap()
-threads = [threading.Thread(target=c.malloc, args=(4096,)) for _ in range(3)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-c.fdopen.restype = ctypes.c_void_p
-c.malloc_info(0, ctypes.c_void_p(c.fdopen(1, b"w")))
-c.fflush(None)
-"""
-    alone = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    shared = program.replace("one_heap()\nthreads", "threads")
-    apart = subprocess.run([sys.executable, "-c", shared], capture_output=True, text=True, check=True)
-    assert alone.stdout.count("<heap nr=") == 1 < apart.stdout.count("<heap nr=")

@@ -303,7 +303,7 @@ def test_programs_end_with_a_killed_run_and_its_rollouts_when_it_is_resumed(runs
     done = runs.run("--group-size", "2", "--resume", kept)
     assert "2 rollouts of the run that was stopped have failed" in " ".join(done.stderr.split())
     assert [one["status"] for one in runs.rollouts()] == ["completed"] * 2 + ["failed"] * 2
-    assert {one["reason"] for one in runs.rollouts()[2:]} == {"`run --resume` began it anew"}
+    assert {one["reason"] for one in runs.rollouts()[2:]} == {"`run --resume` began it again"}
 
 
 FAILS_AT_FIRST = """

@@ -67,19 +67,6 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
     assert sorted(told) == sorted(f"{name} {what}" for name in proxy.rollouts for what in ("opened", "ended"))
 
 
-async def test_rollouts_whose_rewards_do_not_come_are_looked_at_seldom(proxy: ControlApi, tmp_path: Path) -> None:
-    runner, seen = Program("process")(tmp_path, "pass"), list[str]()
-
-    class Waiting(ApiClient):
-        async def rollout(self, rollout_id: str) -> dict[str, Any]:
-            seen.append(rollout_id)
-            return await super().rollout(rollout_id) | {"awaits_reward": True}
-
-    async with Waiting(proxy.url) as api:
-        await run_tasks(api, [task(1)], runner, RunOptions(score_timeout_s=3.0))
-    assert 3 < len(seen) < 8, "not five times a second"
-
-
 async def test_modules_that_cannot_be_imported_are_named(proxy: ControlApi, tmp_path: Path) -> None:
     (tmp_path / "agent.py").touch()
     runner = LocalRunner([sys.executable, str(tmp_path / "agent.py")], ["no_such_module"])

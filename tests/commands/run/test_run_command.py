@@ -134,17 +134,6 @@ def test_elsewhere_than_on_a_terminal_progress_is_a_line_at_the_end() -> None:
     assert shown(console) == "rollouts 2/2  reward 0.500  failed 1  0:00:00\n"
 
 
-def test_on_a_terminal_progress_is_a_bar_of_at_most_80_columns() -> None:
-    console = Console(file=StringIO(), width=80, force_terminal=True, color_system=None)
-    with ProgressView(console) as view:
-        bar = view.bar("a-model-with-a-rather-long-name", 10_000)
-        bar.add(result(1.0))
-        bar.show(5_000, 0.123, 12)
-    last = shown(console).rsplit("\r", 1)[-1]
-    assert "5000/10000" in last and "reward 0.123" in last and "failed 12" in last
-    assert max(map(len, last.splitlines())) <= 90  # with the characters that move the cursor
-
-
 REWARDS_EVERY_OTHER = """
 import json, os, pathlib, urllib.request
 seen = pathlib.Path('seen.txt')
