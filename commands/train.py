@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -56,7 +56,9 @@ def prepared(config: Config, run: Run) -> Config:
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     plan = make_plan(config, offline=run.offline is not None or run.launched, sharded=sharded)
     if has_gpu():
-        _prepare_gpu(plan.trainer_devices)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no pieces that nothing fits in
+        if not _has_launcher():  # its processes share the GPUs out by themselves
+            os.environ.update(visible_gpus(plan.trainer_devices[:1]))
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     one_heap()
@@ -79,16 +81,6 @@ def quiet() -> None:
 
     disable_progress_bar()  # of every file that is written
     disable_progress_bars()
-
-
-def _prepare_gpu(devices: Sequence[int]) -> None:
-    """Before torch is loaded: show it one GPU, and let its allocator grow what it has instead of leaving pieces.
-
-    Processes of a launcher share the GPUs out by themselves.
-    """
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if not _has_launcher():
-        os.environ.update(visible_gpus(devices[:1]))
 
 
 def _has_launcher() -> bool:

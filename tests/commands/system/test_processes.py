@@ -53,19 +53,22 @@ async def written(path: Path) -> list[int]:
     return [int(word) for word in path.read_text().split()]
 
 
-async def test_a_child_that_dies_while_starting_is_reported_with_its_last_words(tmp_path: Path) -> None:
-    spec = ChildSpec("web", python("print('no room'); raise SystemExit(7)"), health_url="http://127.0.0.1:9")
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (python("print('no room'); raise SystemExit(7)"), r"web ended \(exit code 7\): no room"),
+        (["sh", "-c", "kill -9 $$"], "web ended .signal SIGKILL"),
+        (["/no/such"], "/no/such cannot be started: No such file"),
+    ],
+    ids=["exit code", "signal", "not there"],
+)
+async def test_a_child_that_dies_while_starting_is_reported_with_its_last_words(
+    tmp_path: Path, command: list[str], told: str
+) -> None:
     async with Supervisor(tmp_path) as supervisor:
-        with pytest.raises(ChildDied, match=r"web ended \(exit code 7\)[\s\S]*no room"):
-            await supervisor.wait_healthy(await supervisor.start(spec))
-
-
-async def test_work_ends_when_a_child_is_killed(tmp_path: Path) -> None:
-    async with Supervisor(tmp_path) as supervisor:
-        child = await supervisor.start(ChildSpec("one", ["sh", "-c", "echo ready; kill -9 $$"]))
-        with pytest.raises(ChildDied, match="one ended .signal SIGKILL"):
-            await supervisor.guard(asyncio.sleep(1000))
-        assert not child.running
+        with pytest.raises(ChildDied, match=told):
+            child = await supervisor.start(ChildSpec("web", command, health_url="http://127.0.0.1:9"))
+            await supervisor.wait_healthy(child)
 
 
 async def test_a_child_that_may_end_does_not_disturb_the_work(tmp_path: Path) -> None:
@@ -131,17 +134,6 @@ def test_sigterm_while_starting_stops_the_children_too(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run_until_signal(start_and_wait_in_vain())
     assert not exists(children[0])
-
-
-def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
-    async def start() -> None:
-        async with Supervisor(tmp_path) as supervisor:
-            await supervisor.wait_healthy(
-                await supervisor.start(ChildSpec("x", ["/no/such"], health_url="http://[::1]:9"))
-            )
-
-    with pytest.raises(ChildDied, match="/no/such cannot be started: No such file"):
-        asyncio.run(start())
 
 
 def test_the_guard_starts_without_the_package(tmp_path: Path) -> None:
