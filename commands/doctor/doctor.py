@@ -1,25 +1,36 @@
-"""`doctor`: checks every link, from the configuration to the next step, and says what to fix."""
+"""`doctor`: checks every link, from the configuration to the next step, and says what to fix.
+
+A row has a name, a probe that says what it found, and what to do if that is not well.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import tempfile
+from collections.abc import Awaitable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import aiohttp
+from rich.console import Console
+from rich.table import Table
 
 from ...core.config.address import shown, without_secrets
 from ...core.config.file import load_config
 from ...core.config.root import Config
 from ...core.config.server import StoreConfig
 from ...core.config.upstreams import UpstreamConfig, below
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, LightningError
 from ...core.groups import Grouping
 from ...core.http import through
+from ...proxy.gateway.exact import RENDER
 from ...serving.mode import publish_mode
+from ...serving.operator import key_file, operator_headers
 from ...store.opening import first_value, opened
 from ...store.sqlite.database import ROOM, has_room
 from ...store.sqlite.file import lock_file
@@ -27,11 +38,10 @@ from ...store.store import Store
 from ...store.versions import DECIDED
 from ...trainer.collect.groups import full_groups, what_is_missing
 from ..api_client import ApiClient, ApiError, ProxyNotThere
+from ..formats import plain, print_json
 from ..put_back import put_back_left
 from ..signals import run_until_signal
 from ..vllm import other_port
-from .checks import Doubt, Finding, Report
-from .vllm import REFUSED, VllmChecks
 
 TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
 REACH_S = 5.0
@@ -45,6 +55,93 @@ NO_REWARDS = (
 )
 OTHER_STORE = "answers, but its store is not this configuration's"
 ELSEWHERE = "run doctor where it was started, or with `--config` and its file"
+REFUSED = (401, 403)
+RESTART = "start the server with `lightning-proxy vllm`"
+QUESTION = [{"role": "user", "content": "What is two plus two?"}]
+ANSWER = "The answer is four."
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CHAT, LOAD, UNLOAD = "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+# An adapter without weights: vLLM reads this file, then says that the tensors are missing.
+ABOUT = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "bias": "none"}
+Outcome = Literal["ok", "warning", "failed"]
+STYLE = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+# What reading an answer raises that has another shape than it should.
+OTHER_SHAPE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One checked link of the chain. `fix` says what to do unless it is ok."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    fix: str | None = None
+
+
+class Finding(Exception):
+    """What a probe found that is not well. `fix`: in place of its row's."""
+
+    outcome: Outcome = "failed"
+
+    def __init__(self, found: str, fix: str | None = None) -> None:
+        super().__init__(found)
+        self.fix = fix
+
+
+class Doubt(Finding):
+    """What is not well, and breaks nothing."""
+
+    outcome = "warning"
+
+
+class Broken(Exception):
+    """A check failed, and later ones would say nothing."""
+
+
+class Report:
+    """Makes checks, shows each at once, or all as JSON at the end. `stops`: a check that fails raises Broken."""
+
+    def __init__(self, *, as_json: bool, stops: bool = False) -> None:
+        self.checks: list[Check] = []
+        self._as_json, self._stops = as_json, stops
+
+    async def check(self, name: str, probe: Awaitable[str], fix: str) -> Check:
+        """Make a row's check. What the probe returns is well; errors mean that it failed."""
+        outcome: Outcome = "failed"
+        mend: str | None = fix
+        try:
+            outcome, found, mend = "ok", await probe, None
+        except Finding as finding:
+            outcome, found, mend = finding.outcome, str(finding), finding.fix or fix
+        except LightningError as error:
+            found = error.message
+        except (aiohttp.ClientError, TimeoutError) as error:
+            found = without_secrets(str(error)) or "no answer in time"
+        except OTHER_SHAPE:
+            found = "an answer has another shape than expected"
+        self.add(name, outcome, found, mend)
+        return self.checks[-1]
+
+    def add(self, name: str, outcome: Outcome, found: str, fix: str | None = None) -> None:
+        self.checks.append(Check(name, outcome, found, fix))
+        if not self._as_json:
+            table = Table.grid(padding=(0, 2))
+            table.add_column(no_wrap=True, min_width=7)
+            table.add_column(no_wrap=True, min_width=18)
+            table.add_column(overflow="fold")
+            table.add_row(plain(outcome, STYLE[outcome]), plain(name), plain(found))
+            if fix:
+                table.add_row("", "", plain(f"→ {fix}"))
+            Console(highlight=False).print(table)
+        if self._stops and outcome == "failed":
+            raise Broken
+
+    def end(self) -> bool:
+        """Print the JSON, if it is wanted, and return whether no check failed."""
+        if self._as_json:
+            print_json([asdict(check) for check in self.checks])
+        return all(check.outcome != "failed" for check in self.checks)
 
 
 def doctor(path: Path | None, *, as_json: bool) -> bool:
@@ -246,3 +343,176 @@ async def probe_trainer(config: Config) -> str:
 async def probe_step(config: Config) -> str:
     """Return what the next step waits for."""
     return what_is_missing(await waiting_groups(config), config.trainer)
+
+
+class VllmChecks:
+    """The checks of one vLLM server."""
+
+    def __init__(self, config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> None:
+        self._config, self._session = config, session
+        self._roots = [url.removesuffix("/v1") for url in upstream.published_to]
+        self._headers = upstream.credentials | operator_headers(config.policy.directory)
+        self._publish = publish_mode(config)
+        self._model = ""
+
+    async def run(self, report: Report) -> None:
+        """Make each check; only the first if the server serves no model."""
+        first = await report.check("policy server", self._length(), RESTART)
+        if first.outcome == "failed":
+            return
+        await report.check("tokens", self._tokens(), RESTART)
+        await report.check("logprobs", self._logprobs(), RESTART)
+        await report.check("sampling", self._sampling(), RESTART)
+        await report.check("template", self._template(), RESTART)
+        await report.check("tools", self._tools(), RESTART)
+        await report.check("publishing", self._publishing(), RESTART)
+        await report.check("operator", self._operator(), RESTART)
+        if self._publish == "lora":
+            await report.check("shared directory", self._shared(), RESTART)
+
+    async def _length(self) -> str:
+        """Find the base model, and check that samples may be as long as its context."""
+        status, answer = await self._send("GET", "/v1/models")
+        served = answer["data"] if status < 400 else ()
+        base = next((model for model in served if model.get("parent") is None), None)
+        if base is None:
+            raise Finding("lists no base model")
+        self._model, length = base["id"], base.get("max_model_len")
+        longest = self._config.trainer.max_sample_tokens
+        if longest is not None and length is not None and length > longest:
+            fix = f"raise trainer.max_sample_tokens to {length}, or set vllm.max_model_len"
+            raise Doubt(f"{self._model} serves {length} tokens; samples over {longest} are dropped", fix)
+        return f"{self._model} serves {length} tokens"
+
+    async def _tokens(self) -> str:
+        answer = await self._chat(max_tokens=4)
+        choice = answer["choices"][0]
+        # SGLang gives a prompt's ids in each choice.
+        ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content") or []
+        if not ids or not (answer.get("prompt_token_ids") or choice.get("prompt_token_ids")):
+            raise Finding("no token ids come back", "use vLLM 0.10 or newer: return_token_ids is not understood")
+        if not len(ids) == len(logprobs) == (wanted := answer["usage"]["completion_tokens"]):
+            raise Finding(f"{len(ids)} token ids and {len(logprobs)} log-probabilities where usage says {wanted}")
+        return "the server says which tokens it wrote, and how likely each was"
+
+    async def _logprobs(self) -> str:
+        """Halving the temperature doubles the gaps between log-probabilities taken after temperature."""
+        tops = []
+        for temperature in (1.0, 0.5):
+            answer = await self._chat(max_tokens=1, temperature=temperature, top_logprobs=5)
+            first = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            # Tokens that cannot be sampled are left out.
+            tops.append({entry["token"]: entry["logprob"] for entry in first if entry["logprob"] > -1000})
+        warm, cold = tops
+        common = sorted(warm.keys() & cold.keys(), key=lambda token: warm[token])
+        if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < 0.1:
+            raise Doubt("cannot tell whether they are taken after temperature")
+        if any(value > 0.001 for value in warm.values()):
+            raise Finding("logits come back instead")
+        if (cold[common[-1]] - cold[common[0]]) / gap < 1.5:
+            fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
+            raise Finding("they are taken before temperature, not from what was sampled", fix)
+        return "taken after temperature, as training needs them"
+
+    async def _sampling(self) -> str:
+        """Check the route that says how an answer was sampled, and takes a next turn as tokens."""
+        status, _ = await self._post(RENDER, messages=QUESTION)
+        if status >= 400:
+            found = f"{RENDER} answers HTTP {status}: calls with a grammar are not trained on"
+            raise Doubt(f"{found}, policy.token_continuity cannot be exact", f"{RESTART}, or add --enable-scale-out")
+        return "the server says how it samples"
+
+    async def _template(self) -> str:
+        """Check that a second turn's prompt begins with the first turn's prompt and the answer's tokens."""
+        more = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And plus one?"}]
+        asked = (
+            {"messages": QUESTION, "add_generation_prompt": True},
+            {"prompt": ANSWER, "add_special_tokens": False},
+            {"messages": [*QUESTION, *more], "add_generation_prompt": True},
+        )
+        first, said, second = [list((await self._answer("/tokenize", **body))["tokens"]) for body in asked]
+        if second[: len(first + said)] != first + said:
+            fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
+            raise Doubt("a second turn changes tokens before it: a row for each call", fix)
+        return "a second turn begins as the first one was: a conversation is trained on as one row"
+
+    async def _tools(self) -> str:
+        status, answer = await self._post(CHAT, messages=QUESTION, tools=[TOOL], max_tokens=1)
+        if status < 400:
+            return "a request with tools is answered"
+        found = f"a request with tools gets HTTP {status}; agents without tools need not care ({str(answer)[:200]})"
+        fix = "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
+        raise Doubt(found, fix)
+
+    async def _publishing(self) -> str:
+        """Check the routes by which new weights are loaded, and that they are open to us."""
+        lora = self._publish == "lora"
+        for method, path in [("POST", LOAD)] if lora else [("GET", "/weight_info"), ("GET", "/is_paused")]:
+            status, _ = await self._send(method, path, {} if lora else None)
+            if status in REFUSED:
+                key = key_file(self._config.policy.directory).absolute()
+                fix = "run doctor where vLLM was started, or with the configuration that it was started with"
+                raise Finding(f"the policy server does not know the key in {key}", fix)
+            # An adapter without a name is refused where adapters can be loaded, and not found where they cannot.
+            if lora and status in (404, 405):
+                fix = f"{RESTART}, or set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
+                raise Finding("lora: adapters cannot be loaded", fix)
+            if not lora and status >= 400:
+                fix = f"{RESTART}, or set VLLM_SERVER_DEV_MODE=1 on a server that only this machine reaches"
+                raise Finding(f"merged: {path} answers HTTP {status}", fix)
+        return f"{self._publish}: new weights can be loaded while it serves"
+
+    async def _operator(self) -> str:
+        """Check that a web page could not use the routes that publishing needs."""
+        method, path = ("POST", LOAD) if self._publish == "lora" else ("GET", "/is_paused")
+        status, _ = await self._send(method, path, {}, {"Origin": "https://page.example"})
+        if status in (*REFUSED, 404, 405):
+            return "only we can change its weights"
+        found = "a web page, or any program that reaches this vLLM, can replace its weights"
+        raise Doubt(found, f"{RESTART}, or give it our guard (docs/security.md)")
+
+    async def _shared(self) -> str:
+        """Have each server look for an adapter in the directory of new weights. Nothing is loaded."""
+        directory = self._config.policy.directory
+        fix = "share policy.directory with the server, under the same path (docs/running.md)"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            made = tempfile.TemporaryDirectory(prefix="doctor-", dir=directory.absolute())
+        except OSError as error:
+            raise Finding(f"{directory} cannot be written: {error.strerror}", "correct policy.directory") from None
+        with made as path:
+            Path(path, "adapter_config.json").write_text(json.dumps(ABOUT))
+            for root in self._roots:
+                adapter = {"lora_name": "lightning-doctor"}
+                status, answer = await self._send("POST", LOAD, adapter | {"lora_path": path}, root=root)
+                if status < 400:
+                    await self._send("POST", UNLOAD, adapter, root=root)
+                elif status == 404 or "No adapter found" in str(answer):
+                    raise Finding(f"{root} does not see {directory.absolute()}: it can get no new weights", fix)
+                elif "contain tensors" not in str(answer):
+                    found = f"{root} cannot say whether it sees {directory}: HTTP {status} {str(answer)[:200]}"
+                    raise Doubt(found, fix)
+        return f"{', '.join(self._roots)} reads adapters from {directory}"
+
+    async def _chat(self, **more: Any) -> Any:
+        plain = {"messages": QUESTION, "logprobs": True, "top_p": 1.0, "top_k": 0}
+        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        return await self._answer(CHAT, **plain, **ids, **more)
+
+    async def _answer(self, path: str, **body: Any) -> Any:
+        status, answer = await self._post(path, **body)
+        if status >= 400:
+            raise Finding(f"{path} answers HTTP {status}: {str(answer)[:200]}")
+        return answer
+
+    async def _post(self, path: str, **body: Any) -> tuple[int, Any]:
+        return await self._send("POST", path, {"model": self._model, **body})
+
+    async def _send(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, root: str = ""
+    ) -> tuple[int, Any]:
+        """Return the answer's status and body. `headers`: in place of those with our keys; `root`: another server."""
+        url, sent = (root or self._roots[0]) + path, self._headers if headers is None else headers
+        async with self._session.request(method, url, json=body, headers=sent) as answer:
+            is_json = "json" in answer.content_type
+            return answer.status, await (answer.json() if is_json else answer.text())

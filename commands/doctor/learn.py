@@ -25,9 +25,7 @@ from ..put_back import FRESH, alone, forget, journal_path, put_back, put_back_if
 from ..run.tasks import Task, read_tasks
 from ..signals import Interrupted, run_until_signal
 from ..train import prepared, quiet
-from .checks import Broken, Finding, Report
-from .doctor import check_servers, open_session
-from .vllm import VllmChecks
+from .doctor import Broken, Finding, Report, VllmChecks, check_servers, open_session
 
 ACTIVE_S = 600.0  # a rollout that did nothing for so long was forgotten, not ended
 # So much nearer to the first answer than the trained weights' answer is the one that weights of before give.

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import aiohttp
@@ -53,12 +54,12 @@ from ..run.runner import Runner, runner_for
 from ..run.tasks import Task
 from ..serve import uvicorn_options
 from ..system.processes import free_port
-from .checks import Doubt, Finding, Report
+from .doctor import Doubt, Finding, Report
 
 REWARD = "doctor"  # other rewards, such as an agent posts for itself, do not count
 GROUP_SIZE, TASKS = 8, 4
 CONCURRENCY = 16
-TOKENS = 24  # of each answer of the built-in agent
+TOKENS = 12  # of each answer of the built-in agent
 # A step with less is too small for a server's answers to show.
 LEAST_RATE = {"lora": 1e-4, "full": 1e-5}
 PUBLISH_S = 240.0
@@ -236,20 +237,24 @@ class LearnStep:
         return found
 
     async def _reward(self) -> str:
-        """Reward half of each task's different answers, and check that the rewards arrived."""
-        answers: dict[str, dict[str, tuple[int, ...]]] = {}  # the sampled tokens by task and rollout
+        """Reward the token that tells siblings apart best, and check that the rewards arrived."""
+        answers: dict[str, dict[str, set[int]]] = {}  # the sampled tokens by task and rollout
         for rollout in self._rollouts:
-            sampled = tuple(token for call in rollout["calls"] for token in call["response_token_ids"] or ())
+            sampled = {token for call in rollout["calls"] for token in call["response_token_ids"] or ()}
             answers.setdefault(rollout["task_id"], {})[rollout["rollout_id"]] = sampled
-        for of_task in answers.values():
-            different = sorted({*of_task.values()})
-            middle = different[len(different) // 2]
-            self._rewards |= {name: float(sampled >= middle) for name, sampled in of_task.items()}
+
+        def spread(token: int) -> float:
+            shares = [fmean(token in sampled for sampled in of_task.values()) for of_task in answers.values()]
+            return sum(share * (1 - share) for share in shares)
+
+        every = {name: sampled for of_task in answers.values() for name, sampled in of_task.items()}
+        best = max(sorted(set().union(*every.values())), key=spread, default=None)
+        self._rewards = {name: float(best in sampled) for name, sampled in every.items()}
         body = [{"rollout_id": name, "reward": reward, "name": REWARD} for name, reward in self._rewards.items()]
         await self._api.request("POST", "/reward", body)
         if missing := [name for name in self._rewards if (await self._api.rollout(name))["reward"] is None]:
             raise Finding(f"{len(missing)} of {len(body)} rewards did not arrive")
-        return f"1 for half of the different answers to each task; {len(body)} rewards arrived"
+        return f"1 for an answer with token {best}, 0 for others, {fmean(self._rewards.values()):.2f} on average"
 
     async def _advantages(self) -> str:
         """Check that the rewards tell siblings apart."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.doctor.checks import Check, Report
-from lightning_proxy.commands.doctor.doctor import run_checks
+from lightning_proxy.commands.doctor.doctor import Check, Report, run_checks
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.store.opening import opened

@@ -20,7 +20,7 @@ import yaml
 from aiohttp import web
 
 from contract.system import listening
-from lightning_proxy.commands.doctor.checks import Broken, Check, Report
+from lightning_proxy.commands.doctor.doctor import Broken, Check, Report
 from lightning_proxy.commands.doctor.learn import OWN_TASKS, learn
 from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier
 from lightning_proxy.commands.put_back import journal_path

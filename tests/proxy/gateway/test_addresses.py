@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from lightning_proxy.commands.doctor.checks import Report
-from lightning_proxy.commands.doctor.doctor import check_servers
+from lightning_proxy.commands.doctor.doctor import Report, check_servers
 from lightning_proxy.core.config.address import secrets_in, shown, without_secrets
 from lightning_proxy.core.config.section import check_url
 from lightning_proxy.core.config.upstreams import UpstreamConfig
