@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from ipaddress import ip_address
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr
@@ -121,7 +121,7 @@ class JudgeConfig(FeatureSection):
 
     def judges(self, config: Config) -> list[tuple[str, RewarderConfig]]:
         """Return all that ask models, with the names of their rewards: also the judge of calls, if it has credit."""
-        calls = {"kind": "judge", "name": None, "model": self.calls.model, "api_base": self.calls.api_base}
+        calls: dict[str, Any] = {"kind": "judge", "model": self.calls.model, "api_base": self.calls.api_base}
         is_used = "judge" in config.trainer.credits.values()
         return [*self.named(config.rewards), *([("judge", RewarderConfig.model_construct(**calls))] if is_used else [])]
 

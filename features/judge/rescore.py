@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -84,7 +84,7 @@ class Rescore:
             answers = await rewarder.reward(rollouts) if any(is_new) else []
             for rollout, given in compress(zip(rollouts, answers, strict=False), is_new):
                 error, rewards = (given, []) if isinstance(given, str) else (None, given)
-                values, comments = Counter[str](), [one.comment for one in rewards if one.comment]
+                values, comments = defaultdict[str, float](float), [one.comment for one in rewards if one.comment]
                 for one in rewards:
                     values[one.name] += one.reward
                     posts.append({key: getattr(one, key) for key in POSTED} | {"retrain": self.retrain})
@@ -101,9 +101,11 @@ def rescore_command(work: Rescore, *, as_json: bool) -> None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
     try:
         run_until_signal(work.run())
-    finally:
-        if work.scored or work.there_before:
+    except BaseException:
+        if work.scored:
             show(work, as_json=as_json)
+        raise
+    show(work, as_json=as_json)
     if any(one["error"] is not None for one in work.scored):
         raise typer.Exit(1)
 

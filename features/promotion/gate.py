@@ -112,8 +112,10 @@ class GuardedMetric(NamedTuple):
                 seen[side] += values[side]
             if all(values.values()):
                 better, other = (values[side] for side in (SIDES if self.rules else reversed(SIDES)))
-                is_order = self.range is None
-                pairs.append(sign_difference(better, other) if is_order else difference(better, other, *self.range))
+                if self.range is None:
+                    pairs.append(sign_difference(better, other))
+                else:
+                    pairs.append(difference(better, other, *self.range))
         found, between = evidence_of(pairs, self.margin, LEVEL, metrics), interval(pairs, LEVEL, metrics)
         numbers = {
             "margin": self.margin, "pairs": found.pairs, "difference": found.mean, "e_drop": found.e_drop,
