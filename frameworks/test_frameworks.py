@@ -7,17 +7,20 @@ by the base URL (streamed), by an API key, or not at all: two such runs at the s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
 import pytest
 from traffic.server import app, config_of, serving
 
-from support.agent_runs import TASK, Calculator, multiplications, plan, stored, told
+from lightning_proxy.commands.demo.model import cache_directory, prepare_model
+from support.agent_runs import TASK, Calculator, dictating, multiplications, plan, stored, told
 from support.clients import command_for, needs
-from support.in_process import proxy_of
+from support.in_process import own_vllm, proxy_of
+from support.models import TEMPLATE
 
 HERE = Path(__file__).parent
 
@@ -26,43 +29,51 @@ pytestmark = pytest.mark.timeout(900)  # on a machine that has to bring the pack
 
 @dataclass(frozen=True)
 class Framework:
-    """`program` shows how it is used; `package` is the one whose version counts."""
+    """`program` shows how it is used; `package` is the one with the version that counts."""
 
     title: str
     program: str
     package: str
     always_streams: bool = False
+    api: str = "responses"  # of a program that has a choice
+    on_vllm: bool = False  # also in front of a real vLLM
+
+    @property
+    def id(self) -> str:
+        return self.program if self.api == "responses" else f"{self.program} {self.api}"
+
+    @property
+    def command(self) -> list[str]:
+        return ["env", f"API={self.api}", *command_for(HERE / self.program)]
 
 
 FRAMEWORKS = [
     Framework("OpenAI's client, Python", "with_openai.py", "openai"),
-    Framework("OpenAI's client, Python, Responses", "with_openai_responses.py", "openai"),
-    Framework("OpenAI's client, JavaScript", "js/with_openai.mjs", "openai"),
+    Framework("OpenAI's client, Python, Responses", "with_openai_responses.py", "openai", on_vllm=True),
+    Framework("OpenAI's client, JavaScript", "js/with_openai.mjs", "openai", on_vllm=True),
     Framework("Anthropic's client, Python", "with_anthropic.py", "anthropic"),
-    Framework("LangChain", "with_langchain.py", "langchain"),
-    Framework("LangGraph", "with_langgraph.py", "langgraph"),
-    Framework("OpenAI Agents SDK, Responses", "with_openai_agents.py", "openai-agents"),
-    Framework("OpenAI Agents SDK, chat", "with_openai_agents_chat.py", "openai-agents"),
+    Framework("LangChain on LangGraph", "with_langchain.py", "langchain", on_vllm=True),
+    Framework("OpenAI Agents SDK, Responses", "with_openai_agents.py", "openai-agents", on_vllm=True),
+    Framework("OpenAI Agents SDK, chat", "with_openai_agents.py", "openai-agents", api="chat", on_vllm=True),
     Framework("AutoGen", "with_autogen.py", "autogen-agentchat"),
     Framework("AG2", "with_ag2.py", "ag2"),
     Framework("CrewAI", "with_crewai.py", "crewai"),
-    Framework("Agent Framework, Responses", "with_agent_framework.py", "agent-framework-core"),
-    Framework("Agent Framework, chat", "with_agent_framework_chat.py", "agent-framework-core"),
+    Framework("Agent Framework, Responses", "with_agent_framework.py", "agent-framework-core", on_vllm=True),
+    Framework("Agent Framework, chat", "with_agent_framework.py", "agent-framework-core", api="chat"),
     Framework("Claude Agent SDK", "with_claude_agent_sdk.py", "claude-agent-sdk", always_streams=True),
-    Framework("Pydantic AI", "with_pydantic_ai.py", "pydantic-ai-slim"),
+    Framework("Pydantic AI", "with_pydantic_ai.py", "pydantic-ai-slim", on_vllm=True),
     Framework("smolagents", "with_smolagents.py", "smolagents"),
     Framework("Vercel AI SDK", "js/with_ai_sdk.mjs", "ai"),
 ]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.program)
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.id)
 async def test_an_agent_of_this_framework(
     framework: Framework, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    program, model = HERE / framework.program, Calculator()
+    model, command = Calculator(), framework.command
     record_property("framework", framework.title)
-    record_property("version", needs(program)[framework.package])
-    command = command_for(program)
+    record_property("version", needs(HERE / framework.program)[framework.package])
     async with (
         serving(app(model)) as upstream,
         proxy_of(config_of(upstream, tmp_path)) as proxy,
@@ -99,3 +110,35 @@ async def test_an_agent_of_this_framework(
 def test_every_program_is_run() -> None:
     programs = {str(path.relative_to(HERE)) for path in [*HERE.glob("with_*.py"), *HERE.glob("js/with_*.mjs")]}
     assert programs == {framework.program for framework in FRAMEWORKS}
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The root URL of a real vLLM that knows tools."""
+    with own_vllm(tmp_path_factory.mktemp("vllm"), prepare_model(cache_directory()), TEMPLATE) as url:
+        yield url.removesuffix("/v1")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("framework", [one for one in FRAMEWORKS if one.on_vllm], ids=lambda framework: framework.id)
+async def test_an_agent_of_this_framework_can_be_trained_on(framework: Framework, vllm: str, tmp_path: Path) -> None:
+    """In front of a real vLLM with dictated answers: every token recorded, every rollout one row."""
+    async with dictating(vllm) as (dictated, upstream):
+        config = config_of(upstream, tmp_path)
+        policy = config.policy.model_copy(update={"token_continuity": "exact"})
+        async with (
+            proxy_of(config.model_copy(update={"policy": policy})) as proxy,
+            aiohttp.ClientSession(proxy) as session,
+        ):
+            runs = (await plan(proxy, session))[:2]
+            for n, run in enumerate(runs):
+                await run(framework.command, tmp_path / f"home-{n}")
+            rollouts = await stored(session)
+    for run in runs:
+        calls = rollouts[str(run.rollout)]["calls"]
+        assert len(calls) == len(dictated.asked[run.shown]) == 4
+        assert [call["untrainable_reason"] for call in calls] == [None] * 4
+        for call, later in pairwise(calls):
+            seen = [*call["prompt_token_ids"], *call["response_token_ids"]]
+            assert later["prompt_token_ids"][: len(seen)] == seen
+        assert told(rollouts[str(run.rollout)]) == run.products

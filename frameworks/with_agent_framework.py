@@ -2,10 +2,10 @@
 # requires-python = ">=3.11"
 # dependencies = ["agent-framework-core==1.23.0", "agent-framework-openai==1.17.0"]
 # ///
-"""Microsoft's Agent Framework over the Responses API, which is its default: the server keeps the conversation."""
+"""Microsoft's Agent Framework over the Responses API, its default: the server keeps the conversation. Or over chat."""
 
 from agent_framework import Agent, tool
-from agent_framework.openai import OpenAIChatClient
+from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
 
 
 @tool(approval_mode="never_require")
@@ -14,13 +14,12 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str]) -> Agent:
-    client = OpenAIChatClient("policy", default_headers=headers)
-    return Agent(client, "Use your tools.", tools=[multiply])
+def agent_with(headers: dict[str, str], api: str = "responses") -> Agent:
+    kind = OpenAIChatCompletionClient if api == "chat" else OpenAIChatClient
+    return Agent(kind("policy", default_headers=headers), "Use your tools.", tools=[multiply])
 
 
-async def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    agent = agent_with(headers)
+async def main(agent: Agent, questions: list[str], stream: bool) -> None:
     session = agent.create_session()
     for question in questions:
         if stream:
@@ -35,6 +34,6 @@ async def main(headers: dict[str, str], questions: list[str], stream: bool) -> N
 if __name__ == "__main__":
     import asyncio
 
-    from asked import HEADERS, QUESTIONS, STREAM
+    from asked import API, HEADERS, QUESTIONS, STREAM
 
-    asyncio.run(main(HEADERS, QUESTIONS, STREAM))
+    asyncio.run(main(agent_with(HEADERS, API), QUESTIONS, STREAM))

@@ -2,9 +2,9 @@
 # requires-python = ">=3.11"
 # dependencies = ["openai-agents==0.24.0"]
 # ///
-"""The OpenAI Agents SDK over the Responses API, which is its default."""
+"""The OpenAI Agents SDK over the Responses API, which is its default, or over chat completions."""
 
-from agents import Agent, OpenAIResponsesModel, Runner, SQLiteSession, function_tool
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, SQLiteSession, function_tool
 from openai import AsyncOpenAI
 
 
@@ -14,13 +14,10 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str]) -> Agent:
-    model = OpenAIResponsesModel("policy", AsyncOpenAI(default_headers=headers))
+def agent_with(headers: dict[str, str], api: str = "responses") -> Agent:
+    kind = OpenAIChatCompletionsModel if api == "chat" else OpenAIResponsesModel
+    model = kind("policy", AsyncOpenAI(default_headers=headers))
     return Agent("Assistant", instructions="Use your tools.", tools=[multiply], model=model)
-
-
-def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    asyncio.run(converse(agent_with(headers), questions, stream))
 
 
 async def converse(agent: Agent, questions: list[str], stream: bool) -> None:
@@ -38,6 +35,6 @@ async def converse(agent: Agent, questions: list[str], stream: bool) -> None:
 if __name__ == "__main__":
     import asyncio
 
-    from asked import HEADERS, QUESTIONS, STREAM
+    from asked import API, HEADERS, QUESTIONS, STREAM
 
-    main(HEADERS, QUESTIONS, STREAM)
+    asyncio.run(converse(agent_with(HEADERS, API), QUESTIONS, STREAM))

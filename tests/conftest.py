@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import json
 import os
@@ -48,6 +49,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
 if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
     start_reaper()
+
+
+@atexit.register
+def keep_pytests_last_lines() -> None:
+    """What packages in C say when the process ends, of objects that were not freed, is not shown."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 @pytest.hookimpl(wrapper=True)

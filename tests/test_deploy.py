@@ -1,4 +1,4 @@
-"""The files in deploy/ fit the program: its commands, options, keys, ports, routes and metrics."""
+"""A release: its version, and deploy/, which fits the program: commands, keys, ports, routes, alerts and metrics."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ import aiohttp
 import pytest
 import typer.main
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
 
+import lightning_proxy
+from contract.system import in_this_process
 from lightning_proxy.cli import app
 from lightning_proxy.core.config.file import load_config
+from lightning_proxy.trainer.report.metric_schema import METRICS
+from support.command_line import lightning
 from support.paths import ROOT
 from support.served import proxy_in_front
 
@@ -68,9 +73,10 @@ def pod() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("target", ["proxy", "all"])
-def test_an_image_runs_a_command_that_is_there_with_keys_that_are_there(
+def test_an_image_runs_a_command_with_keys_and_the_wheel_with_extras_that_are_there(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """tests/contract/test_wheel.py builds that wheel of what the Dockerfile copies, and starts its program."""
     for name, value in environment(target).items():
         monkeypatch.setenv(name, value)
     config = load_config()
@@ -78,40 +84,55 @@ def test_an_image_runs_a_command_that_is_there_with_keys_that_are_there(
     assert one(target, "EXPOSE") == str(config.proxy.port) == environment(target)["LIGHTNING_PROXY__PORT"]
     assert json.loads(one(target, "ENTRYPOINT")) == ["lightning-proxy"]
     require_command(json.loads(one(target, "CMD")))
-
-
-@pytest.mark.parametrize("target", ["proxy", "all"])
-def test_an_image_installs_the_wheel_with_extras_that_are_there(target: str) -> None:
-    """tests/contract/test_wheel.py builds that wheel of what the Dockerfile copies, and starts its program."""
-    (copied,) = (rest for word, rest in instructions(target) if word == "COPY")
-    assert copied == "--from=wheel /wheels /wheels"
+    assert one(target, "COPY") == "--from=wheel /wheels /wheels"
     (extras,) = re.findall(r"\[([\w,]+)\]", one(target, "RUN"))
     assert {"providers", "postgres", "otel"} <= set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     assert "--wheel-dir /wheels" in one("wheel", "RUN")
 
 
-def test_the_image_of_all_has_a_vllm_that_we_work_with() -> None:
+def test_the_images_are_of_a_vllm_and_a_python_that_were_tested() -> None:
     image, _, version = one("all", "FROM").partition(" ")[0].partition(":v")
     asked = next(one for one in PROJECT["optional-dependencies"]["vllm"] if one.startswith("vllm"))
     lowest, below = re.findall(r"\d+\.\d+", asked)
     assert image == "vllm/vllm-openai"
     assert [*map(int, lowest.split("."))] <= [*map(int, version.split("."))] < [*map(int, below.split("."))]
-
-
-def test_the_image_of_the_proxy_has_a_python_that_was_tested() -> None:
     version = one("proxy", "FROM").partition(":")[2].partition("-")[0]
     assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
 
 
-@pytest.mark.parametrize("target", ["proxy", "all"])
-async def test_an_image_is_healthy_while_it_serves(tmp_path: Path, target: str) -> None:
-    command = json.loads(one(target, "HEALTHCHECK").partition(" CMD ")[2])
-    async with proxy_in_front(tmp_path) as proxy:
-        here = [sys.executable, *command[1:]]
-        given = environment(target) | {"LIGHTNING_PROXY__PORT": str(proxy.port)}
-        assert subprocess.run(here, capture_output=True, env=given).returncode == 1
+async def test_images_are_healthy_while_they_serve_and_the_pod_answers_its_probes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes asks without a key, by the pod's address."""
+    settings = yaml.safe_load(manifests()["ConfigMap"]["data"]["config.yaml"])
+    (container,) = pod()["containers"]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], '["a-key-of-the-secret"]')
+
+    def healthy(port: int) -> list[bool]:
+        found = []
+        for target in ("proxy", "all"):
+            command = json.loads(one(target, "HEALTHCHECK").partition(" CMD ")[2])
+            given = environment(target) | {"LIGHTNING_PROXY__PORT": str(port)}
+            found.append(subprocess.run([sys.executable, *command[1:]], capture_output=True, env=given).returncode == 0)
+        return found
+
+    async with proxy_in_front(tmp_path) as proxy, aiohttp.ClientSession() as session:
+        proxy.set("proxy", **{key: value for key, value in settings["proxy"].items() if key not in ("host", "port")})
+        assert healthy(proxy.port) == [False, False]
         await proxy.start()
-        assert subprocess.run(here, capture_output=True, env=given).returncode == 0
+        assert healthy(proxy.port) == [True, True]
+        annotations = manifests()["Deployment"]["spec"]["template"]["metadata"]["annotations"]
+        probes = [container[f"{probe}Probe"]["httpGet"] for probe in ("startup", "liveness", "readiness")]
+        for path in (*(probe["path"] for probe in probes), annotations["prometheus.io/path"]):
+            async with session.get(proxy.url + path, headers={"Host": "10.1.2.3:8080"}) as answer:
+                assert answer.status == 200, path
+        await proxy.end(signal.SIGTERM)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": settings["proxy"]["port"]}
+    assert {probe["port"] for probe in probes} <= set(ports)
+    (port,) = manifests()["Service"]["spec"]["ports"]
+    assert port["targetPort"] in ports
 
 
 def test_the_service_starts_a_command_that_is_there_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,45 +165,80 @@ def test_the_pod_runs_the_image_of_the_proxy_as_the_image_wants_it() -> None:
     assert set(mounts.values()) == {volume["name"] for volume in pod()["volumes"]}
 
 
-def test_the_pod_has_time_to_end_and_nobody_shares_its_store() -> None:
-    settings = yaml.safe_load(manifests()["ConfigMap"]["data"]["config.yaml"])
+def test_the_pod_has_time_to_end_and_nobody_shares_its_store_which_does_not_grow_for_ever(tmp_path: Path) -> None:
+    text = manifests()["ConfigMap"]["data"]["config.yaml"]
     (container,) = pod()["containers"]
     _, pause = container["lifecycle"]["preStop"]["exec"]["command"]
-    needed = int(pause) + settings["proxy"]["stop_timeout_s"] + AFTERWARDS_S
+    needed = int(pause) + yaml.safe_load(text)["proxy"]["stop_timeout_s"] + AFTERWARDS_S
     assert pod()["terminationGracePeriodSeconds"] >= needed
     deployment = manifests()["Deployment"]["spec"]
     assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
-
-
-def test_the_pod_gets_no_variables_that_look_like_keys_of_ours() -> None:
-    """A service of this name has Kubernetes set LIGHTNING_PROXY_PORT=tcp://… in each pod that does not refuse."""
+    # A service of this name has Kubernetes set LIGHTNING_PROXY_PORT=tcp://… in each pod that does not refuse.
     assert manifests()["Service"]["metadata"]["name"] == "lightning-proxy"
     assert pod()["enableServiceLinks"] is False
-
-
-def test_the_store_of_the_pod_does_not_grow_for_ever(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(manifests()["ConfigMap"]["data"]["config.yaml"])
+    (tmp_path / "config.yaml").write_text(text)
     config = load_config(tmp_path / "config.yaml")
     assert (config.rollouts.end_after_idle_s, config.store.retention.max_age_days) == (3600, 30)
 
 
-async def test_the_pod_answers_its_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes asks without a key, by the pod's address."""
-    settings = yaml.safe_load(manifests()["ConfigMap"]["data"]["config.yaml"])
-    (container,) = pod()["containers"]
-    for variable in container["env"]:
-        monkeypatch.setenv(variable["name"], '["a-key-of-the-secret"]')
-    async with proxy_in_front(tmp_path) as proxy, aiohttp.ClientSession() as session:
-        proxy.set("proxy", **{key: value for key, value in settings["proxy"].items() if key not in ("host", "port")})
-        await proxy.start()
-        annotations = manifests()["Deployment"]["spec"]["template"]["metadata"]["annotations"]
-        probes = [container[f"{probe}Probe"]["httpGet"] for probe in ("startup", "liveness", "readiness")]
-        for path in (*(probe["path"] for probe in probes), annotations["prometheus.io/path"]):
-            async with session.get(proxy.url + path, headers={"Host": "10.1.2.3:8080"}) as answer:
-                assert answer.status == 200, path
-        await proxy.end(signal.SIGTERM)
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"http": settings["proxy"]["port"]}
-    assert {probe["port"] for probe in probes} <= set(ports)
-    (port,) = manifests()["Service"]["spec"]["ports"]
-    assert port["targetPort"] in ports
+# Alerts and the dashboard
+
+PLAYED = ROOT / "tests" / "alerts.yaml"
+RULES = [rule for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+PANELS = [panel for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"] if "targets" in panel]
+SHOWN = [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+
+def test_every_alert_is_played_firing_and_quiet() -> None:
+    played = [one for test in yaml.safe_load(PLAYED.read_text())["tests"] for one in test["alert_rule_test"]]
+    names = {rule["alert"] for rule in RULES}
+    assert {one["alertname"] for one in played if "exp_alerts" in one} == names
+    assert {one["alertname"] for one in played if "exp_alerts" not in one} == names
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian's prometheus) on PATH")
+def test_prometheus_takes_the_files_and_every_alert_fires_when_it_should_and_is_quiet_else(tmp_path: Path) -> None:
+    def promtool(*arguments: str | Path) -> str:
+        done = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert f"{len(RULES)} rules found" in promtool("check", "config", "--lint-fatal", DEPLOY / "prometheus.yml")
+    promtool("test", "rules", PLAYED)
+    asked = [expression.replace("$__rate_interval", "1m").replace("$job", ".*") for expression in SHOWN]
+    rules = [{"record": f"shown:{n}", "expr": expression} for n, expression in enumerate(asked)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": rules}]}))
+    assert f"{len(asked)} rules found" in promtool("check", "rules", tmp_path / "rules.yml")
+
+
+def test_the_alerts_and_the_dashboard_name_metrics_and_labels_that_are_there(tmp_path: Path) -> None:
+    with in_this_process(tmp_path) as proxy:
+        families = list(text_string_to_metric_families(proxy.call("GET", "/metrics").body.decode()))
+    there = {sample.name for family in families for sample in family.samples} | {family.name for family in families}
+    there |= {f"{family.name}_total" for family in families if family.type == "counter"}
+    there |= {f"{family.name}_bucket" for family in families if family.type == "histogram"}
+    for expressions in (SHOWN, [rule["expr"] for rule in RULES]):
+        used = {name for expression in expressions for name in re.findall(r"\blightning_\w+", expression)}
+        assert len(used) > 8 and used - there == set()
+        shown = {name for expression in expressions for name in re.findall(r'metric="(\w+)"', expression)}
+        assert shown - set(METRICS) == {"step"}
+
+
+# The version is the same wherever it is said.
+
+
+def test_the_program_and_the_package_say_the_version() -> None:
+    assert lightning("--version").stdout == f"lightning-proxy {PROJECT['version']}\n"
+    assert lightning_proxy.__version__ == PROJECT["version"]
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = headings[headings[0] == "Unreleased"]
+    assert re.fullmatch(rf"{re.escape(PROJECT['version'])} - (unreleased|\d{{4}}-\d\d-\d\d)", newest), newest
+
+
+def test_a_tag_of_this_commit_is_the_version() -> None:
+    asked = ["git", "tag", "--points-at", "HEAD", "--list", "v*"]
+    tags = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert set(tags) <= {f"v{PROJECT['version']}"}, "pyproject.toml names another version than the tag"

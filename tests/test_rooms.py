@@ -1,10 +1,14 @@
-"""The folders are the map: imports run down, no feature knows another, and nothing grows too large to read."""
+"""What the source shows: imports run down and are declared, private parts of others are listed, files are short."""
 
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -25,10 +29,15 @@ MODULES = {path.relative_to(ROOT).with_suffix("").parts: path for path in PRODUC
 MODULES = {name[:-1] if name[-1] == "__init__" else name: path for name, path in MODULES.items()}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Each import of ours in a file: its line, and the names from the root down to what is imported."""
     here = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             assert not any(alias.name.split(".")[0] == "lightning_proxy" for alias in node.names), f"{path}: absolute"
         if not isinstance(node, ast.ImportFrom):
@@ -69,22 +78,19 @@ def test_every_feature_is_listed() -> None:
     assert sorted(FEATURES) == sorted(path.name for path in (ROOT / "features").iterdir() if any(path.glob("*.py")))
 
 
-def test_no_modules_import_in_a_circle() -> None:
-    """Imports for types alone count too."""
+def test_no_modules_and_no_rooms_of_the_commands_import_in_a_circle() -> None:
+    """Imports for types alone count too. CycleError names the modules."""
     edges = {
         module: {names if names in MODULES else names[:-1] for _, names in imported(path)} & MODULES.keys()
         for module, path in MODULES.items()
     }
-    TopologicalSorter(edges).prepare()  # raises CycleError, which names the modules
-
-
-def test_no_rooms_of_the_commands_import_in_a_circle() -> None:
-    edges: dict[str, set[str]] = {}
+    TopologicalSorter(edges).prepare()
+    rooms: dict[str, set[str]] = {}
     for path in sorted((ROOT / "commands").rglob("*.py")):
         mine = path.relative_to(ROOT / "commands").with_suffix("").parts[0]
         theirs = {names[1] for _, names in imported(path) if names[0] == "commands"}
-        edges.setdefault(mine, set()).update(theirs - {mine})
-    TopologicalSorter(edges).prepare()
+        rooms.setdefault(mine, set()).update(theirs - {mine})
+    TopologicalSorter(rooms).prepare()
 
 
 def test_no_file_is_too_long() -> None:
@@ -96,7 +102,7 @@ def test_no_function_is_too_long() -> None:
     long = {
         f"{path.relative_to(ROOT)}: {node.name}": length
         for path in PRODUCT
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := node.end_lineno - node.body[0].lineno + 1) > MOST_FUNCTION_LINES  # type: ignore[operator]
     }
@@ -106,7 +112,7 @@ def test_no_function_is_too_long() -> None:
 def test_the_first_line_of_a_docstring_can_be_read_in_one_go() -> None:
     long = []
     for path in PRODUCT:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 first = (ast.get_docstring(node) or "").split("\n")[0]
                 if len(first.split()) > MOST_WORDS:
@@ -119,7 +125,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
     places = defaultdict[str, list[str]](list)
     for path in PRODUCT:
         if path.relative_to(ROOT).parts[0] != "client":
-            for node in ast.parse(path.read_text()).body:
+            for node in tree_of(path).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places[node.name].append(str(path.relative_to(ROOT)))
     assert {name: of for name, of in places.items() if len(of) > 1} == {}
@@ -129,3 +135,180 @@ def test_the_map_names_every_folder() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     folders = {path.name for top in TOPS for path in (ROOT / top).iterdir() if path.is_dir() and any(path.glob("*.py"))}
     assert [name for name in (*TOPS, *sorted(folders)) if f"{name}/" not in text] == []
+
+
+# What is imported is declared in pyproject.toml: for everybody, or in the extra of its feature.
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# The extras that bring what a folder or file imports beyond `dependencies`; a folder above counts, too.
+EXTRAS = {
+    "features/algorithms": {"train"},
+    "features/distributed": {"train"},
+    "features/evaluation": {"train"},
+    "features/teacher": {"train"},
+    "features/otel": {"otel"},
+    "store/postgres": {"postgres"},
+    "core/prices.py": {"providers"},
+    "features/page": {"train"},
+    "features/litellm": {"providers"},
+    "trainer": {"train"},
+    "features/tinker": {"tinker", "train"},
+    "features/tune": {"train"},
+    "commands/demo": {"demo", "train"},
+    "commands/doctor/steps.py": {"train"},
+    "commands/trial.py": {"demo"},
+    "commands/export": {"train"},
+    "commands/migrate.py": {"postgres"},
+    "features/optimize": {"optimize", "providers"},
+    "commands/files.py": {"parquet"},
+    "features/ray": {"ray"},
+    "commands/train.py": {"train"},
+}
+# What the agents that use the client have of their own.
+OWN = {"client": {"openai"}}
+# Distributions that are not called like what is imported of them.
+NAMES = {
+    "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
+    "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry.proto": "opentelemetry-proto",
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "opentelemetry.trace": "opentelemetry-api",
+    "pydantic_core": "pydantic",  # which pins it
+    "yaml": "pyyaml",
+}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {normal(found[0]) for text in requirements if (found := re.match(r"[A-Za-z0-9._-]+", text))}
+
+
+def from_others(path: Path) -> Iterator[str]:
+    """Each module of others that a file imports, wherever in the file."""
+    for node in ast.walk(tree_of(path)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        yield from (n for n in names if n.split(".")[0] not in {*sys.stdlib_module_names, "lightning_proxy"})
+
+
+def distribution(module: str) -> str:
+    known = [NAMES[prefix] for prefix in NAMES if f"{module}.".startswith(f"{prefix}.")]
+    return known[0] if known else normal(module.split(".")[0])
+
+
+def above(path: Path) -> Iterator[str]:
+    """A file's name, and its folders' names."""
+    inside = path.relative_to(ROOT)
+    yield from (str(inside), *(str(parent) for parent in inside.parents))
+
+
+def requires(path: Path) -> list[str]:
+    """What a program for a virtual environment of its own has installed there."""
+    assigned = (node for node in tree_of(path).body if isinstance(node, ast.Assign))
+    found = [node.value for node in assigned if [ast.unparse(target) for target in node.targets] == ["REQUIRES"]]
+    return [text for value in found for text in ast.literal_eval(value)]
+
+
+def test_whatever_is_imported_is_declared() -> None:
+    core, extras = declared(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
+    missing = set()
+    for path in PRODUCT:
+        its_extras = {extra for place in above(path) for extra in EXTRAS.get(place, ())}
+        known = core.union(*(declared(extras[extra]) for extra in its_extras), *(OWN.get(p, ()) for p in above(path)))
+        known |= declared(requires(path))
+        missing |= {(str(path.relative_to(ROOT)), m) for m in from_others(path) if distribution(m) not in known}
+    assert missing == set()
+
+
+# docs/architecture.md lists every private part of other packages that the product leans on, and where.
+
+SECTION = (ROOT / "docs" / "architecture.md").read_text().partition("## Know which private parts")[2]
+CODE = re.compile(r"`([^`]+)`")
+# Of these packages, modules below the first name are private, but for those that their documentation names.
+PACKAGES = ("uvicorn", "aiohttp", "trl", "transformers", "vllm", "litellm")
+PUBLIC = {"aiohttp.abc", "transformers.integrations", "transformers.utils.logging"}
+DOCUMENTED = {"_replace", "_asdict", "_fields", "_exit"}  # of named tuples, and of os
+
+
+def rows() -> list[tuple[set[str], set[str], set[str]]]:
+    """Return each row's parts, by their last names unless they are modules, its files and its tests."""
+    lines = [line.split("|")[1:-1] for line in SECTION.splitlines() if line.startswith("| `")]
+    found = [tuple(set(filter(_is_here, CODE.findall(cell))) for cell in cells[:3]) for cells in lines]
+    return [row for row in found if row[1]]  # type: ignore[misc]
+
+
+def _is_here(name: str) -> bool:
+    """Whether it is no file of a feature that was taken out."""
+    feature = name.partition("features/")[2].partition("/")[0]
+    return not feature or feature in FEATURES
+
+
+def private(tree: ast.Module) -> Iterator[str]:
+    """Return names of others with a leading underscore, and modules that are not public."""
+    own = set(defined(tree)) | DOCUMENTED
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            known = ours() | DOCUMENTED if of_self(node) else own
+            yield from {node.attr} - known
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(str(name.value)) and name.value not in own:
+                yield str(name.value)
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield from private_module(node.module or "")
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        if isinstance(node, ast.Import):
+            yield from (found for alias in node.names for found in private_module(alias.name))
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Return the names of what is a file's own: methods, and attributes of `self` and of classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+            targets = [t for n in node.body if isinstance(n, ast.AnnAssign | ast.Assign) for t in targets_of(n)]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+            yield node.attr
+
+
+def of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def targets_of(node: ast.AnnAssign | ast.Assign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_module(module: str) -> Iterator[str]:
+    package, *below = module.split(".")
+    if (package in PACKAGES and below and module not in PUBLIC) or any(is_private(part) for part in below):
+        yield module
+
+
+@cache
+def ours() -> set[str]:
+    return set[str]().union(*(defined(tree_of(path)) for path in PRODUCT))
+
+
+def test_the_list_holds_every_private_part_that_the_code_shows() -> None:
+    listed = {(file, part) for parts, files, _ in rows() for file in files for part in parts}
+    found = {(str(path.relative_to(ROOT)), part) for path in PRODUCT for part in private(tree_of(path))}
+    assert found - listed == set()
+
+
+def test_each_listed_part_is_where_the_list_says() -> None:
+    for parts, files, tests in rows():
+        texts = {file: (ROOT / file).read_text() for file in files}
+        assert [part for part in parts if not any(part in text for text in texts.values())] == []
+        assert [file for file, text in texts.items() if not any(part in text for part in parts)] == []
+        assert tests and [test for test in tests if not (ROOT / test).exists()] == []

@@ -1,7 +1,4 @@
-"""What an agent does with anthropic's client, printed as JSON, one line a step.
-
-python anthropic_client.py ROOT_URL MODEL [played]
-"""
+"""What an agent does with anthropic's client, printed as JSON, one line a step: anthropic_client.py ROOT_URL MODEL."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from typing import Any
 import anthropic
 
 SAY: Any = [{"role": "user", "content": "Say hello to Zoë."}]
-IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
-ADD: Any = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 OURS = ("x-rollout-id", "x-call-id", "x-policy-version", "date", "content-length", "transfer-encoding", "connection")
 
 
@@ -44,31 +39,16 @@ def everywhere(client: anthropic.Anthropic, model: str) -> None:
     said("no such model", failure(lambda: client.messages.create(**asked | {"model": "nobody"})))
 
 
-def played(client: anthropic.Anthropic, model: str) -> None:
-    asked: Any = {"model": model, "max_tokens": 8}
-    said("image", client.messages.create(**asked, messages=[{"role": "user", "content": [IMAGE]}]))
-    said("tools", client.messages.create(**asked, messages=SAY, tools=[ADD], system="Be brief."))
-    for status in (400, 401, 403, 404, 413, 422, 429, 500, 529):
-        once = client.with_options(max_retries=0)
-        user: Any = {"metadata": {"user_id": f"status {status}"}}
-        said(str(status), failure(lambda: once.messages.create(**asked, messages=SAY, **user)))  # noqa: B023
-    said("busy twice", client.messages.create(**asked, messages=SAY, metadata={"user_id": "busy 2"}))
-    broken: Any = {"messages": SAY, "metadata": {"user_id": "broken"}, "stream": True}
-    said("broken", failure(lambda: list(client.messages.create(**asked, **broken))))
-
-
 async def at_once(base_url: str, model: str) -> None:
     async with anthropic.AsyncAnthropic(base_url=base_url, api_key="unused") as client:
         asked: Any = {"model": model, "max_tokens": 8, "messages": SAY, "extra_body": {"temperature": 0}}
         said("async", await asyncio.gather(*(client.messages.create(**asked) for _ in range(3))))
 
 
-def main(base_url: str, model: str, *how: str) -> None:
+def main(base_url: str, model: str) -> None:
     said("version", anthropic.__version__)
     with anthropic.Anthropic(base_url=base_url, api_key="unused", max_retries=2) as client:
         everywhere(client, model)
-        if "played" in how:
-            played(client, model)
     asyncio.run(at_once(base_url, model))
 
 

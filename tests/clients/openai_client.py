@@ -1,10 +1,4 @@
-"""What an agent does with openai-python 2 or 3, printed as JSON, one line a step.
-
-    python openai_client.py BASE_URL MODEL [played]
-
-`played`: also the steps that need an upstream that fails as it is asked to
-(`tests/proxy/gateway/test_official_clients.py`).
-"""
+"""What an agent does with openai-python 2 or 3, printed as JSON, one line a step: openai_client.py BASE_URL MODEL."""
 
 from __future__ import annotations
 
@@ -18,12 +12,6 @@ from typing import Any
 import openai
 
 SAY: Any = [{"role": "user", "content": "Say hello to Zoë."}]
-PARTS: Any = [
-    {"type": "text", "text": "What is this?"},
-    {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
-    {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
-    {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}},
-]
 PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "integer", "maximum": 9}},
@@ -31,7 +19,6 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
-SUBTRACT: Any = {"type": "function", "function": {"name": "subtract", "parameters": PARAMETERS}}
 FORCED: Any = {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 40}
 SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
 OURS = ("x-rollout-id", "x-call-id", "x-policy-version", "date", "content-length", "transfer-encoding", "connection")
@@ -79,28 +66,6 @@ def everywhere(client: openai.OpenAI, model: str) -> None:
     said("wrong type, streamed", failure(lambda: chat.create(**asked | {"temperature": "hot"}, stream=True)))
 
 
-def played(client: openai.OpenAI, model: str) -> None:
-    asked: Any = {"model": model, "messages": SAY}
-    chat = client.chat.completions
-    said("parallel tools", list(chat.create(**asked, tools=[ADD, SUBTRACT], stream=True)))
-    said("parts", chat.create(model=model, messages=[{"role": "user", "content": PARTS}]))
-    said("unknown fields", chat.create(**asked, extra_body={"unknown": {"a": [1, None]}}).model_extra)
-    said("embeddings", client.embeddings.create(model=model, input=["a", "é"], encoding_format="float"))
-    said("models", [entry.id for entry in client.models.list() if entry.id != "policy"])
-    said("upload", client.files.create(file=("a.jsonl", b"{}\n"), purpose="batch"))
-    for status in (400, 401, 403, 404, 409, 413, 422, 429, 500, 502, 503, 504, 529):
-        once = client.with_options(max_retries=0)
-        said(str(status), failure(lambda: once.chat.completions.create(**asked, user=f"status {status}")))  # noqa: B023
-    said("busy twice", chat.create(**asked, user="busy 2"))
-    hurried = client.with_options(timeout=0.3, max_retries=0)
-    said("silence", failure(lambda: hurried.chat.completions.create(**asked, user="silence")))
-    said(
-        "silence, streamed", failure(lambda: list(hurried.chat.completions.create(**asked, user="stall", stream=True)))
-    )
-    said("broken", failure(lambda: list(chat.create(**asked, user="broken", stream=True))))
-    said("error event", failure(lambda: list(chat.create(**asked, user="error event", stream=True))))
-
-
 async def at_once(base_url: str, model: str) -> None:
     """The client for asyncio: several calls at the same time, and a stream that is left."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key="unused", max_retries=0) as client:
@@ -111,13 +76,11 @@ async def at_once(base_url: str, model: str) -> None:
             said("left", await anext(aiter(stream)))
 
 
-def main(base_url: str, model: str, *how: str) -> None:
+def main(base_url: str, model: str) -> None:
     warnings.simplefilter("ignore")
     said("version", openai.__version__)
     with openai.OpenAI(base_url=base_url, api_key="unused", max_retries=2) as client:
         everywhere(client, model)
-        if "played" in how:
-            played(client, model)
     asyncio.run(at_once(base_url, model))
 
 

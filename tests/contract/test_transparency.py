@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from traffic.recording import read
-from traffic.shapes import stream
+from traffic.server import stream
 
 from contract.system import Json, Proxy, in_this_process
 from support import voice

@@ -45,15 +45,3 @@ def test_a_time_of_day_counts_once_where_clocks_change() -> None:
     ):
         times = ScheduleConfig(at=[text])
         assert (times.last_time(now), times.next_time(now)) == (last, following), (text, now)
-
-
-def test_times_never_run_backwards_and_agree_with_each_other() -> None:
-    begin = at(f"{SUN} 00:00")
-    for text in ("02:30", "0 2,3 * * *", "30 2 25 10 *"):
-        before, times = 0.0, ScheduleConfig(at=[text])
-        for minute in range(0, 6 * 60, 3):
-            now = begin + 60.0 * minute
-            last, following = times.last_time(now), times.next_time(now)
-            assert last is not None and before <= last <= now < following
-            assert times.last_time(following) == following
-            before = last

@@ -35,17 +35,6 @@ def test_the_interval_is_the_quantiles_of_resampled_means() -> None:
     assert (found.low, found.high) == (pytest.approx(0.3), pytest.approx(0.7))
 
 
-def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(1)
-    intervals = [bootstrap_mean(rng.normal(0.3, 1.0, 40).tolist(), seed) for seed in range(100)]
-    assert 90 <= sum(i.low <= 0.3 <= i.high for i in intervals) <= 98
-
-
-def test_equal_values_and_one_alone_have_an_interval_of_no_width() -> None:
-    assert bootstrap_mean([0.5] * 3, 0) == bootstrap_mean([0.5], 0)
-    assert bootstrap_mean([0.5], 0).low == bootstrap_mean([0.5], 0).high == 0.5
-
-
 def solved(chance: float) -> Pairs:
     """Pairs of single rollouts that are solved or not."""
 
@@ -66,14 +55,10 @@ def lopsided(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
 
 
 def groups(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
-    """Four siblings a side, of tasks that the candidate is much better or much worse at."""
-    return of_siblings(rng, pairs, drop).mean(axis=1)
-
-
-def of_siblings(rng: np.random.Generator, tasks: int, drop: float) -> Floats:
-    """The difference of each sibling to one of the other side: (tasks, 4). On average over tasks it is -`drop`."""
-    live, better = rng.uniform(0.45, 0.55, (tasks, 1)), rng.choice((-0.35, 0.35), (tasks, 1))
-    return (rng.random((tasks, 4)) < live + better - drop) * 1.0 - (rng.random((tasks, 4)) < live)
+    """Four siblings a side, of tasks that the candidate is much better or much worse at; -`drop` on average."""
+    live, better = rng.uniform(0.45, 0.55, (pairs, 1)), rng.choice((-0.35, 0.35), (pairs, 1))
+    of_siblings = (rng.random((pairs, 4)) < live + better - drop) * 1.0 - (rng.random((pairs, 4)) < live)
+    return of_siblings.mean(axis=1)
 
 
 SHAPES: list[Pairs] = [solved(0.2), skewed, lopsided, groups]
@@ -81,11 +66,8 @@ SHAPES: list[Pairs] = [solved(0.2), skewed, lopsided, groups]
 
 def looked_at(pairs: Pairs, drop: float = 0.0, comparisons: int = COMPARISONS, looks: int = LOOKS) -> list[Evidence]:
     """The evidence of many comparisons, each looked at after every pair."""
-    rng, found = np.random.default_rng(1), []
-    for _ in range(comparisons):
-        evidence = evidence_of(pairs(rng, looks, drop), MARGIN, LEVEL)
-        found.append(evidence)
-    return found
+    rng = np.random.default_rng(1)
+    return [evidence_of(pairs(rng, looks, drop), MARGIN, LEVEL) for _ in range(comparisons)]
 
 
 def share(times: list[int | None]) -> float:
@@ -110,17 +92,6 @@ def test_drops_and_equal_candidates_are_found_in_a_few_hundred_pairs() -> None:
     assert 60 < median(evidence.safe_at or LOOKS for evidence in better) < 100
 
 
-def test_any_of_three_equal_metrics_is_called_worse_in_at_most_a_twentieth_of_comparisons() -> None:
-    rng, alarms = np.random.default_rng(1), 0
-    for _ in range(COMPARISONS):
-        for pairs in (solved(0.5), solved(0.2), skewed):
-            evidence = evidence_of(pairs(rng, 700, 0.0), MARGIN, LEVEL, metrics=3)
-            if evidence.verdict == "worse":
-                alarms += 1
-                break
-    assert alarms / COMPARISONS <= LEVEL
-
-
 def test_the_e_values_are_the_mean_wealth_of_the_bettors() -> None:
     evidence = evidence_of([-0.5, 0.25], margin=0.2, level=LEVEL)
     assert evidence.e_drop == pytest.approx(np.mean((1 + 0.5 * SHARES) * (1 - 0.25 * SHARES)))
@@ -136,15 +107,6 @@ def test_the_verdict_that_was_reached_first_stays() -> None:
     assert evidence.safe_at is not None and evidence.e_drop < 1 / LEVEL < evidence.e_safe
 
 
-def test_a_drop_below_the_margin_is_called_what_is_shown_first_and_worse_if_both_are() -> None:
-    for value, verdict in ((-0.02, "safe"), (-0.08, "worse")):
-        evidence = evidence_of([value] * 400, MARGIN, LEVEL)
-        assert evidence.worse_at is not None and evidence.safe_at is not None
-        assert evidence.verdict == verdict
-    both = evidence_of([-0.05], MARGIN, level=0.99)
-    assert (both.worse_at, both.safe_at, both.verdict) == (1, 1, "worse")
-
-
 def test_of_several_metrics_one_needs_more_to_be_worse_and_as_much_to_be_safe() -> None:
     alone, shared = (evidence_of([-1.0] * 8, MARGIN, LEVEL, metrics) for metrics in (1, 3))
     assert 1 / LEVEL <= alone.e_drop == shared.e_drop < 3 / LEVEL
@@ -153,14 +115,8 @@ def test_of_several_metrics_one_needs_more_to_be_worse_and_as_much_to_be_safe() 
     assert alone.safe_at == shared.safe_at is not None
 
 
-def test_a_hundred_thousand_pairs_overflow_nothing() -> None:
-    for value in (-1.0, 1.0):
-        evidence = evidence_of([value] * 100_000, MARGIN, LEVEL)
-        assert math.isfinite(evidence.e_drop) and math.isfinite(evidence.e_safe)
-        assert evidence.verdict == ("worse" if value < 0 else "safe")
-
-
 def test_what_means_nothing_is_refused() -> None:
+    assert evidence_of([-1.0] * 100_000, MARGIN, LEVEL).verdict == "worse", "nothing overflows"
     for value in (1.5, math.nan):
         with pytest.raises(ValueError, match="not between -1 and 1"):
             evidence_of([0.5, value], MARGIN, LEVEL)
@@ -198,16 +154,6 @@ def test_the_interval_excludes_what_the_verdict_does() -> None:
             assert before.high >= 0 > then.high
         else:
             assert before.low <= -MARGIN < then.low
-
-
-def test_the_interval_holds_the_true_difference_and_gets_narrow() -> None:
-    rng, missed = np.random.default_rng(4), 0
-    for _ in range(100):
-        seen = lopsided(rng, 500, 0.02)
-        found = [interval(seen[:pairs]) for pairs in (1, 20, 100, 500)]
-        missed += not all(each is not None and each.low <= -0.02 <= each.high for each in found)
-        assert found[-1] is not None and found[-1].high - found[-1].low < 0.2
-    assert missed <= 10
 
 
 def test_the_p_value_counts_the_patterns_of_signs_that_are_as_far_from_0() -> None:

@@ -15,12 +15,12 @@ import openai
 import pytest
 
 from contract.real import System
-from support.paths import EXAMPLES
 from support.token_continuity import SENTENCE, Json, Served, converse, say, two_proxies
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 
-ADDITION = EXAMPLES / "addition" / "demo_agent.py"
+# A stream says all that a whole answer says, so whole ones are for test-all.
+WHOLE_OR_STREAM = pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Reykjavik"}}\n</tool_call>'
 WEATHER: Any = {
     "type": "function",
@@ -38,7 +38,7 @@ def served(merged: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield found
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@WHOLE_OR_STREAM
 def test_a_conversation_is_one_row_only_as_exact_tokens(served: Served, stream: bool) -> None:
     name = f"talk-{stream}"
     told = {way: converse(served.client(way, name), stream=stream) for way in served.url}
@@ -51,7 +51,7 @@ def test_a_conversation_is_one_row_only_as_exact_tokens(served: Served, stream: 
         assert call.usage and call.usage["prompt_tokens"] == len(call.prompt_token_ids)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@WHOLE_OR_STREAM
 def test_tool_calls_and_their_results_stay_in_the_row(served: Served, stream: bool) -> None:
     name = f"tools-{stream}"
     for way in served.url:
@@ -68,7 +68,7 @@ def test_tool_calls_and_their_results_stay_in_the_row(served: Served, stream: bo
     assert served.rows("text", name) > 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@WHOLE_OR_STREAM
 def test_a_conversation_over_messages_is_one_row_only_as_exact_tokens(served: Served, stream: bool) -> None:
     shape = {"format": {"type": "json_schema", "schema": {"enum": [SENTENCE]}}}
     for way in served.url:
@@ -91,7 +91,7 @@ def test_a_conversation_over_messages_is_one_row_only_as_exact_tokens(served: Se
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
+@WHOLE_OR_STREAM
 def test_a_conversation_over_responses_is_one_row_only_as_exact_tokens(
     served: Served, stream: bool, by_id: bool
 ) -> None:
@@ -114,24 +114,6 @@ def test_a_conversation_over_responses_is_one_row_only_as_exact_tokens(
             previous = response.id
     assert served.rows("exact", name) == 1
     assert served.rows("text", name) > 1
-
-
-def test_a_response_that_nobody_gave_is_not_found(served: Served) -> None:
-    with pytest.raises(openai.NotFoundError, match="resp_unknown"):
-        served.client("exact", "nobody").responses.create(
-            model="policy", input="Hello.", previous_response_id="resp_unknown"
-        )
-
-
-def test_the_end_of_a_turn_is_there_once(served: Served) -> None:
-    client, messages = served.client("exact", "ends"), []
-    for more in ({}, {"max_tokens": 3}, {}):
-        messages.append({"role": "user", "content": "Again."})
-        messages.append(say(client, messages, SENTENCE, stream=False, **more).message.model_dump(exclude_none=True))
-    last = served.calls("exact", "ends")[-1]
-    start, end = last.prompt_token_ids[0], last.response_token_ids[-1]
-    marks = [token for token in last.prompt_token_ids if token in (start, end)]
-    assert marks == [start, end] * 5 + [start]
 
 
 def test_answers_have_the_shape_that_they_have_as_text(served: Served) -> None:

@@ -1,13 +1,17 @@
-"""A real vLLM as a teacher: what it says is what its weights say, and the policy comes nearer to it."""
+"""A real vLLM as a teacher, that the policy comes nearer to, and as a judge: a model that writes at random."""
 
 from __future__ import annotations
 
+import json
 import random
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from contract.real import System
+from lightning_proxy.features.judge.model import pattern_of
+from lightning_proxy.features.judge.rewarders import order_pattern
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from support.models import LETTERS
 from support.sections import PolicyConfig, TrainerConfig
@@ -62,3 +66,17 @@ async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
                     parameter.add_(0.1 * torch.randn_like(parameter))
         gaps = [learner.step(await teacher.guided(batch(step)))["guide_kl"] for step in range(1, 13)]
     assert gaps[0] > 0.2 and sum(gaps[-3:]) / 3 < gaps[0] / 2, gaps
+
+
+def test_any_model_ends_its_order_and_names_as_many_attempts_as_there_are(merged: System) -> None:
+    body = {
+        "model": "speller", "messages": [{"role": "user", "content": "order"}], "max_tokens": 900,
+        "structured_outputs": {"regex": pattern_of("order", order_pattern("ABC"))}, "temperature": 1, "n": 4,
+    }  # fmt: skip
+    url, headers = f"http://127.0.0.1:{merged.vllm_port}/v1/chat/completions", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=300) as got:
+        answer = json.load(got)
+    for choice in answer["choices"]:
+        found = json.loads(choice["message"]["content"])
+        assert found["reason"]
+        assert len([letter for tie in found["order"] for letter in tie]) == 3

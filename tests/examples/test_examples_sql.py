@@ -19,7 +19,7 @@ TRAIN, HELD_OUT = tasks.split(0, 140, 42)
 
 
 def prompts() -> dict[str, str]:
-    """What `agent.py`, whose framework is not installed here, tells its agents."""
+    """What `agent.py` tells its agents; its framework is not installed here."""
     told = {}
     for line in ast.parse((EXAMPLES / "text_to_sql" / "agent.py").read_text()).body:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):

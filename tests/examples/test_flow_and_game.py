@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from support.examples import EXAMPLES, modules, played_by_teacher
 
@@ -76,15 +75,6 @@ class TestAgentFlow:
         assert [flow.tasks.progress(task["counts"], [], best(task, [])) for task in train] == [1] * 4
         assert flow.tasks.progress(train[0]["counts"], [], f"rhyme {next(iter(train[0]['counts']))}") == 0
 
-    def test_the_teacher_writes_lines_of_which_few_are_right(self, flow: Any) -> None:
-        source = random.Random(0)
-
-        def random_line(task: Json, memory: list[str]) -> str:
-            prompt = "\n".join((task["question"], *memory))
-            return str(flow.teacher.reply(asked(prompt), task, source)["content"])
-
-        assert 0.05 < self.share(flow, random_line) < 0.2
-
     @pytest.mark.parametrize(
         ("line", "result"),
         [
@@ -122,13 +112,6 @@ class TestWerewolf:
             assert len(places) in (3, 9)
             assert len(set(places.values())) == 1
 
-    def test_no_deal_is_played_twice(self) -> None:
-        """Else a policy learns by heart who is the wolf: its reward rises, and that of held-out deals does not."""
-        example, config = (
-            yaml.safe_load((EXAMPLES / "werewolf" / f"{name}.yaml").read_text()) for name in ("example", "config")
-        )
-        assert example["tasks"] >= example["steps"] * config["trainer"]["tasks_per_step"]
-
     def test_random_play_is_worth_what_was_enumerated(self, wolf: Any) -> None:
         source = random.Random(1)
 
@@ -138,16 +121,6 @@ class TestWerewolf:
             return name
 
         assert self.share(wolf, teachers) == pytest.approx(float(wolf.tasks.chance()), abs=0.01)
-
-    def test_the_best_play_is_worth_what_was_enumerated(self, wolf: Any) -> None:
-        def best(seat: str, prompt: str, legal: Sequence[str]) -> str:
-            """The wolf if it was seen; nobody who is no wolf, nobody in the lie's words, and not oneself."""
-            bad = ("{} is innocent", "Believe me, it is {}", "You are {}")
-            names = [name for name in legal if not any(words.format(name) in prompt for words in bad)]
-            seen = [name for name in names if seat == "seer" and f"You saw the wolf: {name}" in prompt]
-            return [*seen, *names, *legal][0]
-
-        assert self.share(wolf, best) == pytest.approx(float(wolf.tasks.best()), abs=0.015)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +142,3 @@ async def test_rollouts_through_the_proxy(
         steps = [reward for reward in rollout["rewards"] if reward["call_id"]]
         assert {reward["name"] for reward in steps} <= {"progress"}
         assert len(steps) == (len(rollout["calls"]) if actions else 0)
-
-
-async def test_a_name_that_is_not_legal_costs_its_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agents: Callable[[str], Any]
-) -> None:
-    posted: list[tuple[float, str]] = []
-    wolf = agents("werewolf").agent
-    monkeypatch.setattr(wolf, "ask", lambda seat, *_, **__: ("Nobody", seat))
-    monkeypatch.setattr(wolf.client, "emit_reward", lambda value, call_id, **_: posted.append((value, call_id)))
-    task = modules("werewolf").tasks.split(0, 1, 0)[0][0]
-    assert wolf.solve(task) in task["players"]
-    assert posted == [(-0.25, seat) for seat in ("seer", "seer", "villager-1", "villager-2")]

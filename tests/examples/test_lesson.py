@@ -1,4 +1,4 @@
-"""How `examples/learn.py` sets up a lesson; nothing is served here."""
+"""How `examples/learn.py` sets up a lesson, and the notebook, which reads what `export` writes and draws it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.file import config_of
 from lightning_proxy.core.config.root import Config
+from lightning_proxy.store.training import CallCredit
 from support.examples import EXAMPLES, NAMES, learned
 from support.sections import TrainerConfig
 
@@ -73,3 +74,24 @@ def test_a_lesson_without_a_step_of_rl_has_its_picture(tmp_path: Path) -> None:
     result = {"example": "calculator", "seed": 0, "steps": [], "minutes": {}, "held_out": {"base": row, "rl": row}}
     learned().save([result], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "reward.png"]
+
+
+async def test_the_notebook_draws_an_export(running: Any, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        for name, reward in (("a", 0.0), ("b", 0.5), ("c", 1.0), ("untrained", 1.0)):
+            await system.chat(name, X_Task_Id="t1")
+            await system.call("POST", "/reward", {"rollout_id": name, "reward": reward})
+        for names in (["a", "b"], ["c"]):
+            await store.steps.claim(names, 0, credit=[CallCredit(name, 0, 0.5, 0.1, 0, "first") for name in names])
+        assert (await system.lightning("export", tmp_path / "all.jsonl"))[0] == 0
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    await NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).async_execute()
+    shown = [output["data"] for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert shown[0]["text/plain"] == "(4, 4)"
+    rewards = [row.split()[:2] for row in shown[1]["text/plain"].splitlines()[2:]]
+    assert rewards == [["1.0", "0.25"], ["2.0", "1.00"]], "what was not trained is in no step"
+    assert "image/png" in shown[2]
+    assert " c " in shown[3]["text/plain"]

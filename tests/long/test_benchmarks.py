@@ -160,22 +160,6 @@ async def test_the_benchmark_of_several_proxies_prints_a_row_for_each_way() -> N
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(1200)
-async def test_the_demo_and_trl_take_steps_over_as_many_rollouts_and_all_their_time_is_shown(tmp_path: Path) -> None:
-    page = tmp_path / "loop.md"
-    code, out = await run("loop.py", "--quick", "--dir", str(tmp_path / "demo"), "--page", str(page))
-    assert code == 0, out
-    steps = json.loads((tmp_path / "demo" / "steps.json").read_text())
-    assert [one["rollouts"] for one in steps.values()] == [[64, 128], [64, 128]]
-    for one in steps.values():
-        assert all(0 <= reward < 0.3 for reward in one["rewards"]), "both begin with the base model"
-        begin, end = one["ready_s"]
-        assert min(one["parts"][0].values()) >= 0
-        assert sum(one["parts"][0].values()) == pytest.approx(end - begin)
-    assert page.read_text().count("\n| ") == 6 + 2 + 10 + 3 * 2, "rows of the tables, and their heads"
-
-
-@pytest.mark.vllm
 @pytest.mark.timeout(900)
 async def test_ratios_are_1_with_unchanged_weights_however_a_real_vllm_samples(tmp_path: Path) -> None:
     from support.models import save_spelling_model  # imports torch

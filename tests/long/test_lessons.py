@@ -6,18 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from contract.real import GROUP, LETTERS, TASKS, System
-from contract.system import Process, free_port, wait_until
-from lightning_proxy.serving.operator import operator_headers
+from contract.system import wait_until
 from support.paths import EXAMPLES
 
 PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
@@ -84,63 +81,6 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     system.wait_for("/readyz", 300)
     assert system.run_agents(repeat=1, mode="eval")["mean_reward"] > before + 0.2, "the live version is served again"
     system.stop()
-
-
-def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when_it_is_back(make_system: Any) -> None:
-    system: System = make_system("merged", learning_rate=2e-3)  # slow: equal rewards would make no steps
-    port, second = set_up_second_server(system)
-    start_second_server(second, port)
-    system.start()
-
-    def both_serve_the_live_version() -> bool:
-        weights = served_weights(system.directory, system.vllm_port)
-        return weights.startswith(f"{system.live()['version']}-") and weights == served_weights(system.directory, port)
-
-    system.run_agents(repeat=2)
-    wait_until(lambda: system.steps() > 0 and both_serve_the_live_version(), 60, "both serve what was published")
-    with ThreadPoolExecutor() as pool:
-        agents = pool.submit(system.run_agents, 4)
-        wait_until(lambda: len(system.get("/rollouts?status=running&limit=50")["data"]) > 4, 60, "agents work")
-        second.end(signal.SIGKILL)
-        assert agents.result()["failed"] == 0
-    steps = system.steps()
-    assert system.run_agents(repeat=2)["failed"] == 0
-    wait_until(lambda: system.steps() > steps, 60, "training goes on with one server")
-    start_second_server(second, port)
-    wait_until(both_serve_the_live_version, 60, "the second server gets the live version")
-    calls = [
-        call
-        for rollout in system.get("/rollouts?limit=1000&status=completed")["data"]
-        for call in system.get(f"/rollouts/{rollout['rollout_id']}?requests=whole")["calls"]
-    ]
-    answered = [call for call in calls if call["status"] == "ok"]
-    assert len(answered) == 8 * TASKS * GROUP and all(call["trainable"] for call in answered)
-    assert {call["status"] for call in calls} <= {"ok", "error"}, "what broke was sent again by the client"
-    system.stop()
-    second.end(signal.SIGKILL)
-
-
-def set_up_second_server(system: System) -> tuple[int, Process]:
-    """Two servers behind two workers: the port of the second one, and what runs it."""
-    settings, port = yaml.safe_load(system.config.read_text()), free_port()
-    settings["upstreams"][0]["replicas"] = [f"http://127.0.0.1:{port}/v1"]
-    settings["proxy"]["workers"] = 2
-    system.config.write_text(yaml.safe_dump(settings))
-    return port, Process(system.directory, "vllm")
-
-
-def start_second_server(server: Process, port: int) -> None:
-    server.start(LIGHTNING_VLLM__PORT=str(port))
-    wait_until(lambda: served_weights(server.directory, port), 240, "the second server is there")
-
-
-def served_weights(directory: Path, port: int) -> str:
-    """The label of the weights that a server has; empty where there is none."""
-    url, headers = f"http://127.0.0.1:{port}/weight_info", operator_headers(directory / "policy")
-    try:
-        return str(httpx.get(url, headers=headers, trust_env=False).json()["weight_version"])
-    except httpx.HTTPError:
-        return ""
 
 
 def play(system: System, boards: str, *options: str) -> float:

@@ -73,16 +73,6 @@ async def test_a_program_on_a_node_that_goes_away_fails_and_the_others_go_on(
     await gone(first)
 
 
-async def test_files_and_variables_go_with_the_programs(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "agent.py").write_text("import os; print(os.environ['EXTRA'], os.getcwd())")
-    ray = {"runtime_env": {"working_dir": str(tmp_path / "work"), "env_vars": {"EXTRA": "e"}}}
-    runner = by_ray(cluster, proxy, **ray).command(sys.executable, "agent.py")
-    await run_all(proxy, runner, [task(1)], RunOptions(logs=tmp_path / "logs"))
-    extra, directory = (tmp_path / "logs" / "r0.log").read_text().split()
-    assert (extra, directory == str(tmp_path / "work")) == ("e", False)
-
-
 async def test_a_log_is_written_as_the_program_goes(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
     go, log = tmp_path / "go", tmp_path / "logs" / "r0.log"
     text = (
@@ -123,18 +113,7 @@ async def test_a_cluster_that_cannot_be_used_is_one_error(
     assert proxy.rollouts["r0"]["status"] == "discarded"
 
 
-async def test_that_no_node_has_room_is_told(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
-    program = by_ray(cluster, proxy, options={"num_cpus": 64})
-    running = asyncio.create_task(run_all(proxy, program(tmp_path, "pass"), [task(1)], RunOptions()))
-    while not program.said:
-        await asyncio.sleep(0.1)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert "no Ray node has room for a program, which needs {'num_cpus': 64}" in program.said[0]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_a_command_that_is_stopped_leaves_no_program(
     cluster: RayCluster, running: Running, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -121,21 +121,29 @@ async def test_the_model_is_shown_a_plugins_rewrite_and_the_record_is_what_it_wa
     assert shown == [call["request"]["messages"] for call in calls] == [polite] * 2
 
 
-async def test_a_plugin_adds_fields_to_bodies_and_answers_of_the_core(
+async def test_a_plugin_adds_fields_and_its_route_about_a_rollout_lets_in_who_may_see_it(
     running: Running, tmp_path: Path, install: Install, caplog: Any
 ) -> None:
     install(
         "labels",
         """
+        from fastapi import APIRouter
         from pydantic import BaseModel
         from lightning_proxy.core.errors import Unprocessable
         from lightning_proxy.proxy.api.rollouts import RolloutDetail, RolloutsBody
-        from lightning_proxy.proxy.plugins import ProxyPlugin
+        from lightning_proxy.proxy.plugins import AgentRoute, ProxyPlugin
+
+        router = APIRouter(route_class=AgentRoute, prefix="/plugins/labels")
+
+        @router.get("/{rollout_id}")
+        async def peek(rollout_id: str) -> dict[str, str]:
+            return {"rollout_id": rollout_id}
 
         class Label(BaseModel):
             label: str | None = None
 
         class proxy(ProxyPlugin):
+            routers = (router,)
             fields = ((RolloutsBody, Label), (RolloutDetail, Label))
             labels = {}
 
@@ -167,31 +175,9 @@ async def test_a_plugin_adds_fields_to_bodies_and_answers_of_the_core(
         assert all("label" in schemas[name]["properties"] for name in ("RolloutsBody", "RolloutDetail"))
         assert (await system.call("GET", "/status"))[0] == 200
         assert "plugin labels: its hook status_fields failed" in caplog.text
-
-
-async def test_a_plugins_route_about_a_rollout_lets_in_who_may_see_it(
-    running: Running, tmp_path: Path, install: Install
-) -> None:
-    install(
-        "peek",
-        """
-        from fastapi import APIRouter
-        from lightning_proxy.proxy.plugins import AgentRoute, ProxyPlugin
-
-        router = APIRouter(route_class=AgentRoute, prefix="/plugins/peek")
-
-        @router.get("/{rollout_id}")
-        async def peek(rollout_id: str) -> dict[str, str]:
-            return {"rollout_id": rollout_id}
-
-        class proxy(ProxyPlugin):
-            routers = (router,)
-        """,
-    )
-    async with running(tmp_path, plugins=["peek"]) as system:
         _, (own, other) = await system.call("POST", "/rollouts", {"n": 2})
         for rollout, status in ((own, 200), (other, 403)):
-            path, key = f"/plugins/peek/{rollout['rollout_id']}", f"Bearer {own['api_key']}"
+            path, key = f"/plugins/labels/{rollout['rollout_id']}", f"Bearer {own['api_key']}"
             assert (await system.call("GET", path, Authorization=key))[0] == status
 
 

@@ -1,4 +1,4 @@
-"""An independent computation of advantages, after the papers' formulas. Groups are those of `door.py`.
+"""An independent computation of advantages, after the papers' formulas. Groups are as in `door.py`.
 
 Nothing here comes from the product. A rollout's reward of a name is its own, or else the sum of its calls'.
 """

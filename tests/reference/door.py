@@ -42,7 +42,7 @@ OUT = ("rejected", "left out")
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step computed: gradients by adapter and name, those of the weights that it trains, and its metrics."""
+    """What a step computed: gradients of the trained weights by adapter and name, and its metrics."""
 
     gradients: dict[str, Weights]
     metrics: dict[str, float]

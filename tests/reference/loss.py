@@ -1,6 +1,6 @@
 """An independent float64 computation of a step's loss: one answer at a time, nothing shared, formulas from papers.
 
-Rows and settings are those of `door.py`. Nothing here comes from the product.
+Rows and settings are as in `door.py`. Nothing here comes from the product.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class World:
         self._sampling, self._results, self._teacher = sampling, results, teacher
 
     def rows(self, rollouts: int = 5) -> list[Json]:
-        """Return the rows of so many rollouts: one or two each, of one to three answers."""
+        """Return the rows of that many rollouts: one or two each, of one to three answers."""
         return [
             self._row(f"r{i}", adapter)
             for i in range(rollouts)

@@ -1,19 +1,23 @@
-"""Several vLLM servers of the policy: every one serves what is live, or nobody."""
+"""Several vLLM servers of the policy, as replicas and behind a router: every one serves what is live, or nobody."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from pydantic import ValidationError
 
-from contract.system import listening
-from lightning_proxy.core.errors import UpstreamUnreachable
+from contract.system import free_port, listening
+from contract.vllm import PlayedVllm
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.proxy.gateway import attempts
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.serving.vllm import LOADING, VllmFleet, VllmServer, operator_session
 
@@ -23,11 +27,9 @@ ROLLOUTS = [f"r{i}" for i in range(30)]
 @asynccontextmanager
 async def replicated(running: Any, tmp_path: Path, publish: str) -> AsyncIterator[tuple[Any, Any, int]]:
     """A proxy before two policy servers: the system, the second server, not yet started, and its port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     async with running(tmp_path, publish=publish, replicas=[f"http://127.0.0.1:{port}/v1"]) as system:
-        yield system, type(system.vllm)(tmp_path), port
+        yield system, PlayedVllm(tmp_path), port
 
 
 async def until(condition: Any) -> None:
@@ -56,31 +58,26 @@ async def answers(system: Any, rollouts: list[str] = ROLLOUTS) -> set[tuple[int,
     return {(status, answer["choices"][0]["message"]["content"] if status == 200 else "") for status, answer in found}
 
 
-@pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_a_version_goes_live_on_every_replica(running: Any, tmp_path: Path, publish: str) -> None:
-    async with replicated(running, tmp_path, publish) as (system, second, port), listening(second.app, port):
-        await until(up(system, port))
-        async with system.store() as store:
-            version = await system.earlier_version(store, tmp_path)
-        status, live = await system.call("POST", "/policy/promote", {"version": version})
-        assert (status, live["version"]) == (200, version)
-        served = f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
-        assert await answers(system) == {(200, served)}
-        assert system.vllm.requests
-        assert second.requests
-        assert (system.vllm.paused, second.paused) == (False, False)
+async def promote(system: Any, directory: Path) -> int:
+    """Make a version live that was so once."""
+    async with system.store() as store:
+        version: int = await system.earlier_version(store, directory)
+    assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+    return version
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in_line(
+async def test_a_version_goes_live_on_every_replica_and_one_that_missed_it_answers_nobody_until_it_is_in_line(
     running: Any, tmp_path: Path, publish: str
 ) -> None:
+    async def promoted(system: Any) -> str:
+        """What is said by a new version."""
+        version = await promote(system, tmp_path)
+        return f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
+
     async with replicated(running, tmp_path, publish) as (system, second, port):
         await until(down(system))
-        async with system.store() as store:
-            version = await system.earlier_version(store, tmp_path)
-        assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
-        served = f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
+        served = await promoted(system)
         assert await answers(system) == {(200, served)}
         async with listening(second.app, port):
             seen: set[tuple[int, str]] = set()
@@ -92,8 +89,14 @@ async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in
             await until(is_asked)
             assert seen == {(200, served)}
             assert (await system.call("GET", "/readyz"))[1] == {"status": "ready", "store": "ok", "upstream": "ok"}
+            for server in (system.vllm, second):
+                server.requests.clear()
+            served = await promoted(system)
+            assert await answers(system, [f"new{i}" for i in range(30)]) == {(200, served)}
+            assert system.vllm.requests and second.requests
+            assert (system.vllm.paused, second.paused) == (False, False)
         await until(down(system))
-        assert await answers(system) == {(200, served)}
+        assert await answers(system, [f"new{i}" for i in range(30)]) == {(200, served)}
 
 
 async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too(running: Any, tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too
                 assert (await system.chat(rollout))[0] == 200
             await system.call("POST", "/rollouts/old/end", {"status": "completed"})
         await until(down(system))
-        again = type(system.vllm)(tmp_path)
+        again = PlayedVllm(tmp_path)
         async with listening(again.app, port):
             seen: set[tuple[int, str]] = set()
 
@@ -185,16 +188,6 @@ async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
         assert ((await promoting)[0], seen) == (200, {200})
 
 
-async def test_all_servers_being_away_is_an_error() -> None:
-    one, other = "http://127.0.0.1:9/v1", "http://127.0.0.1:9/other/v1"
-    async with operator_session() as session:
-        alone, fleet = VllmFleet(session, [one]), VllmFleet(session, [one, other])
-        for asked in (alone, fleet):
-            for work in (asked.first(VllmServer.models), asked.reachable(), asked.each(VllmServer.models)):
-                with pytest.raises(UpstreamUnreachable):
-                    await work
-
-
 async def test_agents_are_answered_by_verified_weights_while_others_are_being_verified(
     running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,3 +225,123 @@ async def _answers_until_done(system: Any, checked: list[Any]) -> set[tuple[int,
     while len(checked) < 2:
         seen |= await answers(system)
     return seen
+
+
+# Behind a router
+
+
+class Router:
+    """Sends each session to one server; sessions of a server that is away to the other."""
+
+    def __init__(self, urls: list[str], session: aiohttp.ClientSession) -> None:
+        self.urls, self._session = urls, session
+        self.sessions: dict[str, list[str]] = {}  # the servers that answered, by the header
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        name, body = request.headers.get("X-Session-Id", "none"), await request.read()
+        first = sum(name.encode()) % len(self.urls)
+        for url in (self.urls[first], self.urls[1 - first]):
+            try:
+                async with self._session.post(url + "/chat/completions", data=body) as answer:
+                    self.sessions.setdefault(name, []).append(url)
+                    return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+            except aiohttp.ClientConnectorError:
+                continue
+        return web.Response(status=503)
+
+
+@asynccontextmanager
+async def routed(running: Any, tmp_path: Path) -> AsyncIterator[tuple[Any, Router, list[PlayedVllm], int]]:
+    """A proxy before a router before two servers, of which only the first runs; the port of the other."""
+    servers, later = [PlayedVllm(tmp_path), PlayedVllm(tmp_path)], free_port()
+    first = free_port()
+    async with listening(servers[0].app, first), aiohttp.ClientSession() as session:
+        urls = [f"http://127.0.0.1:{port}/v1" for port in (first, later)]
+        async with running(tmp_path, publish="lora", behind=urls) as system:
+            system.vllm.odd = router = Router(urls, session)
+            yield system, router, servers, later
+
+
+async def routed_answers(system: Any) -> set[tuple[int, str]]:
+    found = [await system.chat(rollout, X_Session_Id="the agent's own") for rollout in ROLLOUTS]
+    return {(status, answer["choices"][0]["message"]["content"] if status == 200 else "") for status, answer in found}
+
+
+async def test_behind_a_router_a_version_goes_to_every_server_and_a_rollout_keeps_to_one(
+    running: Any, tmp_path: Path
+) -> None:
+    async with routed(running, tmp_path) as (system, router, servers, port), listening(servers[1].app, port):
+        version = await promote(system, tmp_path)
+        for _ in range(2):
+            assert await routed_answers(system) == {(200, f"by policy-v{version} with {tmp_path.name}")}
+        assert [set(server.adapters) for server in servers] == [{f"policy-v{version}"}] * 2
+        assert system.vllm.adapters == {}, "the router is no model server"
+        assert router.sessions.keys() == set(ROLLOUTS)
+        assert {len(set(urls)) for urls in router.sessions.values()} == {1}
+        assert len({urls[0] for urls in router.sessions.values()}) == 2
+
+
+async def test_a_server_that_joins_later_gets_the_version_and_no_call_fails_meanwhile(
+    running: Any, tmp_path: Path
+) -> None:
+    async def has_version(server: PlayedVllm, version: int) -> None:
+        async with asyncio.timeout(20):
+            while set(server.adapters) != {f"policy-v{version}"}:
+                await asyncio.sleep(0.02)
+
+    async with routed(running, tmp_path) as (system, _, servers, port):
+        version = await promote(system, tmp_path)
+        served = {(200, f"by policy-v{version} with {tmp_path.name}")}
+        assert await routed_answers(system) == served
+        assert "policy, server 3 of 3" in (await system.call("GET", "/readyz"))[1]["down"]
+        async with listening(servers[1].app, port):
+            seen: set[tuple[int, str]] = set()
+            while not servers[1].adapters or servers[1].requests == []:
+                seen |= await routed_answers(system)
+            assert seen == served
+            await has_version(servers[1], version)
+        again = PlayedVllm(tmp_path)  # it has forgotten everything
+        async with listening(again.app, port):
+            assert await routed_answers(system) == served
+            await has_version(again, version)
+
+
+async def test_what_is_not_found_behind_a_router_is_waited_for_only_if_it_is_a_version_of_the_policy(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "JOIN_S", 0.01)
+    async with routed(running, tmp_path) as (system, router, _, _):
+        body = {"model": "nobody", "messages": []}
+        status, answer = await system.call("POST", "/rollouts/r/v1/chat/completions", body)
+        assert (status, "nobody" in answer["error"]["message"]) == (404, True)
+        assert len(router.sessions["r"]) == 1
+        await promote(system, tmp_path)
+        for said, tries in (
+            ({"error": {"message": "The model `policy-v1` does not exist."}}, 1 + attempts.JOIN_TRIES),
+            ({"detail": "Not Found"}, 1),
+        ):
+            asked = list[web.Request]()
+
+            async def not_found(request: web.Request) -> web.Response:
+                asked.append(request)  # noqa: B023
+                return web.json_response(said, status=404)  # noqa: B023
+
+            system.vllm.odd = not_found
+            assert (await system.chat("s"))[0] == 404
+            assert len(asked) == tries
+
+
+def test_a_router_that_cannot_work_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({}, "merged", "servers behind a router need policy.publish lora"),
+        ({}, "auto", "servers behind a router need policy.publish lora"),
+        ({"replicas": ["http://b/v1"]}, "lora", "there are no replicas"),
+        ({"kind": "openai"}, "lora", "kind is vllm"),
+        ({"servers": ["http://c/v1", "http://c/v1/"]}, "lora", "servers must differ"),
+        ({"servers": ["http://c"]}, "lora", "servers of a vLLM must have a path"),
+        ({"session_header": "no header"}, "lora", "session_header"),
+    ]
+    for upstream, publish, told in cases:
+        one = {"name": "policy", "base_url": "http://a/v1", "servers": ["http://c/v1"]} | upstream
+        with pytest.raises(ValidationError, match=told):
+            Config.model_validate({"upstreams": [one], "policy": {"publish": publish}})

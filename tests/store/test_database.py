@@ -1,4 +1,4 @@
-"""The store's file: whose it is, that one writer is enough, and that no lock stalls the event loop."""
+"""The store's file: its owner, one writer, no lock that stalls the event loop; a file that is moved or damaged."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,13 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import StoreUnavailable
 from lightning_proxy.core.records import RolloutName
 from lightning_proxy.store import database as databases
-from lightning_proxy.store.database import ConstraintRefused, Transaction
+from lightning_proxy.store.database import ConstraintRefused, Database, Transaction
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.sqlite import database as files
 from lightning_proxy.store.sqlite.database import SqliteDatabase
 from lightning_proxy.store.sqlite.file import copy_store
 from lightning_proxy.store.store import Store
+from support.stores import store_url
 
 AT = "UPDATE policy_log SET at = :at"
 
@@ -36,6 +38,13 @@ async def database(tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
     database = await SqliteDatabase.open(config_of(tmp_path), to_write=True)
     yield database
     await database.close()
+
+
+@pytest.fixture
+async def either(tmp_path: Path) -> AsyncIterator[Database]:
+    """SQLite, or with `--store postgres` PostgreSQL."""
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        yield database
 
 
 def test_a_process_that_did_not_close_its_store_ends(tmp_path: Path) -> None:
@@ -76,29 +85,29 @@ async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(
     assert (await database.all("SELECT COUNT(*) AS n FROM policy_log WHERE at = 2"))[0]["n"] == 20
 
 
-async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(database: SqliteDatabase) -> None:
+async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(either: Database) -> None:
     async def slow(db: Transaction) -> None:
-        await db.all(AT, {"at": 1})
+        await db.all(AT, {"at": 1.0})
         time.sleep(0.1)
 
-    leaving = asyncio.create_task(database.write(slow))
+    leaving = asyncio.create_task(either.write(slow))
     await asyncio.sleep(0.02)
     leaving.cancel()
-    await database.commit([(AT, [{"at": 2}])])
-    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [2.0]
+    await either.write(lambda db: db.all("UPDATE policy_log SET at = at + 2"))
+    assert [row["at"] for row in await either.all("SELECT at FROM policy_log")] == [3.0]
 
 
-async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: SqliteDatabase) -> None:
+async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(either: Database) -> None:
     async def fails(db: Transaction) -> None:
-        await db.all(AT, {"at": 1})
+        await db.all(AT, {"at": 1.0})
         raise ValueError
 
     with pytest.raises(ValueError):
-        await database.write(fails)
+        await either.write(fails)
     with pytest.raises(ConstraintRefused):
-        await database.commit([(AT, [{"at": 1}]), (AT, [{"at": None}])])
-    await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
-    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0, 3.0]
+        await either.commit([(AT, [{"at": 1.0}]), (AT, [{"at": None}])])
+    await either.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
+    assert [row["at"] for row in await either.all("SELECT at FROM policy_log ORDER BY n")] == [0.0, 3.0]
 
 
 async def test_a_store_that_another_process_has_locked_does_not_stall_the_event_loop(tmp_path: Path) -> None:
@@ -174,7 +183,7 @@ async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
     database._here.execute("PRAGMA foreign_keys = OFF")
     row = "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, started_at, request) VALUES "
     await database.commit([(f"{row} ('c', 'r', 0, 'x', 'ok', 1, '')", [{}])])
-    database._here.execute("PRAGMA max_page_count = 1")  # as small as it is: no page more
+    database._here.execute("PRAGMA max_page_count = 1")  # no page more
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="disk is full"):
             await database.commit([(large, [{"text": "x" * 100_000}])])
@@ -192,3 +201,72 @@ async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
     assert caplog.records[-1].message == "records can be written again", "a probe sees it, where no call comes"
     database._here.execute("PRAGMA max_page_count = 1000000")
     await database.commit([(large, [{"text": "x" * 100_000}])])
+
+
+# A file that is removed, moved or replaced while the proxy serves
+
+REWARD = {"rollout_id": "before", "reward": 1.0, "final": False}
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("how", ["all removed", "moved", "log removed", "emptied"])
+async def test_nothing_is_acknowledged_that_no_file_will_have(
+    running: Any, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, away = tmp_path / "store.db", tmp_path / "away.db"
+    told = "it has 0 bytes" if how == "emptied" else "was removed or replaced"
+    async with running(tmp_path) as system:
+        assert (await system.chat("before"))[0] == 200
+        match how:
+            case "all removed":
+                for one in tmp_path.glob("store.db*"):
+                    one.unlink()
+            case "moved":
+                file.rename(away)
+            case "emptied":
+                file.write_bytes(b"")
+            case "log removed":
+                (tmp_path / "store.db-wal").unlink()
+        for rollout in ("before", "after"):
+            status, answer = await system.chat(rollout)
+            assert status == 503 and told in answer["error"]["message"]
+        assert (await system.call("POST", "/reward", REWARD))[0] == 503
+        status, answer = await system.call("GET", "/readyz")
+        assert status == 503 and told in answer["store"]
+        assert caplog.text.count("records cannot be written") == 1
+        if how == "moved":
+            away.rename(file)
+            assert (await system.chat("again"))[0] == 200, "it has its place again"
+            assert caplog.text.count("records can be written again") == 1
+
+
+@pytest.mark.sqlite
+async def test_a_damaged_store_is_told_by_readyz_and_the_log(
+    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path) as system:
+        assert (await system.chat("before"))[0] == 200
+    file = tmp_path / "store.db"
+    with closing(sqlite3.connect(file)) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'events'").fetchone()
+    whole = file.read_bytes()
+    file.write_bytes(whole[: (page - 1) * 4096] + b"\xff" * 4096 + whole[page * 4096 :])
+    async with running(tmp_path) as system:
+        async with asyncio.timeout(20):
+            while "damaged" not in (ready := (await system.call("GET", "/readyz")))[1]["store"]:
+                await asyncio.sleep(0.05)
+        assert (ready[0], ready[1]["status"]) == (200, "degraded"), "calls are answered and recorded"
+    assert "store.db is damaged" in caplog.text
+
+
+@pytest.mark.sqlite
+async def test_a_store_that_lost_its_content_is_told_by_readyz_and_the_log(
+    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path) as system:
+        assert (await system.chat("before"))[0] == 200
+        assert "damaged" not in (await system.call("GET", "/readyz"))[1]["store"]
+    (tmp_path / "store.db").write_bytes(b"")
+    async with running(tmp_path) as system:
+        status, answer = await system.call("GET", "/readyz")
+    assert status == 200 and "it had 0 bytes" in answer["store"] and "it had 0 bytes" in caplog.text

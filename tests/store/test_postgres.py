@@ -1,4 +1,4 @@
-"""A store on a PostgreSQL server: opened by several, held alone by one, and a server that goes away meanwhile."""
+"""A store on a PostgreSQL server: its statements, several that open it, and a server that goes away or says nothing."""
 
 from __future__ import annotations
 
@@ -8,22 +8,34 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.errors import ConfigError, NotFound, StoreUnavailable
-from lightning_proxy.core.records import CallEnd, CallStart, Reward, RolloutName
+from lightning_proxy.core.errors import StoreUnavailable
+from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
 from lightning_proxy.features.page.feed import FeedEvents
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
-from lightning_proxy.store.database import ConstraintRefused, Database, Transaction
+from lightning_proxy.store.database import Database, Transaction
 from lightning_proxy.store.opening import open_database, opened
 from lightning_proxy.store.retention import fold_counts
+from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, page_of, page_statement
 from lightning_proxy.store.store import Store
+from support.statements import statements
 from support.stores import END_LOCKS, Server, postgres_server
 
+asyncpg = pytest.importorskip("asyncpg", reason="asyncpg is not installed (the extra `postgres`)")
+from lightning_proxy.store.postgres.database import HOLD_ROLLOUTS, RECORDED  # noqa: E402
+from lightning_proxy.store.postgres.statements import translated  # noqa: E402
+
+pytestmark = pytest.mark.sqlite  # it brings its own server
+PATIENCE_S = 0.5
+SOON_S = 30.0  # far less than the 120 s of work that nobody waits for
+REWARD = {"rollout_id": "before", "reward": 1.0, "final": False}
 AT = "UPDATE policy_log SET at = :at"
 COUNTED = "SELECT COUNT(*) AS n FROM rollout_count_changes"
 
@@ -49,65 +61,11 @@ def call_of(rollout_id: str, call_id: str, **request: Any) -> CallStart:
     return CallStart(call_id, RolloutName(rollout_id), "chat/completions", "policy", 0, request, 100.0)
 
 
-async def test_to_look_at_a_store_writes_nothing(config: StoreConfig) -> None:
-    with pytest.raises(StoreUnavailable, match="it is empty"):
-        await open_database(config, to_write=False)
-    async with opened(config) as database:
-        await Store(database).rollouts.open([(RolloutName("r"), "hash")], {})
-    async with opened(config, to_write=False) as database:
-        assert (await Store(database).rollouts.get("r")).rollout_id == "r"
-        assert await FeedEvents(database).newest() == 0
-        with pytest.raises(StoreUnavailable, match="read-only"):
-            await database.commit([(AT, [{"at": 1.0}])])
-
-
 async def test_a_server_that_is_not_there_is_named_without_the_password() -> None:
     config = StoreConfig(url="postgresql://me:secret@127.0.0.1:1/db", busy_timeout_s=1)
     with pytest.raises(StoreUnavailable, match="postgresql://127.0.0.1:1/db cannot be opened") as refused:
         await open_database(config)
     assert "secret" not in str(refused.value)
-
-
-async def test_without_asyncpg_one_line_says_what_to_install(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("lightning_proxy.store.postgres")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "asyncpg", None)
-    with pytest.raises(StoreUnavailable, match=r"needs asyncpg: pip install 'lightning-proxy\[postgres\]'"):
-        await open_database(config)
-
-
-def test_what_needs_a_file_says_so() -> None:
-    with pytest.raises(ConfigError, match="needs a store that is a file"):
-        _ = StoreConfig(url="postgresql://me:secret@h/db").path
-    with pytest.raises(ValueError, match="PostgreSQL has retention.max_age_days"):
-        StoreConfig.model_validate({"url": "postgresql://h/db", "retention": {"max_gib": 1}})
-
-
-async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: Database) -> None:
-    async def fails(db: Transaction) -> None:
-        await db.all(AT, {"at": 1.0})
-        raise ValueError
-
-    with pytest.raises(ValueError):
-        await database.write(fails)
-    with pytest.raises(ConstraintRefused):
-        await database.commit([(AT, [{"at": 1.0}]), (AT, [{"at": None}])])
-    await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
-    assert [row["at"] for row in await database.all("SELECT at FROM policy_log ORDER BY n")] == [0.0, 3.0]
-
-
-async def test_a_write_whose_caller_is_gone_ends(database: Database) -> None:
-    async def slow(db: Transaction) -> None:
-        await db.all(AT, {"at": 1.0})
-        await db.all("SELECT pg_sleep(0.2)::TEXT")
-
-    leaving = asyncio.create_task(database.write(slow))
-    await asyncio.sleep(0.1)
-    leaving.cancel()
-    await database.write(lambda db: db.all("UPDATE policy_log SET at = at + 2"))
-    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [3.0]
 
 
 async def test_transactions_that_wait_for_each_other_are_both_done(database: Database) -> None:
@@ -132,15 +90,9 @@ async def test_versions_that_are_promoted_at_once_leave_one_live(config: StoreCo
             assert live == [row["version"] for row in log]
 
 
-async def test_one_process_at_a_time_does_a_work(config: StoreConfig) -> None:
-    async with opened(config) as one, opened(config) as two:
-        async with one.lock("keeper") as first, two.lock("keeper") as second, two.lock("ender") as other:
-            assert (first, second, other) == (True, False, True)
-        async with two.lock("keeper") as third:
-            assert third
-
-
-async def test_who_loses_the_lock_of_a_work_stops_before_another_begins(server: Server, config: StoreConfig) -> None:
+async def test_one_process_at_a_time_does_a_work_and_who_loses_its_lock_stops_before_another_begins(
+    config: StoreConfig,
+) -> None:
     begun, ended = asyncio.Event(), False
 
     async def holder(database: Database) -> None:
@@ -156,8 +108,8 @@ async def test_who_loses_the_lock_of_a_work_stops_before_another_begins(server: 
     async with opened(config) as one, opened(config) as two:
         holding = asyncio.create_task(holder(one))
         await begun.wait()
-        async with two.lock("trainer") as second:
-            assert not second
+        async with two.lock("trainer") as second, two.lock("another") as other:
+            assert (second, other) == (False, True)
         await two.all(END_LOCKS)
         with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
             await holding
@@ -222,12 +174,6 @@ async def test_recorders_of_the_same_rollouts_and_prompts_never_wait_for_each_ot
         assert sum([(await Store(database).rollouts.get(f"r{i}")).calls for i in range(12)]) == 3 * 24 * 12
 
 
-async def test_several_trainers_never_claim_the_same_step(config: StoreConfig) -> None:
-    async with opened(config) as one, opened(config) as two:
-        steps = await asyncio.gather(*(Store(database).steps.claim([], 0) for database in (one, two) * 10))
-    assert sorted(steps) == list(range(1, 21))
-
-
 async def test_counts_stay_what_they_are_when_they_are_summed_up(database: Database) -> None:
     store = Store(database)
     for i in range(5):
@@ -260,21 +206,10 @@ async def test_a_feed_misses_nothing_that_is_committed_late(config: StoreConfig)
         assert [(one.kind, one.data["rollout_id"]) for one in happened] == [("reward", "r")]
 
 
-async def test_what_no_text_of_the_server_can_hold_is_recorded_all_the_same(database: Database) -> None:
-    text = "a\0ü\ud800"
-    async with Recorder(Store(database), merged=False) as recorder:
-        start = call_of("r", "c", messages=[])._replace(model=text)
-        await recorder.start(start)
-        await recorder.end(CallEnd("c", "r", "ok", {"id": "x"}, 200))
-    (call,) = await Store(database).calls.of("r")
-    assert call.model is not None and call.model == text.replace("\0", "?").replace("\ud800", "?")
-
-
 @pytest.mark.parametrize("arrives", [True, False])
 async def test_a_commit_whose_answer_is_lost_is_looked_for(
     database: Database, monkeypatch: pytest.MonkeyPatch, arrives: bool
 ) -> None:
-    asyncpg = pytest.importorskip("asyncpg")
     execute, cut = asyncpg.Connection.execute, False
 
     async def cutting(connection: Any, sql: str, *args: Any, **kwargs: Any) -> str:
@@ -305,38 +240,88 @@ async def test_a_commit_whose_answer_is_lost_is_looked_for(
     assert call.status == "ok" and (await Store(database).rollouts.get("r")).calls == 1
 
 
-async def test_a_server_that_is_killed_under_load_loses_nothing_that_was_acknowledged() -> None:
-    with postgres_server(fsync="on") as server:
-        config = StoreConfig(url=server.new_database(), busy_timeout_s=20)
-        acknowledged: set[str] = set()
-        unavailable = 0
-        async with opened(config) as database, Recorder(Store(database), merged=False) as recorder:
-            stop = asyncio.Event()
+@asynccontextmanager
+async def frozen(server: Server) -> AsyncIterator[None]:
+    pids = [*server.pids()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
-            async def agent(name: str) -> None:
-                nonlocal unavailable
-                number = 0
-                while not stop.is_set():
-                    call_id, number = f"{name}-{number}", number + 1
-                    try:
-                        await recorder.start(call_of(name, call_id, n=number))
-                        await recorder.end(CallEnd(call_id, name, "ok", {"id": call_id}, 200))
-                        await Store(database).rewards.post([Reward(name, 1.0, call_id=call_id, final=False)])
-                    except (StoreUnavailable, NotFound):
-                        unavailable += 1
-                        continue
-                    acknowledged.add(call_id)
 
-            agents = [asyncio.create_task(agent(f"r{i}")) for i in range(8)]
-            for _ in range(3):
-                before = len(acknowledged)
-                while len(acknowledged) < before + 50:
-                    await asyncio.sleep(0.01)
-                await asyncio.to_thread(server.kill)
-                await asyncio.to_thread(server.start)
-            stop.set()
-            await asyncio.gather(*agents)
-            rows = await database.all("SELECT call_id FROM calls WHERE status = 'ok'")
-            kept = {row["call_id"] for row in rows}
-            rewarded = {row["call_id"] for row in await database.all("SELECT call_id FROM rewards")}
-        assert len(acknowledged) >= 150 and acknowledged <= kept and acknowledged <= rewarded
+async def test_calls_rewards_and_probes_get_a_503_while_the_server_says_nothing(
+    server: Server, running: Any, tmp_path: Path
+) -> None:
+    store = {"url": server.new_database(), "busy_timeout_s": PATIENCE_S}
+    async with running(tmp_path, store=store) as system:
+        assert (await system.chat("before"))[0] == 200
+        key = (await system.call("POST", "/rollouts", {}))[1][0]["api_key"]
+        system.vllm.delay_s = 1.0
+        under_way = [asyncio.create_task(system.chat("before")) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        system.vllm.delay_s = 0.0
+        async with frozen(server), asyncio.timeout(SOON_S):
+            calls = [system.chat(f"r{n}") for n in range(6)]
+            calls += [system.chat("before"), system.chat("by-key", Authorization=f"Bearer {key}")]
+            calls += [system.call("POST", "/v1/chat/completions", {"model": "policy", "messages": []})]
+            answers = await asyncio.gather(*calls, *under_way)
+            assert {status for status, _ in answers} == {503}, answers
+            assert (await system.call("POST", "/reward", REWARD))[0] == 503
+            status, view = await system.call("GET", "/readyz")
+            assert (status, view["status"]) == (503, "not ready")
+            assert "does not answer" in str(view)
+            async with system.session.get(system.url + "/metrics") as metrics:
+                assert "lightning_store_up 0.0\n" in await metrics.text()
+        async with asyncio.timeout(SOON_S):
+            while (await system.chat("after"))[0] != 200:
+                await asyncio.sleep(0.1)
+        assert (await system.call("POST", "/reward", REWARD))[0] == 200
+
+
+async def test_work_that_nobody_waits_for_has_longer(server: Server) -> None:
+    config = StoreConfig(url=server.new_database(), busy_timeout_s=PATIENCE_S)
+    async with opened(config) as database:
+        assert len(await database.all(f"SELECT 1 AS n, pg_sleep({3 * PATIENCE_S})::TEXT AS slept")) == 1
+        await database.write(lambda db: db.all(f"SELECT 1 AS n, pg_sleep({3 * PATIENCE_S})::TEXT AS slept"))
+
+
+def test_parameters_get_numbers_and_few_words_change() -> None:
+    for sql, text, names in (
+        ("SELECT :b, :a, :b", "SELECT $1, $2, $1", ("b", "a")),
+        ("SELECT ':a', \":b\", x::json", "SELECT ':a', \":b\", x::json", ()),
+        ("SELECT 'it''s :a', :a", "SELECT 'it''s :a', $1", ("a",)),
+        ("WHERE a IS :a AND b IS NOT :b AND c IS NOT NULL",
+         "WHERE a IS NOT DISTINCT FROM $1 AND b IS DISTINCT FROM $2 AND c IS NOT NULL", ("a", "b")),
+        ("a CROSS JOIN b ON b.n = a.n", "a JOIN b ON b.n = a.n", ()),
+        ("FROM rollouts INDEXED BY x_1\nWHERE TRUE", "FROM rollouts\nWHERE TRUE", ()),
+        ("n IN (SELECT CAST(value AS BIGINT) FROM json_each(:a))",
+         "n = ANY(ARRAY(SELECT json_array_elements_text($1::json)::BIGINT))", ("a",)),
+        ("id NOT IN (SELECT CAST(value AS TEXT) FROM json_each(:a))",
+         "id NOT IN (SELECT json_array_elements_text($1::json)::TEXT)", ("a",)),
+        ("SELECT json(:a) /* PostgreSQL: SELECT :a::json */", " SELECT $1::json ", ("a",)),
+    ):  # fmt: skip
+        assert translated(sql) == (text, names)
+
+
+async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server, database: Database) -> None:
+    pages = {f"page by {name}": page_of([name]) for name in ROLLOUT_FILTERS}
+    wanted = {"min_reward": 0.0, "max_reward": 1.0, "since": 0.0, "text": "ä", "prefix": "r"}
+    pages["search"] = page_statement({"agent": "a", "status": "ok", "task_id": "t"} | wanted)[0]
+    pages["search by text"] = page_statement({"text": "x"})[0]
+    wrong = {}
+    connection = await asyncpg.connect(database._config.url)  # type: ignore[attr-defined]
+    own = {"HOLD_ROLLOUTS": HOLD_ROLLOUTS} | {sql: sql for sql in RECORDED.values()}
+    for name, sql in {**dict(statements()), **pages, **own}.items():
+        if "sqlite_master" in sql:
+            continue
+        text, names = translated(sql)
+        try:
+            prepared = await connection.prepare(text)
+            assert len(prepared.get_parameters()) == len(names)
+        except asyncpg.PostgresError as error:
+            wrong[name] = f"{error}: {text}"
+    await connection.close()
+    assert wrong == {}

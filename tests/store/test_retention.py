@@ -1,8 +1,7 @@
-"""The store within its limits: what is deleted, what never is, and the space that is given back."""
+"""The store within its limits: what is deleted, what never is, the space that is given back; idle rollouts end."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sqlite3
 import time
@@ -15,7 +14,7 @@ import pytest
 from lightning_proxy.commands.store import shorten
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import RetentionConfig, StoreConfig
-from lightning_proxy.core.records import CallEnd, CallStart, Reward, RolloutName
+from lightning_proxy.core.records import CallEnd, CallStart, Event, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import opened
@@ -34,7 +33,7 @@ NOW = time.time()
 
 
 class Recorded:
-    """A store with rollouts whose times are what a test wants them to be."""
+    """A store with rollouts at the times that a test wants."""
 
     def __init__(self, database: Database, recorder: Recorder) -> None:
         self.database, self.recorder = database, recorder
@@ -78,27 +77,18 @@ async def recorded(tmp_path: Path) -> AsyncIterator[Recorded]:
         yield Recorded(database, recorder)
 
 
-async def rows(database: Database, table: str) -> int:
-    (row,) = await database.all(f"SELECT COUNT(*) AS n FROM {table}")
-    return int(row["n"])
-
-
 async def test_old_rollouts_go_with_all_that_was_recorded_of_them(recorded: Recorded) -> None:
-    await recorded.rollout("old", ended=8, reward=1.0)
+    old = {f"old{i}" for i in range(3)}
+    for name in old:
+        await recorded.rollout(name, ended=8, reward=1.0)
     await recorded.rollout("new", ended=6, reward=1.0)
-    assert await recorded.tidy() == {"old", "new"}, "without limits"
-    assert await recorded.tidy(max_age_days=7) == {"new"}
-    assert recorded.deleted == [("old", "age")]
-    assert [await rows(recorded.database, table) for table in ("calls", "rewards")] == [1, 1]
-    assert await recorded.store.rollouts.counts() == {("train", "running"): 0, ("train", "completed"): 1}
-
-
-async def test_none_is_forgotten_when_a_transaction_is_done_again(recorded: Recorded) -> None:
-    for i in range(3):
-        await recorded.rollout(f"old{i}", ended=8)
+    assert await recorded.tidy() == {*old, "new"}, "without limits"
     do_again(recorded.database)
-    assert await recorded.tidy(max_age_days=7) == set()
-    assert sorted(recorded.deleted) == [(f"old{i}", "age") for i in range(3)]
+    assert await recorded.tidy(max_age_days=7) == {"new"}
+    assert sorted(recorded.deleted) == sorted((name, "age") for name in old)
+    for table in ("calls", "rewards"):
+        assert len(await recorded.database.all(f"SELECT 1 FROM {table}")) == 1
+    assert await recorded.store.rollouts.counts() == {("train", "running"): 0, ("train", "completed"): 1}
 
 
 async def test_what_runs_is_kept_and_what_nobody_ends_goes_when_it_was_quiet_for_long(recorded: Recorded) -> None:
@@ -163,7 +153,7 @@ async def test_what_counts_for_the_trainer_goes_last(
     recorded.trainer = TrainerConfig.model_validate(trainer)
     await recorded.rollout("failed", ended=0.1, size=2**19, task=task)
     await recorded.rollout("trained", ended=0.1, size=2**19, reward=1.0)
-    for rollouts in (["trained"], []):  # those of the last step stay
+    for rollouts in (["trained"], []):  # the rollouts of the last step stay
         await recorded.store.steps.trained(await recorded.store.steps.claim(rollouts, 0), None, {})
     assert await recorded.tidy(max_gib=1 / 1024) == {left}
 
@@ -185,21 +175,6 @@ async def test_a_bound_that_cannot_be_kept_is_told_of_once_until_it_is_kept_agai
         await keeper.tidy()
     assert await over_bound(recorded.database, store.retention) is None
     assert [record.getMessage() for record in caplog.records] == [said, "the store is within store.retention again"]
-
-
-@pytest.mark.sqlite
-async def test_a_freed_file_shrinks_on_disk_while_it_is_written(recorded: Recorded) -> None:
-    for i in range(20):
-        await recorded.rollout(f"r{i}", ended=8, size=2**18)
-
-    async def work() -> None:
-        for i in range(20):
-            await recorded.rollout(f"new{i}", ended=0)
-
-    (left, _) = await asyncio.gather(recorded.tidy(max_age_days=7), work())
-    assert not left & {f"r{i}" for i in range(20)}
-    await recorded.database.close()
-    assert Path(recorded.database.where).stat().st_size < 2**20
 
 
 async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Recorded) -> None:
@@ -254,3 +229,27 @@ async def test_of_too_many_conversations_those_that_were_quiet_the_longest_are_f
         await Keeper(database, Config(), lambda *_: None).tidy()
         left = await database.all("SELECT rollout_id FROM conversation_points ORDER BY at")
     assert [row["rollout_id"] for row in left] == ["r2", "r3", "r4"]
+
+
+async def test_a_rollout_ends_when_nothing_happened_in_it_for_so_long(recorded: Recorded) -> None:
+    """Calls, rewards, events, the end of a long call keep it alive; a call under way, unless its proxy was killed."""
+    hours = 1 / 24
+    for name in ("idle", "idle too", "busy", "rewarded", "told of"):
+        await recorded.rollout(name, ended=None, asked=2 * hours)
+    for name, asked in (("long", 2 * hours), ("under way", 5 * hours), ("killed", 1.5)):
+        await recorded.rollout(name, ended=None, asked=asked, answered=False)
+    end = CallEnd("long-0", "long", "ok", {}, 200, latency_ms=(2 * 3600 - 60) * 1000)
+    await recorded.recorder.end(end)
+    call = CallStart("busy-1", RolloutName("busy"), "chat/completions", "m", 0, {"messages": []}, NOW - 10)
+    await recorded.recorder.start(call)
+    await recorded.recorder.end(CallEnd("busy-1", "busy", "ok", {}, 200))
+    await recorded.store.rewards.post([Reward("rewarded", 1.0, "rewarded-0", final=False)])
+    await recorded.store.events.post(RolloutName("told of"), [Event("note", value="still here")])
+    await recorded.store.rollouts.open([(RolloutName("waits for its turn"), "hash")], {})
+    await recorded.database.commit([("UPDATE rollouts SET created_at = 0", [{}])])
+    do_again(recorded.database)
+    assert await recorded.store.rollouts.end_idle(3600.0) == 3
+    page, _ = await recorded.store.rollouts.page({"status": "completed"}, 1000)
+    assert {rollout.rollout_id: rollout.reason for rollout in page} == dict.fromkeys(
+        ("idle", "idle too", "killed"), "no call or reward for 3600 s"
+    )

@@ -16,8 +16,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from traffic.server import serving
-from traffic.shapes import Ids, Said, items, tools_of, whole_answer
+from traffic.server import Ids, Said, items, serving, tools_of, whole_answer
 
 Json = dict[str, Any]
 

@@ -28,10 +28,6 @@ class Call:
     status: int | None = None
     answer: Any = None
 
-    @property
-    def scenario(self) -> str:
-        return self.truth.rsplit("-", 1)[0]
-
 
 @dataclass
 class Traffic:

@@ -1,10 +1,10 @@
 // What an agent does with Anthropic's client for JavaScript, printed as JSON, one line a step.
 //
-//     node anthropic_client.mjs ROOT_URL MODEL [played]
+//     node anthropic_client.mjs ROOT_URL MODEL
 import { readFileSync } from "node:fs";
 import Anthropic from "@anthropic-ai/sdk";
 
-const [baseURL, model, how] = process.argv.slice(2);
+const [baseURL, model] = process.argv.slice(2);
 const client = new Anthropic({ baseURL, apiKey: "unused", maxRetries: 2 });
 const messages = [{ role: "user", content: "Say hello to Zoë." }];
 const asked = { model, messages, max_tokens: 8, temperature: 0 };
@@ -30,11 +30,3 @@ said("events", await all(client.messages.create({ ...asked, stream: true })));
 said("final", await client.messages.stream(asked).finalMessage());
 said("tokens", await client.messages.countTokens({ model, messages }));
 said("no such model", await failure(() => client.messages.create({ ...asked, model: "nobody" })));
-if (how === "played") {
-  for (const status of [400, 401, 404, 429, 529]) {
-    const metadata = { user_id: `status ${status}` };
-    said(`${status}`, await failure(() => client.messages.create({ ...asked, metadata }, { maxRetries: 0 })));
-  }
-  said("busy twice", await client.messages.create({ ...asked, metadata: { user_id: "busy 2" } }));
-  said("broken", (await failure(() => all(client.messages.create({ ...asked, metadata: { user_id: "broken" }, stream: true }))))[0]);
-}

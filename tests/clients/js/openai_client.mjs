@@ -1,16 +1,16 @@
 // What an agent does with OpenAI's client for JavaScript, printed as JSON, one line a step.
 //
-//     node openai_client.mjs BASE_URL MODEL [played]
+//     node openai_client.mjs BASE_URL MODEL
 import { readFileSync } from "node:fs";
 import OpenAI from "openai";
 
-const [baseURL, model, how] = process.argv.slice(2);
+const [baseURL, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "unused", maxRetries: 2 });
 const messages = [{ role: "user", content: "Say hello to Zoë." }];
 const asked = { model, messages, temperature: 0, max_tokens: 8 };
 const parameters = { type: "object", properties: { a: { type: "integer", maximum: 9 } }, required: ["a"], additionalProperties: false };
-const tool = (name) => ({ type: "function", function: { name, parameters } });
-const forced = { tools: [tool("add")], tool_choice: { type: "function", function: { name: "add" } }, max_tokens: 40 };
+const add = { type: "function", function: { name: "add", parameters } };
+const forced = { tools: [add], tool_choice: { type: "function", function: { name: "add" } }, max_tokens: 40 };
 const ours = ["x-rollout-id", "x-call-id", "x-policy-version", "date", "content-length", "transfer-encoding", "connection", "keep-alive"];
 
 const said = (step, value) => console.log(JSON.stringify({ [step]: value }));
@@ -45,25 +45,6 @@ async function everywhere() {
   said("no such model", await failure(() => chat.create({ ...asked, model: "nobody" })));
 }
 
-async function played() {
-  const chat = client.chat.completions;
-  said("parallel tools", await all(chat.create({ ...asked, tools: [tool("add"), tool("subtract")], stream: true })));
-  said("embeddings", await client.embeddings.create({ model, input: ["a", "é"], encoding_format: "float" }));
-  said("models", (await all(client.models.list())).map((entry) => entry.id).filter((id) => id !== "policy"));
-  for (const status of [400, 401, 403, 404, 409, 422, 429, 500, 503])
-    said(`${status}`, await failure(() => chat.create({ ...asked, user: `status ${status}` }, { maxRetries: 0 })));
-  said("busy twice", await chat.create({ ...asked, user: "busy 2" }));
-  said("silence", await failure(() => chat.create({ ...asked, user: "silence" }, { maxRetries: 0, timeout: 300 })));
-  said("broken", (await failure(() => all(chat.create({ ...asked, user: "broken", stream: true }))))[0]);
-  said("error event", await failure(() => all(chat.create({ ...asked, user: "error event", stream: true }))));
-  const left = await chat.create({ ...asked, stream: true });
-  for await (const part of left) {
-    said("left", part);
-    break;
-  }
-}
-
 const installed = new URL("./node_modules/openai/package.json", import.meta.url);
 said("version", JSON.parse(readFileSync(installed)).version);
 await everywhere();
-if (how === "played") await played();

@@ -386,12 +386,16 @@ async def test_keys_are_asked_for_and_a_rollouts_key_is_for_that_rollout(running
         own = {"Authorization": f"Bearer {one['api_key']}"}
         assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT)))[0] == 401
         assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT), **own))[0] == 403
-        named = by_hand(CHAT | {"lightning.rollout_id": one["rollout_id"]})
+        ours = CHAT | TOKENS | {"lightning.rollout_id": one["rollout_id"], "lightning.policy_version": 0}
+        for other in ({"lightning.rollout_mode": "eval"}, {"lightning.task_id": "easier"}):
+            assert (await system.call("POST", "/otlp/v1/traces", by_hand(ours | other), **own))[0] == 403
+        named = by_hand(ours)
         named["resourceSpans"] += by_hand(CHAT, "00000000000000bb")["resourceSpans"]
         status, answer = await system.call("POST", "/otlp/v1/traces", named, **own)
         assert (status, answer["partialSuccess"]["rejectedSpans"]) == (200, "1")
         _, rollout = await system.call("GET", f"/rollouts/{one['rollout_id']}", Authorization="Bearer k")
-        assert len(rollout["calls"]) == 1
+        (call,) = rollout["calls"]
+        assert "own key" in call["untrainable_reason"] and rollout["mode"] == "train"
         assert (await system.call("GET", f"/rollouts/{TRACE}", Authorization="Bearer k"))[0] == 404
         assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT), Authorization="Bearer k"))[0] == 200
 

@@ -1,6 +1,6 @@
 """What each method of fine-tuning computes, that it goes on after a stop or a kill, and what becomes of its weights.
 
-`tests/reference/test_tuning.py` compares the gradients with float64 ones.
+`tests/reference/test_gradients.py` compares the gradients with float64 ones.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from lightning_proxy.proxy.access.limits import Bucket, Limiter, Limits
 
 
 class PlayedClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -31,7 +30,7 @@ def ended(usage: dict[str, int] | None = None, ids: tuple[int, ...] = ()) -> Cal
 
 
 def enters(limiter: Limiter, times: int = 1) -> int:
-    """How many of so many requests are let in, one after the other."""
+    """How many requests of that number are let in, one after the other."""
     let_in = 0
     for _ in range(times):
         with suppress(RateLimited), limiter.counted():
@@ -61,7 +60,7 @@ def test_a_minutes_requests_may_come_at_once_then_one_at_a_time_and_refused_ones
     assert enters(limiter, 10) == 6
 
 
-def test_tokens_are_counted_when_a_call_has_ended(clock: PlayedClock) -> None:
+def test_tokens_are_counted_when_a_call_has_ended_by_usage_ids_or_bytes(clock: PlayedClock) -> None:
     for end in (
         ended({"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}),
         ended({"input_tokens": 100, "output_tokens": 20}),
@@ -74,9 +73,7 @@ def test_tokens_are_counted_when_a_call_has_ended(clock: PlayedClock) -> None:
         assert enters(limiter) == 0
         clock.now += 0.1
         assert enters(limiter, 5) == 5, "what a request will cost is not known when it comes"
-
-
-def test_an_answer_without_usage_counts_by_its_bytes(clock: PlayedClock) -> None:
+    # An answer without usage counts by its bytes.
     limiter = Limiter(Limits(tokens_per_minute=60), clock)
     limiter.spend(ended(None)._replace(response={"content": "x" * 200}, http_status=200), 280)
     assert enters(limiter) == 0
@@ -84,17 +81,13 @@ def test_an_answer_without_usage_counts_by_its_bytes(clock: PlayedClock) -> None
     assert enters(limiter) == 1
 
 
-def test_requests_at_once_are_counted_until_they_leave(clock: PlayedClock) -> None:
+def test_requests_at_once_are_counted_until_they_leave_and_a_keys_own_limits_win(clock: PlayedClock) -> None:
     limiter = Limiter(Limits(concurrent=2), clock)
     with limiter.counted():
         with limiter.counted():
             assert enters(limiter) == 0
         assert enters(limiter, 3) == 3
-
-
-def test_a_keys_own_limits_win_over_the_default() -> None:
     assert Limits(requests_per_minute=5) | Limits(9, 10, None) == Limits(5, 10, None)
-    assert not Limits()
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 500)), max_size=50), st.integers(1, 1000))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -12,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName
-from lightning_proxy.core.tokens import NO_TOKEN_IDS, NOT_THE_POLICY
-from lightning_proxy.proxy.api.views import words_in
-from lightning_proxy.proxy.gateway.metrics import Metrics
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.store import Store
+from lightning_proxy.trainer.collect.collector import Collector
+from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -41,26 +40,6 @@ async def test_a_vllm_that_stays_away_is_told_of_once(
     assert len(told) == 1, told
 
 
-def test_the_first_words_of_every_api_are_found() -> None:
-    """They are shown in a list of rollouts."""
-    earlier = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "x"}]
-    asked = [*earlier, {"role": "user", "content": "a  b"}]
-    parts = [{"role": "user", "content": [{"type": "input_text", "text": "a b"}]}]
-    call = {"function": {"name": "add", "arguments": "{}"}}
-    cases: list[tuple[Any, Any, str | None, str | None]] = [
-        ({"messages": asked}, {"choices": [{"message": {"role": "assistant", "content": "c"}}]}, "a b", "c"),
-        ({"messages": asked}, {"choices": [{"message": {"content": None, "tool_calls": [call]}}]}, "a b", "add(…)"),
-        ({"prompt": "a b"}, {"choices": [{"text": "c"}]}, "a b", "c"),
-        ({"input": parts}, {"output": [{"content": [{"type": "output_text", "text": "c"}]}]}, "a b", "c"),
-        ({"messages": parts, "system": "s"}, {"content": [{"type": "text", "text": "c"}]}, "a b", "c"),
-        ({"messages": 5}, {"choices": [7]}, "5", None),
-        ([], None, None, None),
-        ({"messages": [{"role": "user", "content": "x" * 999}]}, {}, "x" * 200, None),
-    ]
-    for request, response, question, answer in cases:
-        assert words_in(json.dumps({"new": request}), json.dumps(response)) == (question, answer)
-
-
 async def metrics(system: Any) -> dict[str, float]:
     async with system.session.get(system.url + "/metrics") as answer:
         assert answer.status == 200
@@ -77,13 +56,6 @@ async def test_a_step_under_way_says_since_when(running: Running, tmp_path: Path
         assert found["lightning_rollouts_per_step"] == system.config.trainer.rollouts_per_step
         await store.steps.trained(step, None, {})
         assert (await metrics(system))["lightning_step_began_seconds"] == 0
-
-
-def test_calls_of_other_models_than_the_policy_are_not_counted_as_untrainable() -> None:
-    metrics = Metrics()
-    for why in (NOT_THE_POLICY, NO_TOKEN_IDS):
-        metrics.call_ended(CallEnd("c", "r", "ok", {}, 200, (), (), untrainable_reason=why), recorded=True)
-    assert b"lightning_untrainable_calls_total 1.0" in metrics.render()
 
 
 async def test_status_counts_sampled_tokens_without_a_usage_and_says_that_publication_is_stopped(
@@ -118,3 +90,36 @@ async def test_status_says_how_the_live_version_was_verified(running: Running, t
             assert answer["verified"]["story"].startswith(story)
             shown = (await metrics(system))["lightning_policy_verify_deviations"]
             assert shown == (answer["verified"]["deviations"] or 0.0)
+
+
+async def test_a_step_that_is_undone_takes_its_credit_with_it_and_a_new_one_takes_the_place_of_the_old(
+    running: Running, tmp_path: Path
+) -> None:
+    async def shown(system: Any) -> list[tuple[Any, ...]]:
+        _, answer = await system.call("GET", "/rollouts/good/rows")
+        return [(call["step"], call["return"], call["placed"]) for call in answer["calls"]]
+
+    async def claim(store: Store) -> int:
+        settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo"}
+        batch = await Collector(TrainerConfig.model_validate(settings), store).next_batch(0, fewer=True)
+        assert batch is not None
+        return batch.step
+
+    async with running(tmp_path) as system, system.store() as store:
+        async with Recorder(store, merged=False) as recorder:
+            for name in ("good", "bad"):
+                for i, prompt in enumerate(((1,), (1, 2, 3))):
+                    start = CallStart(f"{name}-{i}", RolloutName(name, "t"), "chat/completions", "policy", 0, {}, 1.0)
+                    await recorder.start(start)
+                    choice = Choice(0, (2,), (-1.0,), "stop")
+                    await recorder.end(CallEnd(f"{name}-{i}", name, "ok", {}, 200, prompt, (choice,)))
+                await store.rewards.post([Reward(name, float(name == "good"))])
+        first = await claim(store)
+        assert await store.steps.release_unfinished() == [first]
+        assert [placed for *_, placed in await shown(system)] == [None] * 2
+        await store.steps.trained(await claim(store), None, {})
+        await store.rewards.post([Reward(name, 5.0 * i, retrain=True) for i, name in enumerate(("good", "bad"))])
+        second = await claim(store)
+        assert await shown(system) == [(second, 0.0, "first"), (second, 0.0, "merged")]
+        await store.steps.forget_all()
+        assert [step for step, *_ in await shown(system)] == [None] * 2

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
 from lightning_proxy.proxy.dialects.as_chat.translation import MALFORMED, PROBES, Template, TemplateUnknown, learn
+from lightning_proxy.proxy.gateway.attempts import Upstreams
+from lightning_proxy.proxy.gateway.through_chat import Templates
+from lightning_proxy.proxy.gateway.upstream import Request, Route, make_session
 from support.messages_twice import assembled
 
 Json = dict[str, Any]
@@ -35,36 +42,16 @@ def chunk(delta: Json, finish: str | None = None, stop: Any = None) -> Json:
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop}]}
 
 
-def streamed(*deltas: Json, finish: Json | None = None, usage: bool = True) -> list[Json]:
+def streamed(*deltas: Json, finish: Json | None = None) -> list[Json]:
     """The events for an answer in these pieces."""
     chunks = [chunk({"role": "assistant", "content": ""}), *map(chunk, deltas), finish or chunk({}, "stop")]
     stream = MessagesTranslator(ASKED)
     events = [
         event
-        for part in [*chunks, *([{"choices": [], "usage": USAGE}] if usage else ())]
+        for part in [*chunks, {"choices": [], "usage": USAGE}]
         for event in stream.feed({"id": "chatcmpl-1", "model": "policy", **part})
     ]
     return [*events, *stream.end()]
-
-
-def test_usage_tells_apart_what_the_cache_held() -> None:
-    expected = {"input_tokens": 4, "output_tokens": 4, "cache_read_input_tokens": 6}
-    assert whole(answer(content="Hello"))["usage"] == expected
-    assert assembled(streamed({"content": "Hello"}))["usage"] == expected
-
-
-def test_an_answer_has_its_thinking_its_text_and_its_calls_in_this_order() -> None:
-    said = whole(
-        answer("tool_calls", reasoning="Hm.", content="I add.", tool_calls=[called('{"a": 1}'), called("", 1)])
-    )
-    thinking, *others = said["content"]
-    assert (thinking["type"], thinking["thinking"], bool(thinking["signature"])) == ("thinking", "Hm.", True)
-    assert others == [
-        {"type": "text", "text": "I add."},
-        {"type": "tool_use", "id": "call_0", "name": "tool0", "input": {"a": 1}},
-        {"type": "tool_use", "id": "call_1", "name": "tool1", "input": {}},
-    ]
-    assert said["stop_reason"] == "tool_use"
 
 
 def test_arguments_that_max_tokens_cut_are_kept() -> None:
@@ -123,12 +110,6 @@ def test_a_stream_has_one_open_block_at_a_time() -> None:
         {"type": "tool_use", "id": "call_1", "name": "tool1", "input": {}},
         {"type": "text", "text": "the end"},
     ]
-
-
-def test_an_error_in_a_stream_keeps_its_words() -> None:
-    error = {"message": "the engine died", "type": "InternalServerError", "code": 500}
-    expected = {"type": "error", "error": {"type": "InternalServerError", "message": "the engine died"}}
-    assert MessagesTranslator(ASKED).error(error) == expected
 
 
 def test_an_answer_that_is_sent_back_is_what_was_said() -> None:
@@ -192,3 +173,57 @@ def test_what_vllm_refuses_or_reads_otherwise_goes_to_its_own_route() -> None:
     ):
         with pytest.raises(MALFORMED):
             MessagesTranslator(ASKED | changed).chat(Template())
+
+
+# What a server's template makes of Messages is asked once, and again where the server could not say it yet.
+
+
+def asking(app: web.Application, statuses: list[int] | None = None, go: asyncio.Event | None = None) -> list[str]:
+    """Answer what a template is learnt by; returns the models that were asked."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((await request.json())["model"])
+        if go is not None:
+            await go.wait()
+        return web.json_response({"prompt_token_ids": [1], "input_tokens": 1}, status=statuses[0] if statuses else 200)
+
+    app.router.add_post("/v1/{rest:.*}", answer)
+    return asked
+
+
+def route(server: TestServer) -> Route:
+    return Route(UpstreamConfig(name="up", base_url=str(server.make_url("/v1"))), "base", 0)
+
+
+REQUEST = Request("POST", "/v1/messages", b"", [], b"", False)
+LEARNT = Template(None, "low", True)
+
+
+async def test_a_template_is_asked_for_until_the_server_can_say_it() -> None:
+    for statuses, known, times in (
+        ([200, 200], [LEARNT] * 2, 1),
+        ([503, 200], [Template(), LEARNT], 2),
+        ([401, 200], [Template(), LEARNT], 2),  # whoever came first has no key
+        ([404, 200], [Template()] * 2, 1),  # another server, or an older one
+    ):
+        asked = asking(app := web.Application(), statuses)
+        async with TestServer(app) as server, make_session() as session:
+            templates = Templates(Upstreams(session))
+            for expected in known:
+                assert await templates.learned(route(server), REQUEST) == expected
+                statuses.pop(0)
+        assert asked == ["base"] * times * len(PROBES)
+
+
+async def test_requests_that_come_at_once_ask_once() -> None:
+    asked = asking(app := web.Application(), go=(go := asyncio.Event()))
+    async with TestServer(app) as server, make_session() as session:
+        templates = Templates(Upstreams(session))
+        first, *others = (asyncio.create_task(templates.learned(route(server), REQUEST)) for _ in range(5))
+        while len(asked) < len(PROBES):
+            await asyncio.sleep(0.001)
+        first.cancel()  # its agent left
+        go.set()
+        assert await asyncio.gather(*others) == [LEARNT] * 4
+    assert len(asked) == len(PROBES)

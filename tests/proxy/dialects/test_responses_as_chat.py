@@ -110,14 +110,6 @@ def test_an_item_may_be_referred_to() -> None:
         asked(earlier, previous_response_id="r", input=[{"type": "item_reference", "id": "msg_3"}])
 
 
-def test_log_probabilities_that_only_the_proxy_asked_for_are_not_shown() -> None:
-    token = {"token": "hi", "logprob": -0.5, "bytes": [104, 105], "top_logprobs": []}
-    answer = chat({"content": "hi"})
-    answer["choices"][0]["logprobs"] = {"content": [token]}
-    (message,) = events().answer(answer)["output"]
-    assert message["content"][0]["logprobs"] is None
-
-
 def test_a_limit_is_told_also_where_chat_only_tells_of_calls() -> None:
     cut = events(tools=[ADD], max_output_tokens=5).answer(chat({"tool_calls": [CALL]}, "tool_calls"))
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})

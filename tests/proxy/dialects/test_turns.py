@@ -140,15 +140,6 @@ def test_what_was_cut_off_by_a_stop_string_stays_in_the_row() -> None:
     assert decode(found) == chatml([*asked, assistant("bc"), user("c")], True)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_no_base() -> None:
-    def counts(messages: Sequence[Json], ask: bool) -> str:
-        return f"{len(messages)}" + chatml(messages, ask)
-
-    asked = [user("a")]
-    turn = turn_of(asked, assistant("b"), tokenize(counts(asked, True)), tokenize("b"))
-    assert next_prompt(counts, turn, [*asked, assistant("b"), user("c")]) is None
-
-
 TOLD: list[Any] = [{"role": "system", "content": "s"}, user("hi")]
 
 

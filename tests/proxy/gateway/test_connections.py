@@ -1,4 +1,4 @@
-"""Connections that ask nothing: they never take the files that calls need."""
+"""Connections that ask nothing and bodies that wait: they never take what calls need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import aiohttp
 import pytest
 import yaml
 
+from lightning_proxy.core.errors import Overloaded
 from lightning_proxy.proxy.gateway import server
+from lightning_proxy.proxy.gateway.asgi import Memory
 from lightning_proxy.proxy.gateway.server import calls_at_once
 from support.served import Proxy, proxy_in_front
 
@@ -29,9 +31,15 @@ def files(soft: int, hard: int) -> Callable[[], None]:
 
 
 @asynccontextmanager
-async def scarce(directory: Path, soft: int = FILES, hard: int = FILES) -> AsyncIterator[Proxy]:
+async def scarce(directory: Path, soft: int = FILES, *, key: str = "", upstream: str = "") -> AsyncIterator[Proxy]:
     async with proxy_in_front(directory) as proxy:
-        await proxy.start(files(soft, hard))
+        if key:
+            proxy.set("proxy", api_keys=[key])
+        if upstream:
+            settings = yaml.safe_load(proxy.config.read_text())
+            settings["upstreams"] = [{"name": "hangs", "kind": "openai", "base_url": upstream}]
+            proxy.config.write_text(yaml.safe_dump(settings))
+        await proxy.start(files(soft, FILES))
         yield proxy
         await proxy.end(signal.SIGTERM)
 
@@ -44,18 +52,21 @@ async def silent(port: int, count: int, stack: contextlib.AsyncExitStack, sent: 
             writer.write(sent)
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"])
-async def test_calls_are_answered_whatever_silent_connections_there_are(tmp_path: Path, sent: bytes) -> None:
-    async with scarce(tmp_path) as proxy, contextlib.AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+async def test_calls_are_answered_whatever_silent_connections_there_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with scarce(tmp_path, soft=128) as proxy, aiohttp.ClientSession() as session:
+        assert f"{calls_at_once(FILES)} calls at once: {FILES} files may be open (ulimit -Hn)" in capfd.readouterr().err
         url = f"{proxy.url}/v1/chat/completions"
-        streams = [session.post(url, json=CALL | {"stream": True, "pause_s": 1}) for _ in range(20)]
-        begun = [await stream for stream in streams]
-        await silent(proxy.port, 2 * FILES, stack, sent)
-        for _ in range(5):
-            async with aiohttp.ClientSession() as new, new.post(url, json=CALL) as answer:
-                assert answer.status == 200, await answer.text()
-        assert all([(await answer.read()).rstrip().endswith(b"[DONE]") for answer in begun])
+        for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"):
+            async with contextlib.AsyncExitStack() as stack:
+                streams = [session.post(url, json=CALL | {"stream": True, "pause_s": 1}) for _ in range(20)]
+                begun = [await stream for stream in streams]
+                await silent(proxy.port, 2 * FILES, stack, sent)
+                for _ in range(5):
+                    async with aiohttp.ClientSession() as new, new.post(url, json=CALL) as answer:
+                        assert answer.status == 200, await answer.text()
+                assert all([(await answer.read()).rstrip().endswith(b"[DONE]") for answer in begun])
 
 
 async def test_as_many_streams_work_at_once_as_the_start_says_and_others_are_told_to_wait(tmp_path: Path) -> None:
@@ -74,21 +85,10 @@ async def test_as_many_streams_work_at_once_as_the_start_says_and_others_are_tol
             assert answer.status == 200
 
 
-async def test_the_soft_limit_is_raised_and_the_start_says_what_it_allows(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+async def test_a_head_that_does_not_come_ends_its_connection(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with scarce(tmp_path, soft=128, hard=640):
-        pass
-    assert f"{calls_at_once(640)} calls at once: 640 files may be open (ulimit -Hn)" in capfd.readouterr().err
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEAD_S", 0.3)
-
-
-@pytest.mark.usefixtures("hurried")
-async def test_a_head_that_does_not_come_ends_its_connection(running: Any, tmp_path: Path) -> None:
     whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with running(tmp_path) as system:
         port = int(system.url.rsplit(":", 1)[1])
@@ -108,40 +108,56 @@ async def test_a_head_that_does_not_come_ends_its_connection(running: Any, tmp_p
             writer.close()
 
 
-async def test_preflights_at_a_server_that_hangs_take_no_places_of_calls(tmp_path: Path) -> None:
+async def test_preflights_at_a_server_that_hangs_and_answers_that_nobody_reads_take_no_places(tmp_path: Path) -> None:
     asks = b"OPTIONS /v1/models HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\n"
     asks += b"Access-Control-Request-Method: GET\r\n\r\n"
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as hangs:
-        async with proxy_in_front(tmp_path) as proxy, contextlib.AsyncExitStack() as stack:
-            url = f"http://127.0.0.1:{hangs.getsockname()[1]}/v1"
-            proxy.set("proxy", api_keys=["k" * 20])
-            settings = yaml.safe_load(proxy.config.read_text())
-            settings["upstreams"] = [{"name": "hangs", "kind": "openai", "base_url": url}]
-            proxy.config.write_text(yaml.safe_dump(settings))
-            await proxy.start(files(FILES, FILES))
+    unread = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as hangs, contextlib.ExitStack() as peers:
+        url = f"http://127.0.0.1:{hangs.getsockname()[1]}/v1"
+        async with scarce(tmp_path, key="k" * 20, upstream=url) as proxy, contextlib.AsyncExitStack() as stack:
             await silent(proxy.port, calls_at_once(FILES) + 5, stack, asks)
             await asyncio.sleep(2)
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            async with session.get(f"{proxy.url}/rollouts", headers={"x-api-key": "k" * 20}) as answer:
-                assert answer.status == 200, await answer.text()
-            await proxy.end(signal.SIGTERM)
-
-
-async def test_answers_that_nobody_reads_take_no_places_of_calls(tmp_path: Path) -> None:
-    key = {"Authorization": f"Bearer {'k' * 20}"}
-    many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60
-    async with proxy_in_front(tmp_path) as proxy:
-        proxy.set("proxy", api_keys=["k" * 20])
-        await proxy.start(files(FILES, FILES))
-        with contextlib.ExitStack() as stack:
             for _ in range(calls_at_once(FILES) + 5):
-                peer = stack.enter_context(socket.socket())
+                peer = peers.enter_context(socket.socket())
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 await asyncio.to_thread(peer.connect, ("127.0.0.1", proxy.port))
-                peer.send(many)
+                peer.send(unread)
             for _ in range(15):
-                url = f"{proxy.url}/v1/chat/completions"
-                async with aiohttp.ClientSession(headers=key) as new, new.post(url, json=CALL) as answer:
+                headers = {"x-api-key": "k" * 20}
+                async with aiohttp.ClientSession() as new, new.get(f"{proxy.url}/rollouts", headers=headers) as answer:
                     assert answer.status == 200, await answer.text()
                 await asyncio.sleep(0.2)
-        await proxy.end(signal.SIGTERM)
+
+
+async def test_bodies_that_come_later_wait_in_the_order_in_which_they_came() -> None:
+    memory, order = Memory(100, 100), list[str]()
+
+    async def borrow(name: str, size: int) -> None:
+        with memory.loan(name) as loan:
+            await loan.grow(size)
+            order.append(name)
+
+    with memory.loan("first") as first:
+        await first.grow(60)
+        waiting = [asyncio.create_task(borrow(name, size)) for name, size in (("large", 90), ("small", 10))]
+        await asyncio.sleep(0.01)
+        assert order == []
+    await asyncio.gather(*waiting)
+    assert order == ["large", "small"]
+
+
+async def test_no_memory_is_lost_by_those_who_give_up() -> None:
+    memory = Memory(100, 100, wait_s=0.05)
+    with memory.loan("all") as lent, memory.loan("late") as late:
+        await lent.grow(100)
+        with pytest.raises(Overloaded):
+            await late.grow(50)
+    for cancelled_first in (True, False):
+        with memory.loan("all") as lent, memory.loan("leaves") as leaves:
+            await lent.grow(100)
+            leaving = asyncio.create_task(leaves.grow(50))
+            await asyncio.sleep(0.01)
+            for cancels in (cancelled_first, not cancelled_first):  # its turn comes at the very moment
+                leaving.cancel() if cancels else lent.shrink()
+            await asyncio.wait([leaving])
+            assert leaving.cancelled() and leaves.size == 0

@@ -1,17 +1,22 @@
-"""What the memory for recent calls counts is what they take, and no more than its bound is kept."""
+"""What is kept of recent calls: within bounds, as counted, and without reading a rollout again for each call."""
 
 from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName
-from lightning_proxy.proxy.gateway.recent import RecentCalls
-from lightning_proxy.proxy.gateway.recorder import _prepared
+from lightning_proxy.proxy.gateway.exact import earlier_turn
+from lightning_proxy.proxy.gateway.recent import History, RecentCalls
+from lightning_proxy.proxy.gateway.recorder import Recorder, _prepared
+from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.store import Store
 
 EACH, BOUND = 4, 4_000_000
 Json = dict[str, Any]
@@ -61,3 +66,39 @@ def test_what_is_kept_is_what_is_counted(calls: Any) -> None:
     for i in range(4000):
         recent.forget(f"r{i}")
     assert recent._calls.size == 0
+
+
+async def test_what_another_worker_answers_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollout is read whole once; after that, the rows of the other worker's new calls, however long it is."""
+    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    name, messages, prompt = RolloutName("r", None, None), [user("hi")], (1,)
+    async with Recorder(Store(database), merged=False) as mine, Recorder(Store(database), merged=False) as others:
+
+        async def turn(recorder: Recorder, n: int) -> None:
+            nonlocal messages, prompt
+            said = {"role": "assistant", "content": f"answer {n}"}
+            sampled = (Choice(0, (n + 2,), (-1.0,), "stop"),)
+            request = {"model": "m", "messages": messages}
+            await recorder.start(CallStart(f"c{n}", name, "chat/completions", "m", 0, request, 0.0))
+            response = {"choices": [{"index": 0, "message": said}]}
+            await recorder.end(CallEnd(f"c{n}", "r", "ok", response, 200, prompt, sampled))
+            messages, prompt = [*messages, said, user("more")], (*prompt, n + 2, 1)
+
+        for n in range(40):
+            await turn((mine, others)[n % 2], n)
+        recent, rows = History(Store(database), lambda call, known: call.request), list[int]()
+        await earlier_turn(recent, "r", {"model": "m", "messages": messages})
+        run = database.all
+
+        async def counted(sql: str, params: Any = None) -> Any:
+            found = await run(sql, params)
+            rows.append(len(found))
+            return found
+
+        monkeypatch.setattr(database, "all", counted)
+        for n in range(40, 46):
+            await turn((mine, others)[n % 2], n)
+            found = await earlier_turn(recent, "r", {"model": "m", "messages": messages})
+            assert (found.ids.tolist(), found.messages) == ([*prompt[:-1]], messages[:-2])
+        assert rows == [1] * 6
+    await database.close()

@@ -14,6 +14,7 @@ import pytest
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import StoreUnavailable
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName
+from lightning_proxy.proxy.gateway import recorder as recording
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import opened
@@ -92,3 +93,22 @@ async def test_a_store_is_opened_while_another_writes_to_it(database: Database) 
         other.execute("BEGIN IMMEDIATE")
         async with opened(StoreConfig(url=f"sqlite:///{database.where}", busy_timeout_s=0.1)) as second:
             assert len(await second.all("SELECT * FROM policy_log")) == 1
+
+
+async def test_where_the_writing_task_failed_calls_are_refused_and_the_proxy_is_not_ready(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of the writer's own")
+
+    async with running(tmp_path) as system:
+        assert (await system.chat("before"))[0] == 200
+        with monkeypatch.context() as patched:
+            settle, told = recording._settle, []
+            patched.setattr(recording, "_settle", lambda *a: settle(*a) if told else (told.append(1), broken()))
+            async with asyncio.timeout(20):
+                answers = await asyncio.gather(*(system.chat(f"r{n}") for n in range(3)))
+        assert {status for status, _ in [*answers, await system.chat("after")]} == {503}
+        status, view = await system.call("GET", "/readyz")
+        assert status == 503 and "records are not written any more: a fault of the writer's own" in view["store"]
+    assert "start the proxy again" in caplog.text

@@ -61,13 +61,13 @@ def marking(app: ASGIApp) -> ASGIApp:
 
 
 @contextmanager
-def walking(*, beside: bool = False) -> Iterator[Walk]:
-    """Trace the requests that `marking` marks, or what runs `beside` them, in this thread and during the block."""
+def walking(*, others: bool = False) -> Iterator[Walk]:
+    """Trace the requests that `marking` marks, or what `others` run, in this thread and during the block."""
     walk, seen, product = Walk(), set[CodeType](), tuple(f"{ROOT / top}/" for top in TOPS)
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code not in seen and code.co_filename.startswith(product) and _WALKED.get() != beside:
+        if event == "call" and code not in seen and code.co_filename.startswith(product) and _WALKED.get() != others:
             seen.add(code)
             walk.functions.append(code)
 
@@ -114,11 +114,11 @@ async def agent(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
             yield session
 
 
-async def walk_of(agent: aiohttp.ClientSession, what: str, *, beside: bool = False) -> Walk:
-    """The walk of a request that is the second of its kind: the first fills caches. `beside`: of other tasks."""
+async def walk_of(agent: aiohttp.ClientSession, what: str, *, others: bool = False) -> Walk:
+    """The walk of a request that is the second of its kind: the first fills caches. `others`: what other tasks run."""
     path, body = SENT[what]
     for walked in (False, True):
-        with walking(beside=beside) as walk:
+        with walking(others=others) as walk:
             async with agent.post(path, json=body) as answer:
                 assert answer.status < 300, await answer.text()
                 await answer.read()
@@ -153,6 +153,6 @@ async def test_other_calls_add_the_files_that_are_named(agent: aiohttp.ClientSes
 
 
 async def test_the_writer_runs_what_a_record_adds(agent: aiohttp.ClientSession) -> None:
-    walk, named = await walk_of(agent, "call", beside=True), told("What its record adds")
+    walk, named = await walk_of(agent, "call", others=True), told("What its record adds")
     assert len(named) == 2
     assert set(named) <= set(walk.files), walk.listing()

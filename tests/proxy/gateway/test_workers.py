@@ -1,9 +1,10 @@
-"""Several workers over one store: real processes, one of them killed under load."""
+"""The proxy as processes: workers over one store, killed under load, and a proxy that is asked to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -12,7 +13,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -32,59 +32,11 @@ async def two_workers(directory: Path) -> AsyncIterator[Proxy]:
         await proxy.end(signal.SIGTERM)
 
 
-class Talker(Client):
-    """Turns of a rollout that it shares with others, each on a connection, and so on a worker, of its own."""
-
-    def __init__(self, proxy: Proxy, name: str, rollout_id: str) -> None:
-        super().__init__(proxy, name)
-        self.rollout_id = rollout_id
-
-    async def work(self, session: aiohttp.ClientSession) -> None:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": f"{self._name} begins"}]
-        while True:
-            with contextlib.suppress(aiohttp.ClientError):
-                body = {"model": "policy", "messages": messages, "stream": len(messages) % 4 == 1}
-                url = f"{self._proxy.url}/rollouts/{self.rollout_id}/v1/chat/completions"
-                async with session.post(url, json=body) as answer:
-                    await answer.read()
-                    self.statuses.add(answer.status)
-                    self.calls.add(answer.headers["X-Call-Id"])
-                said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": f"turn {len(messages)}"}]
-                messages = [*messages, *said]
-
-
-async def test_a_killed_worker_has_lost_no_answer_and_another_takes_its_place(
+async def test_a_killed_worker_has_lost_no_answer_another_takes_its_place_and_metrics_are_those_of_all(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with two_workers(tmp_path) as proxy:
-        talkers = [Talker(proxy, f"t{i}", f"r{i % 4}") for i in range(12)]
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            working = [asyncio.create_task(talker.work(session)) for talker in talkers]
-            for _ in range(2):
-                await asyncio.sleep(1)
-                before = workers(proxy)
-                os.kill(min(before), signal.SIGKILL)
-                await settled(proxy, 2, without={min(before)})
-                assert f"worker {min(before)} died (signal SIGKILL): another was started" in capfd.readouterr().err
-            for task in working:
-                task.cancel()
-            await asyncio.gather(*working, return_exceptions=True)
-            received = {call for talker in talkers for call in talker.calls}
-            assert {200} == set().union(*(talker.statuses for talker in talkers))
-            assert received <= {call for (call,) in proxy.rows("SELECT call_id FROM calls WHERE status = 'ok'")}
-            for i in range(4):
-                async with session.get(f"{proxy.url}/rollouts/r{i}?requests=whole") as answer:
-                    calls = (await answer.json())["calls"]
-                assert [call["seq"] for call in calls] == list(range(len(calls)))
-                assert all(call["request"]["messages"][0]["content"].endswith("begins") for call in calls)
-                assert received & {call["call_id"] for call in calls}
-        print(f"2 kills of a worker, 12 clients: {len(received)} answers received whole")
-
-
-async def test_the_metrics_are_those_of_all_workers(tmp_path: Path) -> None:
-    async with two_workers(tmp_path) as proxy:
-        connector = aiohttp.TCPConnector(force_close=True)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # so each call goes to a worker of its own
         async with aiohttp.ClientSession(connector=connector) as session:
             client = Client(proxy, "c")
             await asyncio.gather(*(client.turn(session, f"r{i}", stream=False) for i in range(40)))
@@ -94,34 +46,44 @@ async def test_the_metrics_are_those_of_all_workers(tmp_path: Path) -> None:
                 assert re.findall(r'^lightning_calls_total\{status="ok"\} (\S+)$', text, re.MULTILINE) == ["40.0"]
                 assert re.findall(r'^lightning_rollouts\{.*"completed"\} (\S+)$', text, re.MULTILINE) == ["40.0"]
 
+            async def work(talker: Client, rollout_id: str) -> None:
+                for turn in itertools.count():
+                    with contextlib.suppress(aiohttp.ClientError):
+                        await talker.turn(session, rollout_id, stream=turn % 2 == 0)
 
-async def test_workers_end_with_their_supervisor_however_it_ends(tmp_path: Path) -> None:
-    async with two_workers(tmp_path) as proxy:
-        assert proxy.process is not None
-        for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
-            left = workers(proxy)
-            await proxy.end(number)
-            assert proxy.process.returncode == code
-            for _ in range(100):
-                if not any(Path(f"/proc/{pid}").exists() for pid in left):
-                    break
-                await asyncio.sleep(0.1)
-            assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
-            if code == 0:
-                await proxy.start()
-                await settled(proxy, 2)
+            talkers = [Client(proxy, f"t{i}") for i in range(12)]
+            working = [asyncio.create_task(work(talker, f"shared-{i % 4}")) for i, talker in enumerate(talkers)]
+            await asyncio.sleep(1)
+            killed = min(workers(proxy))
+            os.kill(killed, signal.SIGKILL)
+            await settled(proxy, 2, without={killed})
+            assert f"worker {killed} died (signal SIGKILL): another was started" in capfd.readouterr().err
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
+            received = {call for talker in talkers for call in talker.calls}
+            assert {200} == set().union(*(talker.statuses for talker in talkers))
+            assert received <= {call for (call,) in proxy.rows("SELECT call_id FROM calls WHERE status = 'ok'")}
+            for i in range(4):
+                async with session.get(f"{proxy.url}/rollouts/shared-{i}") as answer:
+                    calls = (await answer.json())["calls"]
+                assert [call["seq"] for call in calls] == list(range(len(calls)))
+                assert received & {call["call_id"] for call in calls}
 
 
-async def test_after_the_supervisor_was_killed_under_load_the_next_serve_gets_its_port(tmp_path: Path) -> None:
+async def test_workers_end_with_their_supervisor_however_it_ends_and_leave_the_port(tmp_path: Path) -> None:
     async with two_workers(tmp_path) as proxy, aiohttp.ClientSession() as session:
-        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True, "pause_s": 3}
-        url = f"{proxy.url}/rollouts/long/v1/chat/completions"
-        async with session.post(url, json=body) as answer:
-            await answer.content.readany()
-            before = workers(proxy)
-            await proxy.end(signal.SIGKILL)
+        assert proxy.process is not None
+        for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True, "pause_s": 1}
+            async with session.post(f"{proxy.url}/rollouts/long/v1/chat/completions", json=body) as answer:
+                await answer.content.readany()  # it is under way
+                left = workers(proxy)
+                await proxy.end(number)
+            assert proxy.process.returncode == code
             await proxy.start()
-            await settled(proxy, 2, without=before)
+            await settled(proxy, 2, without=left)
+            assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.long  # uvicorn waits half a minute for a worker that has gone
@@ -135,3 +97,73 @@ def test_workers_that_cannot_start_end_the_proxy_with_an_error(tmp_path: Path) -
     assert done.returncode == 1
     assert "max_export_batch_size" in done.stderr
     assert "a worker of the proxy could not start" in done.stderr.splitlines()[-1]
+
+
+# Asked to stop
+
+PAUSE_S = 0.8  # between the tokens of an answer, of which there are five
+
+
+async def answer(proxy: Proxy, session: aiohttp.ClientSession) -> aiohttp.ClientResponse:
+    """An answer that has begun."""
+    body = {"model": "policy", "stream": True, "pause_s": PAUSE_S, "messages": [{"role": "user", "content": "hi"}]}
+    begun = await session.post(f"{proxy.url}/v1/chat/completions", json=body)
+    await begun.content.readany()
+    return begun
+
+
+async def refused(proxy: Proxy) -> None:
+    """Ask for readiness until nobody listens any more."""
+    while True:
+        async with aiohttp.ClientSession() as session:
+            try:
+                async with session.get(f"{proxy.url}/readyz"):
+                    await asyncio.sleep(0.02)
+            except aiohttp.ClientConnectorError:
+                return
+            except aiohttp.ClientError:  # the connection was there just before
+                continue
+
+
+def ask_to_stop(proxy: Proxy, number: signal.Signals) -> None:
+    assert proxy.process is not None
+    proxy.process.send_signal(number)
+
+
+async def test_an_answer_that_takes_longer_is_said_and_cut_off(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with proxy_in_front(tmp_path) as proxy, aiohttp.ClientSession() as session:
+        proxy.set("proxy", stop_timeout_s=0.2)
+        await proxy.start()
+        begun = await answer(proxy, session)
+        ask_to_stop(proxy, signal.SIGTERM)
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await begun.read()
+        assert proxy.process is not None and await proxy.process.wait() == 0
+        assert proxy.rows("SELECT status FROM calls") == [("cancelled",)]
+    told = capfd.readouterr().err
+    assert "stopping: 1 call is under way, for at most 0.2 s more" in told
+    assert "Traceback" not in told  # it is recorded, and no fault of the proxy
+
+
+@pytest.mark.parametrize(
+    ("workers", "status"), [(1, "cancelled"), pytest.param(2, "incomplete", marks=pytest.mark.long)]
+)
+async def test_a_second_ctrl_c_ends_it_now(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], workers: int, status: str
+) -> None:
+    async with proxy_in_front(tmp_path) as proxy, aiohttp.ClientSession() as session:
+        proxy.set("proxy", workers=workers, stop_timeout_s=600)
+        await proxy.start()
+        begun = await answer(proxy, session)
+        for _ in range(2):
+            ask_to_stop(proxy, signal.SIGINT)
+            await refused(proxy)
+        with pytest.raises(aiohttp.ClientError):
+            await begun.read()
+        assert proxy.process is not None and await proxy.process.wait() == 0
+        await proxy.start()
+        await proxy.end(signal.SIGTERM)
+        assert proxy.rows("SELECT status FROM calls") == [(status,)]
+    assert "Traceback" not in capfd.readouterr().err

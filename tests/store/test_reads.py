@@ -1,14 +1,18 @@
-"""What a call, a second and a step read of versions and steps: each the few that it needs."""
+"""What is read of versions, steps and rollouts: each the few that it needs, and a search is bounded."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import CallStart, Reward, RolloutName
 from lightning_proxy.features.promotion.promotions import Promotions
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store import rollouts as searching
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.stores import store_url
@@ -58,3 +62,46 @@ async def test_old_checkpoints_are_those_of_no_version_with_files(store: Store) 
         await store.versions.forget_files(version)
     assert await store.steps.old_checkpoints(2) == [(1, "step-1"), (4, "step-4")]
     assert await store.steps.old_checkpoints(9) == []
+
+
+async def test_a_rollout_that_began_too_long_ago_holds_no_version(store: Store) -> None:
+    async with Recorder(store, merged=False) as recorder:
+        for n, at in ((0, 1000.0), (7, 5000.0)):
+            name = RolloutName(f"r{n}")
+            await recorder.start(CallStart(f"c{n}", name, "chat/completions", "policy", n, {"messages": []}, at))
+    assert [await store.rollouts.opened_for(f"r{n}") for n in (0, 7)] == [(None, 0), (None, 7)]
+    for since, wanted in ((400.0, {0, 7}), (3400.0, {7}), (5400.0, set())):
+        assert await store.versions.pinned(since) == wanted
+
+
+async def rewarded(store: Any, rewards: dict[str, float | None]) -> None:
+    for name in rewards:
+        await store.rollouts.open([(RolloutName(name, "t"), f"hash of {name}")], {})
+    await store.rewards.post([Reward(name, value) for name, value in rewards.items() if value is not None])
+
+
+async def ids(store: Any, limit: int = 100, cursor: int | None = None, **filters: object) -> list[str]:
+    return [r.rollout_id for r in (await store.rollouts.page(filters, limit, cursor))[0]]
+
+
+async def test_a_search_looks_at_so_many_and_can_go_on(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "CHUNK", 2)
+    monkeypatch.setattr(searching, "MOST", 4)
+    async with running(tmp_path) as system, system.store() as store:
+        await rewarded(store, {f"r{i}": float(i == 0) for i in range(6)})
+        found, cursor = await store.rollouts.page({"min_reward": 1}, 9)
+        assert found == [] and cursor is not None
+        assert await ids(store, min_reward=1, cursor=cursor) == ["r0"]
+
+
+async def test_texts_are_found_as_they_were_said(running: Any, tmp_path: Path) -> None:
+    texts = ['say "50%_off"', "ÄPFEL sind", "two\nlines", "!"]
+    async with running(tmp_path) as system:
+        for i, text in enumerate([*texts, "something else: 50 off"]):
+            said = {"model": "policy", "messages": [{"role": "user", "content": f"please {text} now"}]}
+            await system.call("POST", "/v1/chat/completions", said, X_Rollout_Id=f"r{i}")
+        async with system.store() as store:
+            assert [await ids(store, text=text) for text in texts] == [["r0"], ["r1"], ["r2"], ["r3"]]
+            assert await ids(store, text="NOTHING of it") == []

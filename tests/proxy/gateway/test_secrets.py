@@ -1,4 +1,4 @@
-"""A key in an upstream's address: it is sent, and shown nowhere."""
+"""Secrets: a key in an upstream's address or answer is shown nowhere, and what is a secret in a text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_proxy.commands.doctor.doctor import Report, check_servers
 from lightning_proxy.core.config.address import secrets_in, shown, without_secrets
 from lightning_proxy.core.config.section import check_url
+from lightning_proxy.core.config.server import RedactConfig
 from lightning_proxy.core.config.upstreams import UpstreamConfig
+from lightning_proxy.core.errors import LightningError
+from lightning_proxy.core.redact import MASK, Redactor
+from lightning_proxy.proxy.gateway.upstream import KeyMask
+from lightning_proxy.serving.vllm import VllmServer, operator_session
+from lightning_proxy.store.keys import new_key
 
 KEY = "k3y-in-the-address-5f0d9a"
 PASSWORD = "pa55word-in-the-address"
@@ -66,21 +73,12 @@ async def test_a_key_in_an_address_is_in_no_answer_record_or_log(
         assert secret not in said + caplog.text and secret.encode() not in store
 
 
-async def test_a_model_server_of_the_policy_shows_no_password(running: Any, tmp_path: Path) -> None:
-    from lightning_proxy.core.errors import LightningError
-    from lightning_proxy.serving.vllm import VllmServer, operator_session
-
-    async def nothing(_: web.Request) -> web.Response:
-        return web.json_response({"data": []})
-
+async def test_addresses_are_shown_without_what_is_secret() -> None:
     async with operator_session() as session:
         server = VllmServer(session, f"http://user:{PASSWORD}@127.0.0.1:9/v1", {})
-        with pytest.raises(LightningError, match="vLLM at http://127.0.0.1:9 is not reachable") as refused:
+        with pytest.raises(LightningError, match="vLLM at http://127.0.0.1:9 is not reachable") as away:
             await server.models()
-    assert PASSWORD not in str(refused.value)
-
-
-def test_addresses_are_shown_without_what_is_secret() -> None:
+    assert PASSWORD not in str(away.value)
     for url, seen in (
         ("http://u:p@host:1/v1?key=x#y", "http://host:1/v1"),
         ("https://host/v1", "https://host/v1"),
@@ -103,3 +101,54 @@ def test_addresses_are_shown_without_what_is_secret() -> None:
         "us%20er", "us er", "pw", "a/b", "a%2Fb", "c", "d", "e",
     }  # fmt: skip
     assert [*secrets_in("http://[h")] == []
+
+
+KEYS = st.text("ab-", min_size=12, max_size=16)  # few letters: the key begins again within itself
+
+
+@given(KEYS, st.lists(st.text("ab-x", max_size=6)), st.lists(st.integers(1, 5), min_size=1))
+def test_however_it_is_split_the_key_is_masked_and_nothing_else(key: str, texts: list[str], sizes: list[int]) -> None:
+    data, mask, out = key.join(texts).encode(), KeyMask(key), b""
+    at, n = 0, 0
+    while at < len(data):
+        size = sizes[n % len(sizes)]
+        out += mask.feed(data[at : at + size])
+        at, n = at + size, n + 1
+    out += mask.end()
+    assert len(out) == len(data)
+    assert key.encode() not in out
+    assert all(masked in (byte, ord("*")) for masked, byte in zip(out, data, strict=True))
+    assert (out == data) == (key.encode() not in data)
+
+
+@given(KEYS, st.binary(max_size=50))
+def test_only_what_may_be_the_keys_beginning_is_held_back(key: str, data: bytes) -> None:
+    event = b"data: " + data.replace(b"\n", b"") + b"\n\n"
+    assert KeyMask(key).feed(event) == event.replace(key.encode(), b"*" * len(key)), "no event ever waits"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+)
+
+
+@given(VALUES)
+def test_what_holds_no_secret_is_left_alone(value: Any) -> None:
+    assert Redactor(RedactConfig(secrets=True)).value(value, "request") is value
+
+
+def test_secrets_are_found_behind_an_escape_and_our_own_keys_are_secrets() -> None:
+    redactor = Redactor(RedactConfig(secrets=True), ["a configured key", "short"])
+    for text in ("a\\nsk-", 'x="sk-', "?key=%20sk-", "\\u000ask-", "key:sk-", "(sk-"):
+        masked = redactor.text(text + "proj-Zx81kQpLmN0vBt7RyWc3HdJf5GsA2eUo9Ii6")
+        assert masked == redactor.text(masked) == text[:-3] + MASK
+    for key in (*map(new_key, ("agent", "admin", "rollout")), "a configured key", f"lpk-whatever-{'x1' * 20}"):
+        assert redactor.text(f"key={key}.") == f"key={MASK}."
+    assert redactor.text("in short") == "in short"
+
+
+def test_what_is_nested_too_deeply_is_not_stored_at_all() -> None:
+    deep: Any = "zzz"
+    for _ in range(5000):
+        deep = [deep]
+    assert Redactor(RedactConfig(patterns=["zzz"])).value(deep, "response") == MASK
