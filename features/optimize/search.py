@@ -117,14 +117,7 @@ async def optimized(
     async with programs(api, runner, view):
         own = (await api.request("GET", f"/prompts/{quote(prompt, safe='')}"))["text"]
         # The same request has the same name, and so resumes.
-        request = [
-            method,
-            prompt,
-            own,
-            command,
-            reflect,
-            *([task.line for task in some] for some in (lessons, validation)),
-        ]
+        request = [method, prompt, own, command, reflect, [task.line for task in (*validation, *lessons)]]
         run = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:12]
         reflection = Reflection(reflect, reflect_url, directory / f"{run}.jsonl", budget)
         options = run_options(config, 1, concurrency, "eval", None)
@@ -157,9 +150,7 @@ def split(file: Path, held_out: Path | None) -> tuple[list[Task], list[Task], li
     unseen, tasks = read_tasks(held_out) if held_out else tasks[:size], tasks[size:]
     size = min(VALIDATION, len(tasks) // 2)
     if not size or not unseen:
-        raise ConfigError(
-            f"{file} has too few tasks: some to learn from, some to compare prompts on, and some held out"
-        )
+        raise ConfigError(f"{file} has too few tasks: some are learned from, some compare prompts, some are held out")
     return tasks[size:], tasks[:size], unseen
 
 
@@ -171,6 +162,7 @@ def summary(found: dict[str, Any], *, promoted: bool) -> str:
         "validation tasks: {mean_before:.3f} before, {mean_after:.3f} with version {version}",
         "the reflecting model used {reflect_tokens:,} tokens" + usd,
     ]
+    promote = "make it live: lightning-proxy prompts promote {prompt} {version}"
     if found["held_out"] is None:
         lines.append("no version was better than the first one")
     else:
@@ -178,9 +170,7 @@ def summary(found: dict[str, Any], *, promoted: bool) -> str:
             "held-out tasks: {before:.3f} before, {after:.3f} after: {held_out[difference]:+.3f} "
             "[{held_out[interval][low]:+.3f}, {held_out[interval][high]:+.3f}] over {held_out[tasks]} tasks, "
             "p {held_out[p]:.2g}",
-            "version {version} is live"
-            if promoted
-            else "make it live: lightning-proxy prompts promote {prompt} {version}",
+            "version {version} is live" if promoted else promote,
         ]
     return "\n".join(lines).format_map(found)
 
@@ -324,25 +314,21 @@ class Reflection:
 
 def lesson_of(rollout: Json) -> dict[str, str]:
     """Return what the agent was asked, what it and its tools did, and what came of it."""
-    turns = [*chat_turns(rollout["calls"])]
-    messages = max(turns, key=lambda turn: len(turn.messages)).messages if turns else []
-    asked = [text(one) for turn in turns[:1] for one in turn.shown if one["role"] == "user"]
+    messages = max((turn.messages for turn in chat_turns(rollout["calls"])), key=len, default=[])
+    done = list[str]()
+    for message in messages:
+        if message["role"] not in ("system", "developer", "user"):
+            done += [f"{message['role']}: {text(message)}"] if text(message) else []
+            done += [f"calls {one.name}({one.arguments})" for one in calls_in(message)]
     parts = {
-        "Inputs": asked[0] if asked else "(no call was made)",
-        "Generated Outputs": "\n".join(line for one in messages for line in _done(one)) or "(nothing was said)",
+        "Inputs": next((text(one) for one in messages if one["role"] == "user"), "(no call was made)"),
+        "Generated Outputs": "\n".join(done) or "(nothing was said)",
         "Feedback": "\n".join(_feedback(rollout)),
     }
     return {
         name: part if len(part) <= MOST else f"{part[: MOST // 2]}\n…\n{part[-MOST // 2 :]}"
         for name, part in parts.items()
     }
-
-
-def _done(message: Json) -> Iterator[str]:
-    if message["role"] not in ("system", "developer", "user"):
-        if said := text(message):
-            yield f"{message['role']}: {said}"
-        yield from (f"calls {one.name}({one.arguments})" for one in calls_in(message))
 
 
 def _feedback(rollout: Json) -> Iterator[str]:
