@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,6 @@ from contract.system import Answer, Json, Proxy, in_this_process, played, wait_u
 from contract.vllm import PlayedVllm
 from support.paths import has
 
-NUMBERS = itertools.count()
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 PATH_PARTS = {"rollout_id": "nobody", "name": "nobody", "call_id": "nobody", "version": "1", "reward_id": "1"}
 
@@ -254,78 +251,39 @@ def test_metrics_count_what_happens(tmp_path: Path) -> None:
 OWN, BETTER = "You are a writer.", "You are a careful writer. Count your words."
 
 
-@pytest.fixture
-def prompted(tmp_path: Path) -> Iterator[Proxy]:
-    """A proxy with two versions of a prompt, of which the first is live."""
+@pytest.mark.feature("prompts")
+def test_versions_of_a_prompt_are_tried_promoted_and_rolled_back(tmp_path: Path) -> None:
     with in_this_process(tmp_path) as proxy:
         first = proxy.post("/prompts", {"name": "writer", "text": OWN, "match": {"agent": "writer"}})
         second = proxy.post("/prompts", {"name": "writer", "text": BETTER, "parent": 1, "comment": "counts"})
         assert (first.json["version"], second.json["version"], second.json["live_version"]) == (1, 2, 1)
-        yield proxy
+        body = {"n": 2, "task_id": "t", "prompts": {"writer": 2}, "metadata": {"optimize": "run1"}}
+        opened = proxy.post("/rollouts", body).json
+        for one in opened:
+            wait_until(lambda name=one["rollout_id"]: shown(proxy, name) == BETTER, 30, "its version is put in")
+            assert proxy.get("/prompts/writer", one["api_key"])["text"] == BETTER
+            proxy.post("/reward", {"rollout_id": one["rollout_id"], "reward": 0.5})
+        versions = proxy.get("/prompts/writer")["versions"]
+        assert [one["rewards"] for one in versions] == [{}, {"train": {"mean": 0.5, "rollouts": 2}}]
+        tried = proxy.get("/prompts/writer/rollouts?run=run1")["data"]
+        assert [one["rollout_id"] for one in tried] == [one["rollout_id"] for one in opened]
+        assert proxy.post("/rollouts", {"prompts": {"writer": 3}}).status == 404
+        assert proxy.post("/prompts", {"name": "writer", "text": OWN}).json["version"] == 1, "it is there already"
+        assert proxy.post("/prompts/writer/promote", {"version": 2}).json["live_version"] == 2
+        assert proxy.post("/prompts/writer/rollback").json["live_version"] == 1
+        assert proxy.post("/prompts/writer/rollback").status == 409
+        assert proxy.post("/prompts/writer/promote", {"version": 9}).status == 404
+        assert proxy.post("/prompts", {"name": "writer", "text": ""}).status == 422
+        other = proxy.post("/prompts", {"name": "writer", "text": "x", "match": {"role": "user"}})
+        assert (other.status, other.error["param"]) == (409, "match")
+        assert [(one["name"], one["version"]) for one in proxy.get("/prompts")["data"]] == [("writer", 1)]
 
 
-def shown(proxy: Proxy, rollout: str, text: str = "Today is Monday.", agent: str = "writer", **more: Any) -> str:
-    """The system message that the model was shown for a call with this one."""
-    messages = [{"role": "system", "content": text}, {"role": "user", "content": "write"}]
-    sent = proxy.post(
-        f"/rollouts/{rollout}/agents/{agent}/v1/chat/completions", {"model": "policy", "messages": messages}, **more
-    )
-    assert sent.status == 200 and proxy.vllm is not None
-    system: str = proxy.vllm.requests[-1]["messages"][0]["content"]
-    assert proxy.vllm.requests[-1]["messages"][1:] == messages[1:]
-    return system
-
-
-@pytest.mark.feature("prompts")
-def test_a_prompt_takes_the_place_of_the_agents_own(prompted: Proxy) -> None:
-    wait_until(lambda: shown(prompted, f"r{next(NUMBERS)}") == OWN, 30, "the running proxy has the prompt")
-    assert shown(prompted, "r-before") == OWN
-    assert prompted.post("/prompts/writer/promote", {"version": 2}).json["live_version"] == 2
-    wait_until(lambda: shown(prompted, f"r{next(NUMBERS)}") == BETTER, 30, "the promoted version is put in")
-    assert shown(prompted, "r-before") == OWN, "a rollout keeps what it began with"
-    assert shown(prompted, "r-critic", agent="critic") == "Today is Monday."
-    assert shown(prompted, "r-after") == BETTER
-    found = prompted.rollout("r-after")
-    assert found["calls"][0]["request"]["messages"][0]["content"] == BETTER, "the record has what the model saw"
-    (placed,) = found["prompts"]
-    assert [placed[field] for field in ("name", "version", "sent")] == ["writer", 2, "Today is Monday."]
-    prompt = prompted.get("/prompts/writer")
-    assert [(one["version"], one["text"], one["live"]) for one in prompt["versions"]] == [
-        (1, OWN, False),
-        (2, BETTER, True),
-    ]
-    assert (prompt["version"], prompt["text"], prompt["match"]["agent"]) == (2, BETTER, "writer")
-
-
-@pytest.mark.feature("prompts")
-def test_siblings_can_be_opened_for_a_version_of_a_prompt(prompted: Proxy) -> None:
-    body = {"n": 2, "task_id": "t", "prompts": {"writer": 2}, "metadata": {"optimize": "run1"}}
-    opened = prompted.post("/rollouts", body).json
-    for one in opened:
-        wait_until(lambda name=one["rollout_id"]: shown(prompted, name) == BETTER, 30, "its version is put in")
-        assert prompted.get("/prompts/writer", one["api_key"])["text"] == BETTER
-        prompted.post("/reward", {"rollout_id": one["rollout_id"], "reward": 0.5})
-    versions = prompted.get("/prompts/writer")["versions"]
-    assert [one["rewards"] for one in versions] == [{}, {"train": {"mean": 0.5, "rollouts": 2}}]
-    tried = prompted.get("/prompts/writer/rollouts?run=run1")["data"]
-    assert [one["rollout_id"] for one in tried] == [one["rollout_id"] for one in opened]
-    assert prompted.get("/prompts/writer/rollouts?run=other")["data"] == []
-    missing = prompted.post("/rollouts", {"prompts": {"writer": 3}})
-    assert (missing.status, missing.error["message"]) == (404, "prompt 'writer' has no version 3")
-
-
-@pytest.mark.feature("prompts")
-def test_versions_of_a_prompt_are_promoted_and_rolled_back(prompted: Proxy) -> None:
-    assert [one["name"] for one in prompted.get("/prompts")["data"]] == ["writer"]
-    assert prompted.post("/prompts", {"name": "writer", "text": OWN}).json["version"] == 1, "it is there already"
-    assert prompted.post("/prompts/writer/promote", {"version": 2}).json["live_version"] == 2
-    assert prompted.post("/prompts/writer/rollback").json["live_version"] == 1
-    assert prompted.post("/prompts/writer/rollback").status == 409
-    assert prompted.post("/prompts/writer/promote", {"version": 9}).status == 404
-    assert prompted.post("/prompts", {"name": "writer", "text": ""}).status == 422
-    other = prompted.post("/prompts", {"name": "writer", "text": "x", "match": {"role": "user"}})
-    assert (other.status, other.error["param"]) == (409, "match")
-    assert len(prompted.get("/prompts/writer")["versions"]) == 2
+def shown(proxy: Proxy, rollout: str) -> str:
+    """The system message that the model is shown for a call of the agent `writer`."""
+    messages = [{"role": "system", "content": "Today is Monday."}, {"role": "user", "content": "write"}]
+    assert proxy.chat(f"{rollout}/agents/writer", *messages).status == 200 and proxy.vllm is not None
+    return str(proxy.vllm.requests[-1]["messages"][0]["content"])
 
 
 # The page
