@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from contract.scripted import CHAT, Scripted, said, user
 from contract.system import Done, Json, Process, Proxy, free_port, in_this_process, lightning, wait_until
 from contract.vllm import PlayedVllm
 from support.paths import has, is_there
@@ -278,3 +279,26 @@ def test_the_page_over_a_store_alone_answers_its_key_and_leaves_the_store_as_it_
     finally:
         assert page.end(signal.SIGINT) == 0
     assert copy.read_bytes() == before and not [*tmp_path.glob("copy.db-*")]
+
+
+GO = user("go")
+VALUES: list[Any] = [None, 5.5, "x", [], {}, [None], [[]], [{}], {"a": 1}, [{"type": 5}], [{"type": "text"}]]
+
+
+def test_odd_records_are_exported_or_left_out_with_the_reason(model: Scripted) -> None:
+    for i, value in enumerate(VALUES):
+        calls = [{"id": value, "type": value, "function": {"name": value, "arguments": value}}]
+        odd = said(value, reasoning_content=value, tool_calls=calls)
+        for name, messages, answer in (
+            ("answer", [GO], odd),
+            ("calls", [GO], said("a", tool_calls=value)),
+            ("request", [GO, odd, {"role": "tool", "tool_call_id": value, "content": value}], said("a")),
+            ("message", [GO, value], said("a")),
+            ("all", value, value),
+        ):
+            model.ask(f"/rollouts/odd-{name}-{i}{CHAT}", {"messages": messages, "temperature": value}, answer)
+    model.ask(f"/rollouts/good{CHAT}", {"messages": [GO]}, said("a"))
+    for kind, file in (("transitions", "-"), ("transitions", "t.parquet"), ("sft", "-"), ("sft", "s.parquet")):
+        done = model.proxy.run("export", file, "--kind", kind, "--mode", "all", "--status", "all")
+        assert done.returncode == 0, (kind, file, done.stderr)
+        assert file != "-" or '"good"' in done.stdout, kind
