@@ -49,9 +49,9 @@ app.command(rich_help_panel=WORK, context_settings={"ignore_unknown_options": Tr
 
 Model = Annotated[str | None, typer.Option(help="a Hugging Face id or a directory (policy.model)")]
 Port = Annotated[int | None, typer.Option(metavar="N", help="the proxy's port (proxy.port)")]
-AHEAD = (
-    "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
-)
+OWNER_ONLY = 0o077  # for files of this process and its children: records, logs and weights hold conversations
+ONE_EACH = "trainer.group_size; 1 with --mode eval"
+AHEAD = "pause new rollouts while more than N steps' worth are not yet in the live weights; 0 keeps you on-policy"
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -84,9 +84,7 @@ def up(
     context: typer.Context,
     model: Model = None,
     port: Port = None,
-    logs: Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")] = Path(
-        "lightning-logs"
-    ),
+    logs: Annotated[Path, typer.Option(help="directory for logs of vLLM, proxy and trainer")] = Path("lightning-logs"),
 ) -> None:
     """Run the system: policy server (vLLM), proxy, trainer. Ctrl-C stops all of it."""
     from rich.console import Console
@@ -96,7 +94,7 @@ def up(
     from .commands.system.up import up as run
 
     overrides = {"policy.model": model, "proxy.port": port}
-    _write_for_the_owner_only()
+    os.umask(OWNER_ONLY)
     launch = Launch(context.obj, overrides)
     run_until_signal(run(configuration(context, overrides), launch, logs, Console()))
 
@@ -105,16 +103,14 @@ def up(
 def serve(
     context: typer.Context,
     port: Port = None,
-    upstream: Annotated[
-        str | None, typer.Option(metavar="URL", help="a vLLM's URL, with /v1; in place of all `upstreams`")
-    ] = None,
+    upstream: Annotated[str | None, typer.Option(metavar="URL", help="a vLLM's, with /v1, as only upstream")] = None,
     model: Annotated[str | None, typer.Option(help="what that server calls the model (policy.model)")] = None,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="lines for people or for programs")] = "text",
 ) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
 
-    _write_for_the_owner_only()
+    os.umask(OWNER_ONLY)
     upstreams = None if upstream is None else [{"name": "policy", "base_url": upstream}]
     overrides = {"proxy.port": port, "upstreams": upstreams, "policy.model": model}
     run(configuration(context, overrides), log_format)
@@ -126,22 +122,15 @@ def train(
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then exit")] = False,
     method: Annotated[
-        str,
-        typer.Option(
-            help="`rl`; or one run: `sft` imitates, `dpo` prefers the better of siblings, `kto` goes by thumbs"
-        ),
+        str, typer.Option(help="`rl`; or one run: `sft` imitates, `dpo` prefers better siblings, `kto` goes by thumbs")
     ] = "rl",
     offline: Annotated[bool, typer.Option("--offline", help="train on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
         Path | None, typer.Option(help="with --offline: a store or an export to read", show_default="store.url")
     ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="with --offline or not rl: passes over data (tune.METHOD.epochs)"),
-    ] = None,
+    epochs: Annotated[int | None, typer.Option(metavar="N", min=1, help="passes over the data")] = None,
     directory: Annotated[
-        Path | None,
-        typer.Option("--dir", help="with --offline: where the run is kept", show_default="policy.directory/offline"),
+        Path | None, typer.Option("--dir", help="where an offline run is kept", show_default="policy.directory/offline")
     ] = None,
 ) -> None:
     """Run the trainer alone."""
@@ -154,7 +143,7 @@ def train(
     tuning = method != "rl"
     if not offline and (data or directory or (epochs and not tuning)):
         raise ConfigError("--data and --dir need --offline; --epochs needs --offline or another method than rl")
-    _write_for_the_owner_only()
+    os.umask(OWNER_ONLY)
     config = configuration(context, {"policy.model": model} | ({f"tune.{method}.epochs": epochs} if tuning else {}))
     from_data = Offline(data, directory, epochs or 1) if offline else None
     run(config, Run(method=method, once=once, offline=from_data))
@@ -165,7 +154,7 @@ def vllm(context: typer.Context, model: Model = None) -> None:
     """Run vLLM alone, as proxy and trainer need it."""
     from .commands.vllm import exec_vllm
 
-    _write_for_the_owner_only()
+    os.umask(OWNER_ONLY)
     exec_vllm(configuration(context, {"policy.model": model}))
 
 
@@ -175,30 +164,16 @@ def run(
     command: Command,
     tasks: Tasks,
     group_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=1000,
-            help="rollouts per task",
-            show_default="trainer.group_size; 1 with --mode eval",
-        ),
+        int | None, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task", show_default=ONE_EACH)
     ] = None,
     concurrency: Concurrency = 8,
-    mode: Annotated[
-        Literal["train", "eval"], typer.Option(help="`train`, or `eval`: recorded but never trained on")
-    ] = "train",
+    mode: Annotated[Literal["train", "eval"], typer.Option(help="`eval`: recorded but never trained on")] = "train",
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="passes over the tasks")] = 1,
     ahead: Annotated[float | None, typer.Option(metavar="N", min=0, max=1000, help=AHEAD)] = None,
-    budget: Annotated[
-        float | None, typer.Option(metavar="USD", min=0, help="begin no rollouts once so much is spent; exit code 3")
-    ] = None,
+    budget: Annotated[float | None, typer.Option(metavar="USD", min=0, help="begin no more once it is spent")] = None,
     preload: Preload = "",
     resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="keep there which rollouts were opened; one that has its reward is not run again"
-        ),
+        Path | None, typer.Option(metavar="FILE", help="notes what was opened; what has its reward is not run again")
     ] = None,
     logs: Outputs = None,
     as_json: Json = False,
@@ -229,14 +204,12 @@ def evaluate(
     command: Command,
     tasks: Tasks,
     models: Annotated[
-        str,
-        typer.Option(help="what answers, by commas: live, a policy version, a model; the first is the baseline"),
+        str, typer.Option(help="what answers, by commas: live, a policy version, a model; the first is the baseline")
     ] = "live",
     samples: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task and model")] = 1,
     concurrency: Concurrency = 8,
     promote: Annotated[
-        bool,
-        typer.Option("--promote", help="make versions live one after the other if they are not served side by side"),
+        bool, typer.Option("--promote", help="make versions live one by one if they are not served side by side")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
     preload: Preload = "",
@@ -265,8 +238,7 @@ def export_version(
     version: Annotated[int, typer.Argument(metavar="N")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
     form: Annotated[
-        Literal["adapter", "merged"] | None,
-        typer.Option("--as", help="adapter (PEFT), or merged: a full model", show_default="as it was published"),
+        Literal["adapter", "merged"] | None, typer.Option("--as", help="merged: a full model", show_default="as served")
     ] = None,
 ) -> None:
     """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
@@ -281,16 +253,10 @@ def export_version(
 @app.command(rich_help_panel=START)
 def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps")] = 90,
-    directory: Annotated[
-        Path, typer.Option("--dir", help="working directory; an earlier demo's is emptied first")
-    ] = Path("lightning-demo"),
+    directory: Annotated[Path, typer.Option("--dir", help="is emptied first")] = Path("lightning-demo"),
     model: Annotated[Path | None, typer.Option(help="the model's directory; it is made on first use")] = None,
-    api: Annotated[
-        Literal["chat", "messages", "responses"], typer.Option(help="the API that the demo's agent speaks")
-    ] = "chat",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on where the demo in --dir was stopped or killed, with its options")
-    ] = False,
+    api: Annotated[Literal["chat", "messages", "responses"], typer.Option(help="that its agent speaks")] = "chat",
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the demo in --dir, with its options")] = False,
 ) -> None:
     """Show the loop on a small real model on this machine."""
     from .commands.demo.demo import DemoOptions
@@ -312,17 +278,13 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 def export(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="ends in .jsonl or .parquet; `-` and pipes take JSON Lines")],
-    kind: Annotated[
-        Literal["transitions", "sft"],
-        typer.Option(help="`sft`: conversations to fine-tune on"),
-    ] = "transitions",
+    kind: Annotated[Literal["transitions", "sft"], typer.Option(help="`sft`: to fine-tune on")] = "transitions",
     mode: Annotated[
-        Literal["train", "eval", "all"] | None,
-        typer.Option(help="only rollouts of this mode", show_default="all; sft: train"),
+        Literal["train", "eval", "all"] | None, typer.Option(help="of rollouts", show_default="all; sft: train")
     ] = None,
     status: Annotated[
         Literal["running", "completed", "failed", "discarded", "all"] | None,
-        typer.Option(help="only this status", show_default="all; sft: completed and failed"),
+        typer.Option(help="of rollouts", show_default="all; sft: completed and failed"),
     ] = None,
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
@@ -350,7 +312,7 @@ def import_(
     """
     from .commands.export.import_ import import_command
 
-    _write_for_the_owner_only()
+    os.umask(OWNER_ONLY)
     import_command(configuration(context), file, model, reward)
 
 
@@ -358,9 +320,7 @@ def import_(
 def plan(
     context: typer.Context,
     model: Model = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="cards x GiB of each, as in 1x24 or 8x80", show_default="this machine's")
-    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="cards x GiB: 1x24, 8x80", show_default="this machine's")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what fits on which GPUs. Nothing is started."""
@@ -400,11 +360,6 @@ def doctor(
 
 for add_to in brought("add_to"):
     add_to(app)
-
-
-def _write_for_the_owner_only() -> None:
-    """Make files of this process and its children 0600: records, logs and weights hold users' conversations."""
-    os.umask(0o077)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,7 @@ trainer:
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the file to write")] = Path("config.yaml"),
     model: Annotated[str | None, typer.Option(help="a Hugging Face id or a directory, to train")] = None,
-    upstream: Annotated[
-        str | None, typer.Option(metavar="URL", help="URL of a model server that is already running, with /v1")
-    ] = None,
+    upstream: Annotated[str | None, typer.Option(metavar="URL", help="of a model server that runs, with /v1")] = None,
     kind: Annotated[Literal["vllm", "openai", "litellm"], typer.Option(help="what the upstream is")] = "vllm",
     force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:

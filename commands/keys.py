@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from .command_line import Commands, Json, configuration
-from .formats import count
+from .formats import count, print_json, print_view, table
 
 if TYPE_CHECKING:
     from ..store.keys import Keyring, Role, StoredKey
@@ -33,18 +33,13 @@ def create(
     tokens_per_minute: Number = None,
     concurrent: Number = None,
     recording: Annotated[bool, typer.Option("--recording/--no-recording", help="record its calls")] = True,
-    scope: Annotated[
-        Literal["all", "own"], typer.Option(help="`all` rollouts, or `own`: it sees and rewards only those it opened")
-    ] = "all",
-    evaluator: Annotated[
-        bool, typer.Option("--evaluator", help="its rewards count where a new version is tested, as an admin's do")
-    ] = False,
+    scope: Annotated[Literal["all", "own"], typer.Option(help="`own`: sees and rewards only what it opened")] = "all",
+    evaluator: Annotated[bool, typer.Option("--evaluator", help="its rewards count in tests of a new version")] = False,
     as_json: Json = False,
 ) -> None:
     """Make a key and print it. It is shown only once: the store keeps its hash."""
     from ..core.errors import ConfigError
     from ..core.records import Limits
-    from .formats import print_json
 
     if admin and scope == "own":
         raise ConfigError("an admin's key sees all rollouts: leave out --admin or --scope own")
@@ -64,7 +59,6 @@ def create(
 @app.command("list")
 def list_keys(context: typer.Context, as_json: Json = False) -> None:
     """List all keys, also revoked ones, oldest first."""
-    from .formats import print_json, print_view, table
 
     keys = _with_keyring(context, lambda ring: ring.all(), to_write=False) if _has_store(context) else []
     if as_json:

@@ -17,16 +17,7 @@ from pydantic import ValidationError
 from ..core.config.server import StoreConfig
 from ..core.errors import ConfigError, LightningError, StoreUnavailable
 from ..store.schema import require_all
-from ..store.sqlite.file import (
-    FILES,
-    IdleFile,
-    connect_to_read,
-    is_in_use,
-    lock_file,
-    make_private,
-    make_tables,
-    new_store,
-)
+from ..store.sqlite import file as sqlite_file
 from .formats import count
 
 if TYPE_CHECKING:
@@ -117,7 +108,7 @@ def all_tables() -> list[Table]:
     """Return the tables of a store, but for `schema_numbers`, which each store has for itself."""
     names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'schema_numbers' ORDER BY rowid"
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as schema:
-        make_tables(schema, "")
+        sqlite_file.make_tables(schema, "")
         tables = []
         for (name,) in schema.execute(names).fetchall():
             columns = [(row[1], row[5]) for row in schema.execute(f"PRAGMA table_info({name})")]  # its place in the key
@@ -169,8 +160,8 @@ async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
     path = config.path.absolute()
     if not path.is_file():
         raise LightningError(f"there is no store at {path}")
-    idle = None if is_in_use(path) else IdleFile(path)
-    with closing(connect_to_read(path, config.busy_timeout_s)) as connection:
+    idle = None if sqlite_file.is_in_use(path) else sqlite_file.IdleFile(path)
+    with closing(sqlite_file.connect_to_read(path, config.busy_timeout_s)) as connection:
         connection.execute("BEGIN")
         connection.execute("SELECT 1 FROM policy_log").fetchone()  # that moment
         yield FileStore(connection)
@@ -185,17 +176,17 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
     _require_none(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.part")
-    with lock_file(lock, "lock") as ours:
+    with sqlite_file.lock_file(lock, "lock") as ours:
         if not ours:
             raise LightningError(f"another process moves a store to {path} now")
         try:
-            with new_store(path) as part:
-                make_private(part)
+            with sqlite_file.new_store(path) as part:
+                sqlite_file.make_private(part)
                 with closing(sqlite3.connect(part, isolation_level=None)) as connection:
                     # It is synced once before it gets its name.
                     for pragma in ("auto_vacuum = INCREMENTAL", "synchronous = OFF", "journal_mode = OFF"):
                         connection.execute(f"PRAGMA {pragma}")
-                    make_tables(connection, "")
+                    sqlite_file.make_tables(connection, "")
                     # Triggers note what happens, not what is moved.
                     triggers = connection.execute(
                         "SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"
@@ -217,7 +208,7 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
 
 
 def _require_none(path: Path) -> None:
-    if any(path.with_name(path.name + suffix).exists() for suffix in FILES):
+    if any(path.with_name(path.name + suffix).exists() for suffix in sqlite_file.FILES):
         raise LightningError(f"there is something at {path} already: a store is moved to a new file")
 
 

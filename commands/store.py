@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .command_line import Commands, Json, configuration
+from .formats import count, duration, print_json, progress_bar, size
 
 if TYPE_CHECKING:
     from ..core.config.server import StoreConfig
@@ -22,7 +23,6 @@ app = typer.Typer(
 @app.command()
 def info(context: typer.Context, as_json: Json = False) -> None:
     """Show what is in the store and how large it is. The proxy need not run."""
-    from .formats import print_json
     from .signals import run_until_signal
 
     found = run_until_signal(read_info(_store_of(context)))
@@ -35,7 +35,6 @@ def info(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def compact(context: typer.Context) -> None:
     """Give the space of deleted rollouts back to the disk, in small steps. The proxy may keep serving."""
-    from .formats import size
     from .signals import run_until_signal
 
     before, after = run_until_signal(shorten(_store_of(context)))
@@ -46,7 +45,6 @@ def compact(context: typer.Context) -> None:
 def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
     """Copy the store to a file, as of one moment. The proxy may keep serving."""
     from ..store.sqlite.file import back_up
-    from .formats import size
 
     back_up(_store_of(context).path, file)
     typer.echo(f"copied to {file}: {size(file.stat().st_size)}. The trained weights are not in it (policy.directory)")
@@ -72,7 +70,6 @@ def migrate_store(
     Stop the proxies and the trainer first: what they record after the beginning is not moved. TO is there complete at
     the end, or not at all.
     """
-    from .formats import count
     from .migrate import move
     from .signals import run_until_signal
 
@@ -101,8 +98,6 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
 
 
 def info_text(found: dict[str, Any]) -> str:
-    from .formats import count, duration, size
-
     rollouts = sum(found["rollouts"].values())
     of_kinds = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(found["rollouts"].items()))
     limits = found["retention"]
@@ -123,7 +118,6 @@ async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
     """Give free space back, and return the file's size before and after."""
     from ..store.opening import opened
     from ..store.retention import give_back, read_pages
-    from .formats import progress_bar
 
     async with opened(config) as database:
         before = await read_pages(database)
