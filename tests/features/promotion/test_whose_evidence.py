@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.core.records import Limits
 from lightning_proxy.features.promotion import gate
 from lightning_proxy.features.promotion.commands import line_of
 from lightning_proxy.features.promotion.promotions import Promotions
-from lightning_proxy.store.keys import Keyring
-from lightning_proxy.store.opening import opened
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
 ADMIN = {"Authorization": "Bearer admin"}
@@ -26,17 +23,6 @@ CONFIGURED = {"Authorization": "Bearer agent"}
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "LOOK_S", 0.05)
-
-
-async def key_of(system: Any, name: str, **more: Any) -> dict[str, str]:
-    """A stored key that the proxy knows by now."""
-    async with opened(system.config.store) as database:
-        key, _ = await Keyring(database).create(name, "agent", Limits(), recording=True, **more)
-    headers = {"Authorization": f"Bearer {key}"}
-    async with asyncio.timeout(10):
-        while (await system.call("GET", "/rollouts", **headers))[0] != 200:
-            await asyncio.sleep(0.05)
-    return headers
 
 
 @asynccontextmanager
@@ -110,7 +96,7 @@ async def decided(system: Any) -> Any:
 @pytest.mark.parametrize("scope", ["own rollout's", "configured"])
 async def test_a_key_that_is_no_evaluators_decides_nothing(running: Any, tmp_path: Path, scope: str) -> None:
     async with gate_closed(running, tmp_path) as system:
-        key = CONFIGURED if scope == "configured" else await key_of(system, "a", scope=scope.partition(" ")[0])
+        key = CONFIGURED if scope == "configured" else await system.key("a", scope=scope.partition(" ")[0])
         found = await began(system, key, own_keys="rollout" in scope)
         assert Counter(version for _, version, _ in found) == {0: 20, 1: 20}
         await reward(system, found)
@@ -118,7 +104,7 @@ async def test_a_key_that_is_no_evaluators_decides_nothing(running: Any, tmp_pat
         assert (test["status"], test["evidence"].get("rollouts", 0)) == ("testing", 0)
         assert "0 of at most 40 rollouts that an admin's or an evaluator's key opened" in line_of(test).plain
         # It does not use up the bound of the test either.
-        evaluator = await key_of(system, "e", evaluator=True)
+        evaluator = await system.key("e", evaluator=True)
         found = await began(system, evaluator)
         assert Counter(version for _, version, _ in found) == {0: 20, 1: 20}
         await reward(system, found, evaluator, good=0)
@@ -129,7 +115,7 @@ async def test_a_key_that_is_no_evaluators_decides_nothing(running: Any, tmp_pat
 async def test_an_admins_and_an_evaluators_rewards_decide(running: Any, tmp_path: Path, who: str) -> None:
     async with gate_closed(running, tmp_path) as system:
         scope = "own" if who.startswith("own") else "all"
-        key = ADMIN if who == "admin" else await key_of(system, "e", evaluator=True, scope=scope)
+        key = ADMIN if who == "admin" else await system.key("e", evaluator=True, scope=scope)
         found = await began(system, key, own_keys="rollout" in who)
         await reward(system, found)
         test = await decided(system)
@@ -146,7 +132,7 @@ async def test_an_evaluators_word_about_a_tenants_rollouts_counts_and_the_tenant
     running: Any, tmp_path: Path
 ) -> None:
     async with gate_closed(running, tmp_path) as system:
-        tenant, evaluator = await key_of(system, "t", scope="own"), await key_of(system, "e", evaluator=True)
+        tenant, evaluator = await system.key("t", scope="own"), await system.key("e", evaluator=True)
         found = await began(system, tenant)
         await reward(system, found, evaluator, good=0)
         await reward(system, found, tenant, good=1)  # the newest value, but no evidence
@@ -161,7 +147,7 @@ async def test_a_tenants_rollout_is_no_evidence_once_the_evaluators_word_is_take
         tests = Promotions(store.database)
         test = await tests.under_way()
         assert test is not None
-        (name, _, _), _ = await began(system, await key_of(system, "t", scope="own"), n=2)
+        (name, _, _), _ = await began(system, await system.key("t", scope="own"), n=2)
         seen = []
         for value in (1, 0):
             body = {"rollout_id": name, "reward": value, "name": "human"}
@@ -176,7 +162,7 @@ async def test_a_tenants_rollout_is_no_evidence_once_the_evaluators_word_is_take
 @pytest.mark.parametrize("status", ["failed", "discarded"])
 async def test_a_rollout_that_another_key_ended_has_not_failed(running: Any, tmp_path: Path, status: str) -> None:
     async with gate_closed(running, tmp_path) as system:
-        other, evaluator = await key_of(system, "o"), await key_of(system, "e", evaluator=True)
+        other, evaluator = await system.key("o"), await system.key("e", evaluator=True)
         found = await began(system, evaluator)
         for name, version, _ in found:
             if version == 1:
@@ -188,7 +174,7 @@ async def test_a_rollout_that_another_key_ended_has_not_failed(running: Any, tmp
 
 async def test_a_tenant_does_not_shift_the_sides_of_an_evaluators_rollouts(running: Any, tmp_path: Path) -> None:
     async with gate_closed(running, tmp_path) as system:
-        tenant = await key_of(system, "t", scope="own")
+        tenant = await system.key("t", scope="own")
         sides = Counter[int]()
         for i in range(8):
             for name, key in ((f"mine{i}", tenant), (f"a{i}", ADMIN), (f"b{i}", ADMIN)):
