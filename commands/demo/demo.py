@@ -125,9 +125,7 @@ def begin(options: DemoOptions) -> DemoOptions:
     """
     directory = make_directory(options.directory, "--dir")
     if any(directory.iterdir()):
-        if _kept_options(directory) is None:
-            raise ConfigError(f"{directory} is not empty and not an earlier demo's: choose another --dir")
-        shutil.rmtree(directory)
+        shutil.rmtree(resumed(directory).directory)
         directory.mkdir()
     absolute = {"directory": directory, "model": options.model and options.model.absolute()}
     options = options.model_copy(update=absolute)
@@ -137,16 +135,11 @@ def begin(options: DemoOptions) -> DemoOptions:
 
 def resumed(directory: Path) -> DemoOptions:
     """Return the options with which the demo in `directory` began. ConfigError if none did."""
-    if (kept := _kept_options(directory)) is None:
-        raise ConfigError(f"--resume: no demo was begun in {directory}")
-    return kept
-
-
-def _kept_options(directory: Path) -> DemoOptions | None:
     with suppress(OSError, ValueError):
         kept = DemoOptions.model_validate_json((directory / OPTIONS).read_bytes())
-        return kept if kept.directory == directory.absolute() else None
-    return None
+        if kept.directory == directory.absolute():
+            return kept
+    raise ConfigError(f"no demo was begun in {directory}: choose another --dir")
 
 
 def settings(model: Path, steps: int) -> Json:

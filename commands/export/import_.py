@@ -48,7 +48,10 @@ class ImportedConversation:
 
 
 def import_command(config: Config, file: Path, model: str, reward: float) -> None:
-    """Run `import`. Raises ConfigError, and imports nothing, if a line is no conversation."""
+    """Run `import`. Raises ConfigError, and imports nothing, if a line is no conversation.
+
+    A conversation that is in the store already stays unchanged.
+    """
     if not math.isfinite(reward):
         raise ConfigError(f"--reward must be a finite number, got {reward}")
     count = 0
@@ -58,23 +61,19 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
                 config.rewards.require(conversation.reward, f"{file}, conversation {count}: reward")
             except Unprocessable as error:
                 raise ConfigError(error.message) from None
-    recorded = run_until_signal(import_file(config, file, model, reward, count))
+
+    async def record() -> int:
+        redactor = Redactor(config.recording.redact, config.keys())
+        async with opened(config.store) as database:
+            store = Store(database)
+            async with Recorder(store, merged=False, redactor=redactor) as recorder:
+                with progress_bar() as progress:
+                    read = progress.track(conversations(file, model, reward), count, description="conversations")
+                    return sum([await _record(store, recorder, conversation) for conversation in read])
+
+    recorded = run_until_signal(record())
     known = f", {count - recorded} were there already" if recorded < count else ""
     typer.echo(f"{recorded} rollouts from {file}{known}", err=True)
-
-
-async def import_file(config: Config, file: Path, model: str, reward: float, count: int) -> int:
-    """Record the file's conversations, and return how many. One that is in the store already stays unchanged."""
-    recorded = 0
-    redactor = Redactor(config.recording.redact, config.keys())
-    async with opened(config.store) as database:
-        store = Store(database)
-        async with Recorder(store, merged=False, redactor=redactor) as recorder:
-            with progress_bar() as progress:
-                read = conversations(file, model, reward)
-                for conversation in progress.track(read, count, description="conversations"):
-                    recorded += await _record(store, recorder, conversation)
-    return recorded
 
 
 def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedConversation]:

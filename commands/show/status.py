@@ -113,8 +113,9 @@ def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[
         yield "  skipped", metrics.get("skipped_because", "it had nothing to train on")
     if "left_out_because" in metrics:
         yield "  left out", metrics["left_out_because"]
-    for warning in {*metrics.get("warnings", {}).values()} - {metrics.get("skipped_because")}:
-        yield "  warning", warning
+    for warning in metrics.get("warnings", {}).values():
+        if warning != metrics.get("skipped_because"):
+            yield "  warning", warning
 
 
 def _not_trained_on(status: Json) -> Iterator[tuple[str, str]]:
