@@ -42,63 +42,44 @@ post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNI
 """
 
 
-class Evaluating:
-    """A system, an agent and its held-out tasks."""
-
-    def __init__(self, system: System, directory: Path, tasks: list[dict[str, Any]]) -> None:
-        self.system, self.out = system, directory / "results.json"
-        self._agent, self._tasks = directory / "agent.py", directory / "tasks.jsonl"
-        self._agent.write_text(AGENT)
-        self.set_tasks(tasks)
-
-    def set_tasks(self, tasks: list[dict[str, Any]]) -> None:
-        lines = [json.dumps({"task_id": f"t{i}"} | task) for i, task in enumerate(tasks)]
-        self._tasks.write_text("\n".join(lines))
-
-    def arguments(self, models: str, *options: str) -> list[str]:
-        which = ["eval", "--tasks", str(self._tasks), "--models", models, "--out", str(self.out), *options]
-        return [*which, "--", sys.executable, str(self._agent)]
-
-    async def run(self, models: str, *options: str) -> tuple[int, str, str]:
-        return await self.system.lightning(*self.arguments(models, *options))
-
-    def rows(self) -> dict[str, Any]:
-        return {row["model"]: row for row in json.loads(self.out.read_text())["rows"]}
-
-    async def rollouts(self) -> list[dict[str, Any]]:
-        _, page = await self.system.call("GET", "/rollouts?limit=1000")
-        return list(page["data"])
+# Calls of models that are not trained do not count.
+TASKS = [{"x": 0}, {"x": 1, "untrained_asks_for": "base"}, {"x": 2}, {"x": 3, "untrained_asks_for": "vendor/gpt-mini"}]
 
 
 @asynccontextmanager
-async def evaluating(
-    running: Running, directory: Path, publish: str = "lora", tasks: int = 4, **more: Any
-) -> AsyncIterator[Evaluating]:
-    """With policy version 1, while the base model is live."""
-    async with running(directory, publish=publish, **more) as system:
-        async with system.store() as store:
-            assert await system.earlier_version(store, directory) == 1
-        yield Evaluating(system, directory, [{"x": x} for x in range(tasks)])
+async def evaluating(running: Running, directory: Path, **more: Any) -> AsyncIterator[System]:
+    """A system with another provider and policy version 1, while the base model is live."""
 
-
-@asynccontextmanager
-async def other_provider() -> AsyncIterator[UpstreamConfig]:
     async def chat(request: web.Request) -> web.Response:
         message = {"role": "assistant", "content": f"by {(await request.json())['model']}"}
         return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", chat)
+    (directory / "agent.py").write_text(AGENT)
+    (directory / "tasks.jsonl").write_text(
+        "".join(json.dumps({"task_id": f"t{i}"} | task) + "\n" for i, task in enumerate(TASKS))
+    )
     async with listening(app) as url:
-        yield UpstreamConfig(name="provider", kind="openai", base_url=f"{url}/v1", models=["vendor/gpt-mini"])
+        other = UpstreamConfig(name="provider", kind="openai", base_url=f"{url}/v1", models=["vendor/gpt-mini"])
+        async with running(directory, publish="lora", others=[other], **more) as system:
+            async with system.store() as store:
+                assert await system.earlier_version(store, directory) == 1
+            yield system
+
+
+async def evaluate(system: System, directory: Path, *options: str) -> tuple[int, str, str]:
+    which = ["eval", "--tasks", str(directory / "tasks.jsonl"), "--out", str(directory / "results.json"), *options]
+    return await system.lightning(*which, "--", sys.executable, str(directory / "agent.py"))
 
 
 async def test_versions_and_other_models_are_compared_with_the_first(running: Running, tmp_path: Path) -> None:
-    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
-        code, _, err = await e.run("live,1,base,vendor/gpt-mini", "--samples", "2")
-        rollouts = await e.rollouts()
-    assert code == 0, err
-    found, rows = json.loads(e.out.read_text()), e.rows()
+    async with evaluating(running, tmp_path) as system:
+        done = await evaluate(system, tmp_path, "--models", "live,1,base,vendor/gpt-mini", "--samples", "2")
+        rollouts = (await system.call("GET", "/rollouts?limit=1000"))[1]["data"]
+    assert done[0] == 0, done
+    found = json.loads((tmp_path / "results.json").read_text())
+    rows = {row["model"]: row for row in found["rows"]}
     assert {name: row["mean_reward"] for name, row in rows.items()} == {
         "live": 0.5, "1": 1.0, "0": 0.5, "vendor/gpt-mini": 0.0,
     }  # fmt: skip
@@ -112,28 +93,18 @@ async def test_versions_and_other_models_are_compared_with_the_first(running: Ru
     assert {r["mode"] for r in rollouts} == {"eval"}
 
 
-async def test_an_agent_may_ask_for_other_models_besides_the_alias(running: Running, tmp_path: Path) -> None:
-    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
-        e.set_tasks([{"x": 1, "untrained_asks_for": name} for name in ("base", "vendor/gpt-mini")])
-        code, _, err = await e.run("1,live")
-        assert code == 0, err
-        rows = e.rows()
-    assert [row["mean_reward"] for row in rows.values()] == [1.0, 1.0]
-    assert [row["policy_versions"] for row in rows.values()] == [[1], [0]]
-
-
 async def test_rollouts_are_opened_for_a_model_by_the_control_api(running: Running, tmp_path: Path) -> None:
-    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
-        answers = {}
+    async with evaluating(running, tmp_path) as system:
+        answers = []
         for choice in ({"policy_version": 1}, {"model": "vendor/gpt-mini"}, {}):
-            _, (opened,) = await e.system.call("POST", "/rollouts", {"task_id": "t", **choice})
-            status, said = await e.system.chat(opened["rollout_id"])
+            _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t", **choice})
+            status, said = await system.chat(opened["rollout_id"])
             assert status == 200
-            answers[json.dumps(choice)] = said["choices"][0]["message"]["content"].split()[1]
-        assert list(answers.values()) == ["policy-v1", "vendor/gpt-mini", "base"]
+            answers.append(said["choices"][0]["message"]["content"].split()[1])
+        assert answers == ["policy-v1", "vendor/gpt-mini", "base"]
         for both, status in (({"policy_version": 1, "model": "base"}, 409), ({"policy_version": 9}, 404)):
-            assert (await e.system.call("POST", "/rollouts", both))[0] == status
-        assert await e.system.call("POST", "/rollouts", {"n": 0}) == (200, [])
+            assert (await system.call("POST", "/rollouts", both))[0] == status
+        assert await system.call("POST", "/rollouts", {"n": 0}) == (200, [])
 
 
 def test_models_are_named_between_commas() -> None:
@@ -160,12 +131,10 @@ def test_rows_are_compared_on_the_tasks_that_both_have() -> None:
 
 async def test_a_reward_that_only_compares_siblings_is_refused_at_once(running: Running, tmp_path: Path) -> None:
     rank = {"kind": "rank", "model": "hosted_vllm/m", "api_base": "http://127.0.0.1:9/v1"}
-    async with evaluating(running, tmp_path, rewards={"use": [rank]}) as e:
-        code, _, err = await e.run("live")
-        assert (code, await e.rollouts()) == (2, [])
-        assert (
-            err == "lightning-proxy: rank only compares siblings; `eval` needs an absolute reward, such as `rubric`\n"
-        )
+    async with evaluating(running, tmp_path, rewards={"use": [rank]}) as system:
+        code, _, err = await evaluate(system, tmp_path)
+        assert (code, (await system.call("GET", "/rollouts"))[1]["data"]) == (2, [])
+        assert err.startswith("lightning-proxy: rank only compares siblings; `eval` needs an absolute reward, such as")
     posted = Config.model_validate({"judge": {"use": [rank | {"name": "order"}]}})
     assert posted.not_absolute(["order"]) and not posted.not_absolute(["order", "reward"])
 

@@ -88,13 +88,20 @@ def exported(rows: list[Json]) -> dict[str, Json]:
     return {row["rollout_id"]: row for row in rows}
 
 
-async def test_every_api_gives_the_same_whole_row(running: Running, tmp_path: Path) -> None:
+async def test_every_api_gives_the_same_whole_row_and_is_shown_once(running: Running, tmp_path: Path) -> None:
+    names = ("chat", "messages", "items", "previous")
     async with running(tmp_path) as system:
         await converse(system)
         code, out, err = await system.lightning("export", "-", "--kind", "sft")
         assert (code, "left out" in err) == (0, False), err
+        shown = {name: (await system.lightning("rollouts", "show", name))[1] for name in names}
     rows = exported([json.loads(line) for line in out.splitlines()])
-    for name in ("chat", "messages", "items", "previous"):
+    for name in names:
+        lines = [line.split(maxsplit=1) for line in shown[name].splitlines() if line.strip() and "──" not in line]
+        roles = ("system", "user", "assistant", "calls", "called", "tool")
+        told, texts = zip(*[line for line in lines if line[0] in roles], strict=True)
+        assert told == ("system", "user", "calls", "tool", "assistant"), name
+        assert (texts[:2], texts[3:]) == ((SYSTEM, ASKED), (SUM, SAID)) and "add(" in texts[2], name
         system_said, user, calls, result, last = rows[name]["messages"]
         assert system_said == {"role": "system", "content": SYSTEM}
         assert user == {"role": "user", "content": ASKED}
@@ -226,17 +233,3 @@ def test_thoughts_are_where_chat_templates_look_for_them() -> None:
     ):
         (messages,), _ = rows(one)
         assert messages[-1] == {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}
-
-
-async def test_show_has_the_whole_conversation_once(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        await converse(system)
-        shown = {
-            name: (await system.lightning("rollouts", "show", name))[1] for name in ("chat", "messages", "previous")
-        }
-    for name, out in shown.items():
-        lines = [line.split(maxsplit=1) for line in out.splitlines() if line.strip() and "──" not in line]
-        told = [line for line in lines if line[0] in ("system", "user", "assistant", "calls", "called", "tool")]
-        assert [line[0] for line in told] == ["system", "user", "calls", "tool", "assistant"], name
-        assert [line[1] for line in told[:2]] == [SYSTEM, ASKED] and "add(" in told[2][1], name
-        assert [line[1] for line in told[3:]] == [SUM, SAID], name
