@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,9 +104,7 @@ def test_a_checkpoint_of_the_other_kind_is_refused_in_one_line(
     other = trainer(base, tmp_path, weights=wanted)
     with pytest.raises(ConfigError, match=f'configuration: trainer.weights "{saved}" → "{wanted}"; set it back'):
         other.load(tmp_path / "1")
-    written = json.loads((tmp_path / "1" / "config.json").read_text())
-    del written["trainer.weights"], written["weights of policy.model"]  # as an earlier release wrote it
-    (tmp_path / "1" / "config.json").write_text(json.dumps(written))
+    (tmp_path / "1" / "config.json").unlink()
     with pytest.raises(ConfigError, match="weights of another shape"):
         other.load(tmp_path / "1")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -36,22 +35,6 @@ async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_t
             (1, False),
             (None, True),
         ]
-
-
-async def test_a_version_that_was_trained_at_another_rate_keeps_it_and_the_log_says_so(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with bench(base, tmp_path, learning_rate="auto") as b:
-        for tasks in (("t1", "t2"), ("t3", "t4")):
-            await b.groups(*tasks)
-            await b.loop().run(asyncio.Event(), once=True)
-        first = b.config.policy.directory / "checkpoints" / "1" / "config.json"
-        first.write_text(json.dumps(json.loads(first.read_text()) | {"trainer.learning_rate": 1e-5}))
-        await b.store.versions.set_live(1)
-        with caplog.at_level("INFO"):
-            await b.loop().run(asyncio.Event(), once=True)
-        _, then = [r.getMessage() for r in caplog.records if r.getMessage().startswith("learning rate")]
-        assert then.startswith("learning rate 1e-05: the checkpoint's")
 
 
 @pytest.mark.parametrize("moment", ["claim", "trained", "set_live", "update_metrics"])

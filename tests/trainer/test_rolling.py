@@ -77,28 +77,19 @@ async def test_a_server_is_verified_before_agents_can_reach_it(
         assert [asked for asked, _ in watched.asked] == sorted(asked for asked, _ in watched.asked)
 
 
-async def test_weights_that_the_first_server_does_not_serve_reach_no_other(
-    base: Path, tmp_path: Path, watched: type[WatchedServer]
+@pytest.mark.parametrize("deaf_first", [True, False])
+async def test_weights_that_one_server_does_not_serve_are_taken_back_and_reach_no_other(
+    base: Path, tmp_path: Path, watched: type[WatchedServer], deaf_first: bool
 ) -> None:
-    async with bench(base, tmp_path, server=DeafServer, replicas=[watched]) as b:
+    order = (DeafServer, watched) if deaf_first else (watched, DeafServer)
+    async with bench(base, tmp_path, server=order[0], replicas=[order[1]]) as b:
         await b.groups("t1", "t2")
         with pytest.raises(PublishError, match="does not serve the weights"):
             await b.loop().run(asyncio.Event(), once=True)
         assert ((await b.store.versions.live()).version, (await b.store.versions.get(1)).status) == (0, "failed")
-        assert (watched.all[0].told, watched.all[0].label) == ([], "default")
-        assert b.server.label.startswith("0-")
+        assert [server.label[:2] for server in (b.server, *b.replicas)] == ["0-", "de" if deaf_first else "0-"]
+        assert watched.all[0].told == ([] if deaf_first else ["load", "load"])
         assert not b.server.paused
-
-
-async def test_weights_that_the_last_server_does_not_serve_are_taken_back_everywhere(
-    base: Path, tmp_path: Path, watched: type[WatchedServer]
-) -> None:
-    async with bench(base, tmp_path, server=watched, replicas=[DeafServer]) as b:
-        await b.groups("t1", "t2")
-        with pytest.raises(PublishError, match="does not serve the weights"):
-            await b.loop().run(asyncio.Event(), once=True)
-        assert ((await b.store.versions.live()).version, (await b.store.versions.get(1)).status) == (0, "failed")
-        assert [server.label[:2] for server in (b.server, *b.replicas)] == ["0-", "0-"]
 
 
 class RefusingServer(HonestServer):

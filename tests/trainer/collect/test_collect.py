@@ -143,6 +143,8 @@ async def test_a_group_of_failed_rollouts_makes_nothing_wait(traffic: Traffic) -
     assert advantages(await collector.next_batch(0)) == {"a-0": -0.5, "b-0": 0.5}
     assert await collector.next_batch(0) is None
     assert await collector.waiting.totals() == (0, None), "and no round waits for it"
+    assert await traffic.batch(failed_rollouts="zero") is None
+    assert set(await traffic.dropped("f0", "f1")) == {EQUAL}
 
 
 async def test_a_step_that_was_not_finished_gives_back_what_it_dropped_too(traffic: Traffic) -> None:

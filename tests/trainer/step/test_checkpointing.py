@@ -1,4 +1,4 @@
-"""With gradient checkpointing a step computes layers twice and gets the same gradients. Scoring stays as it was."""
+"""With gradient checkpointing a step computes layers twice. Scoring computes them once."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-
 
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 from support.ranks import batch, make_model, trainer  # noqa: E402
@@ -21,35 +20,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(learner: LightningTrainer) -> Counter[str]:
-    """How often the first layer was computed with and without gradients kept."""
+    """How often the first layer was computed."""
     calls: Counter[str] = Counter()
     layer = learner.policy_model.base_model.layers[0]
     layer.mlp.register_forward_pre_hook(lambda *_: calls.update(["forward"]))
     return calls
 
 
-def gradients(learner: LightningTrainer) -> list[Any]:
-    found: list[Any] = []
-    learner.optimizer.register_step_pre_hook(
-        lambda *_: found.extend(p.grad.clone() for p in learner.weight_sets.parameters())
-    )
-    return found
-
-
 @pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1}])
-def test_a_step_computes_its_layers_twice_and_gets_the_same_gradients(directory: Path, settings: Any) -> None:
-    plain = trainer(directory, **settings)
-    saving = trainer(directory, gradient_checkpointing=True, **settings)
-    passes, expected, found = counted(saving), gradients(plain), gradients(saving)
-    for step in (1, 2):
-        plain.step(batch(step))
-        passes.clear()
-        metrics = saving.step(batch(step))
-        of_the_base = metrics["micro_batches"] if settings else 0
-        assert passes["forward"] == 2 * metrics["micro_batches"] + of_the_base
-    assert len(expected) == len(found) > 0
-    for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(one, other)
+def test_a_step_computes_its_layers_twice(directory: Path, settings: Any) -> None:
+    """That it gets the same gradients: tests/reference."""
+    learner = trainer(directory, gradient_checkpointing=True, **settings)
+    passes = counted(learner)
+    metrics = learner.step(batch(1))
+    of_the_base = metrics["micro_batches"] if settings else 0
+    assert passes["forward"] == 2 * metrics["micro_batches"] + of_the_base
 
 
 def test_scoring_computes_its_layers_once(directory: Path) -> None:

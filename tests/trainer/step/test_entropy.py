@@ -27,18 +27,28 @@ def test_with_a_target_the_weight_grows_while_the_entropy_is_low_and_counts_only
     assert [*used, bonus.weight] == pytest.approx([0.0, 0.005, 0.01, 0.0125, 0.0, 0.0125])
 
 
+def trainer(where: Path, **entropy: float) -> LightningTrainer:
+    model = str(save_small_model(where / "model"))
+    config = TrainerConfig(learning_rate=0.1, report_to=[], dtype="float32", entropy=EntropyConfig(**entropy))
+    return LightningTrainer(config, PolicyConfig(model=model, directory=where))
+
+
+def step(learner: LightningTrainer, number: int) -> dict[str, float]:
+    """The metrics of a step that rewards an answer, which is always the same token."""
+    (logprobs,) = learner.logprobs([(0, 5, 7)])
+    sample = Sample("r", "t", (0, 5, 7), (0, 0, 1), (0.0, 0.0, logprobs[-1]), (0.0, 0.0, 1.0), (1.0,) * 3)
+    return learner.step(Batch(number, (sample,), ("r",)))
+
+
+def test_a_policy_that_would_go_deterministic_keeps_its_entropy(tmp_path: Path) -> None:
+    without, bonus = trainer(tmp_path / "without"), trainer(tmp_path / "bonus", coef=0.5)
+    ends = [[step(learner, number)["entropy"] for number in range(30)][-1] for learner in (without, bonus)]
+    assert 2 * ends[0] < ends[1], ends
+
+
 def test_an_adapted_weight_goes_on_after_a_restart(tmp_path: Path) -> None:
-    def trainer() -> LightningTrainer:
-        return LightningTrainer(config, PolicyConfig(model=model, directory=tmp_path))
-
-    def coef(learner: LightningTrainer, step: int) -> float:
-        sample = Sample("r", "t", (0, 5, 7), (0, 0, 1), (0.0, 0.0, -3.0), (0.0, 0.0, 1.0), (1.0, 1.0, 1.0))
-        return learner.step(Batch(step, (sample,), ("r",)))["entropy_coef"]
-
-    model = str(save_small_model(tmp_path / "model"))
-    config = TrainerConfig(report_to=[], dtype="float32", entropy=EntropyConfig(target=9.0))
-    first, again = trainer(), trainer()
-    used = [coef(first, step) for step in (1, 2)]
+    first, again = (trainer(tmp_path, target=9.0) for _ in range(2))
+    used = [step(first, number)["entropy_coef"] for number in (1, 2)]
     first.save(tmp_path / "checkpoint")
     again.load(tmp_path / "checkpoint")
-    assert [*used, coef(again, 3)] == [0.0, 0.005, 0.01]
+    assert [*used, step(again, 3)["entropy_coef"]] == [0.0, 0.005, 0.01]

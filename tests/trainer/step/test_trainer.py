@@ -17,7 +17,6 @@ from accelerate.tracking import GeneralTracker  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from lightning_proxy.trainer.checkpoint import atomic_directory  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 from lightning_proxy.trainer.weights import MARKER  # noqa: E402
 from support.ranks import VOCABULARY, batch, make_model, poisoned  # noqa: E402
@@ -81,6 +80,20 @@ def test_a_resumed_run_is_equal_to_an_unbroken_one_bit_by_bit(
     assert torch.equal(lora_weights(first.model), lora_weights(second.model))
 
 
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_a_step_in_bfloat16_moves_what_is_trained_and_nothing_else(
+    model_directory: Path, tmp_path: Path, weights: str
+) -> None:
+    learner = trainer(model_directory, tmp_path, dtype="bfloat16", weights=weights)
+    before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    metrics = learner.step(batch(1))
+    assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0
+    moved = {name for name, p in learner.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if weights == "full" or "lora_B" in name}, (
+        "the first step's A has no slope"
+    )
+
+
 @pytest.mark.parametrize(("now", "lr"), [("auto", [2.5e-3, 5e-3]), (4e-3, [1e-3, 2e-3])])
 def test_auto_keeps_the_rate_of_the_checkpoint_and_one_that_is_set_counts(
     model_directory: Path, tmp_path: Path, now: Any, lr: list[float]
@@ -93,25 +106,6 @@ def test_auto_keeps_the_rate_of_the_checkpoint_and_one_that_is_set_counts(
     second.load(tmp_path / "checkpoint-1")
     assert ("the checkpoint's" in second.rate.reason) is (now == "auto")
     assert [second.step(batch(step))["lr"] for step in (2, 3)] == pytest.approx(lr)
-
-
-def test_a_directory_that_was_not_finished_never_appears(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint-1"
-    with atomic_directory(target) as temporary:
-        (temporary / "a").write_text("old")
-
-    class PowerCut(Exception):
-        pass
-
-    with pytest.raises(PowerCut), atomic_directory(target) as temporary:
-        (temporary / "a").write_text("half")
-        raise PowerCut
-    assert (target / "a").read_text() == "old"
-    with atomic_directory(target) as temporary:
-        assert not list(temporary.iterdir())
-        (temporary / "a").write_text("new")
-    assert (target / "a").read_text() == "new"
-    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_the_merged_checkpoint_and_the_adapter_compute_what_the_trainer_does(

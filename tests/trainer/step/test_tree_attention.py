@@ -1,7 +1,7 @@
 """Computed as a tree, rows get the scores and gradients that they get one by one, whatever the model and the tree."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_proxy.trainer.step.tree_attention import (  # noqa: E402
     block_mask,
     flex,
     use_tree_attention,
-)
+)  # fmt: skip
 
 VOCABULARY = 50
 CPU = torch.device("cpu")
@@ -194,20 +194,16 @@ def test_siblings_cost_what_their_paths_cost_not_the_square_of_the_tree() -> Non
     assert sum(squares) < 1.4 * pairs < 0.3 * len(tree) ** 2
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_what_a_gpu_runs_gives_the_scores_and_gradients_of_the_rows_one_by_one(
+    kind: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FlexAttention in place of the blocks, not compiled: its kernels for CPUs have no backward pass, its rules do."""
     monkeypatch.setattr(tree_attention, "_has_flex_attention", lambda device: True)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None)
     with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_what_a_gpu_runs_gives_the_scores_and_gradients_of_the_rows_one_by_one(kind: str, shape: str) -> None:
-    assert_a_tree_equals_its_rows(lora_model(kind, 0), random_samples(0, shape))
+        assert_a_tree_equals_its_rows(lora_model(kind, 0), random_samples(0, shape))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -225,7 +221,7 @@ def test_the_mask_by_blocks_is_the_one_that_pytorch_finds_pair_by_pair(shape: st
 
 @pytest.mark.long
 def test_trees_of_fifteen_sizes_take_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo decides when to compile anew; the backend that it calls is counted, and computes as it is."""
+    """Dynamo decides when to compile again; the backend that it calls is counted, and compiles nothing."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None)
     counter = CompileCounter()
     monkeypatch.setattr(tree_attention, "_compiled_flex", cache(lambda: torch.compile(flex_attention, backend=counter)))
