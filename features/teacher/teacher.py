@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from ...core.config.address import shown
 from ...core.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
 from ...serving.vllm import VllmError, VllmServer
-from ...trainer.rows.rendered import tokens_of
 from ...trainer.types import Batch, Guidance, Sample
 from ...trainer.waiting import GuideError, all_of
 from .config import TeacherConfig
@@ -50,7 +49,7 @@ class Teacher:
             theirs = await self._server.tokens(model, text)
         except (UpstreamUnreachable, UpstreamTimeout, VllmError) as error:
             raise GuideError(f"teacher: {error}") from None
-        if theirs != tokens_of(self._tokenizer, text):
+        if theirs != self._tokenizer.encode(text, add_special_tokens=False):
             raise ConfigError(
                 f"teacher: {model} at {shown(self._server.base_url)} has other tokens than policy.model; a "
                 "teacher needs the policy's own tokenizer, as models of one family have"

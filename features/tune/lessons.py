@@ -8,12 +8,15 @@ Reading claims nothing: RL can still train on these rollouts. `sft` takes the be
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ...core.errors import LightningError, NotFound
@@ -23,7 +26,6 @@ from ...core.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, can_be_imitated
 from ...store.store import Store
 from ...trainer.credit.agents import RollCall, TrainedAgents
 from ...trainer.report.batch_metrics import Seen
-from ...trainer.rows.rendered import CANNOT_BE_SHOWN, as_shown, shown, tokens_of
 from ...trainer.rows.samples import rollout_samples
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Sample, Sampling, Sift, Sifted
@@ -246,7 +248,7 @@ def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> Mod
             return call
         try:
             prompt, answer = _tokenised(call, tokenizer)
-        except CANNOT_BE_SHOWN:
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError):  # of a template, or of a message
             return None
     choice = Choice(0, answer, (0.0,) * len(answer), call.finish_reason)
     return replace(call, prompt_token_ids=prompt, choices=(choice,), trainable=True, untrainable_reason=None)
@@ -259,13 +261,31 @@ def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[tup
     """
     if call.endpoint != "chat/completions":
         raise ValueError("no chat")
-    (choice,), messages = call.response["choices"], [as_shown(m) for m in call.request["messages"]]
-    prompt = shown(tokenizer, call.request, messages, add_generation_prompt=True)
-    text = shown(tokenizer, call.request, [*messages, as_shown(choice["message"])])
+    (choice,), request = call.response["choices"], call.request
+    options = {"tools": request.get("tools"), "tokenize": False, **(request.get("chat_template_kwargs") or {})}
+    shown, encode = (
+        partial(tokenizer.apply_chat_template, **options),
+        partial(tokenizer.encode, add_special_tokens=False),
+    )
+    messages = [_as_shown(message) for message in request["messages"]]
+    prompt, text = shown(messages, add_generation_prompt=True), shown([*messages, _as_shown(choice["message"])])
     if not text.startswith(prompt):
         raise ValueError("the answer does not follow the prompt")
-    answer, end = tokens_of(tokenizer, text[len(prompt) :]), tokenizer.eos_token_id
+    answer, end = encode(text[len(prompt) :]), tokenizer.eos_token_id
     if end is not None:
         last = len(answer) - 1 - answer[::-1].index(end) if end in answer else len(answer)
         answer = answer[:last] + ([] if choice.get("finish_reason") == "length" else [end])
-    return tuple(tokens_of(tokenizer, prompt)), tuple(answer)
+    return tuple(encode(prompt)), tuple(answer)
+
+
+def _as_shown(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as vLLM hands it to a template: text in one piece, a tool call's arguments as an object."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    shown = {name: value for name, value in message.items() if value is not None} | {"content": content or ""}
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] for call in calls]
+        parsed = [function | {"arguments": json.loads(function["arguments"] or "{}")} for function in functions]
+        shown["tool_calls"] = [call | {"function": own} for call, own in zip(calls, parsed, strict=True)]
+    return shown
