@@ -82,11 +82,16 @@ async def test_an_own_key_stops_nobody_and_status_says_that_its_rewards_do_not_c
     assert await tenants.collapsed()
 
 
-@pytest.mark.parametrize("scope", [{}, {"scope": "own"}])
-async def test_plain_keys_count_until_an_evaluator_has_rewarded(
-    tenants: Tenants, tmp_path: Path, scope: dict[str, str]
-) -> None:
-    plain, judge = await tenants.system.key("plain"), await tenants.system.key("judge", evaluator=True, **scope)
+async def test_an_own_key_with_evaluator_counts(tenants: Tenants, tmp_path: Path) -> None:
+    own = await tenants.system.key("own", scope="own", evaluator=True)
+    await tenants.rewarded(own, 0, GOOD)
+    await tenants.publish(tmp_path)
+    await tenants.rewarded(own, 1, BAD)
+    assert await tenants.collapsed()
+
+
+async def test_plain_keys_count_until_an_evaluator_has_rewarded(tenants: Tenants, tmp_path: Path) -> None:
+    plain, judge = await tenants.system.key("plain"), await tenants.system.key("judge", evaluator=True)
     judged = [await tenants.rewarded(plain, 0, GOOD)]
     await tenants.publish(tmp_path)
     judged += [await tenants.rewarded(plain, 1, BAD)]
