@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -38,7 +39,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 async def test_questions_of_reasoning_gym(running: Running, tmp_path: Path, installed: Callable[..., None]) -> None:
     installed("reasoning_gym")
-    assert len(lightning("environments", "reasoning_gym").stdout.splitlines()) == 106
+    assert len((await asyncio.to_thread(lightning, "environments", "reasoning_gym")).stdout.splitlines()) == 106
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         numbers = body["messages"][-1]["content"].partition(": ")[2].partition(".")[0]
@@ -54,7 +55,7 @@ async def test_questions_of_reasoning_gym(running: Running, tmp_path: Path, inst
 async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: Callable[..., None]) -> None:
     """Who takes the first free cell loses or wins, and never makes an invalid move."""
     installed("textarena")
-    assert len(lightning("environments", "textarena").stdout.splitlines()) == 712
+    assert len((await asyncio.to_thread(lightning, "environments", "textarena")).stdout.splitlines()) == 712
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         free = body["messages"][-1]["content"].rpartition("Available Moves: ")[2]
@@ -72,7 +73,7 @@ async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: 
             rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
             assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
             assert sum(reward for name, reward in rewards.items() if name[:-1] in ("player-", "opponent-")) == 0
-    done = lightning("run", "--environment", "textarena:Hangman-v0")
+    done = await asyncio.to_thread(lightning, "run", "--environment", "textarena:Hangman-v0")
     assert "this game wants NLTK's words, and nothing is fetched here; do it by `" in done.stderr
 
 
@@ -81,7 +82,7 @@ async def test_a_taskset_of_verifiers_with_tools(
 ) -> None:
     shutil.copytree(TASKSET, tmp_path / "taskset")
     installed("verifiers", "--with", str(tmp_path / "taskset"))
-    listed = lightning("environments", "verifiers").stdout
+    listed = (await asyncio.to_thread(lightning, "environments", "verifiers")).stdout
     assert " ".join(listed.splitlines()[-1].split()) == "word-problems Word problems with a calculator"
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
