@@ -58,14 +58,14 @@ def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
             text = value.decode("latin-1")
             # A desktop program's Origin (vscode-file://…) is none that a web page can have.
             is_app = name == b"origin" and "://" in text and not text.lower().startswith(("http://", "https://"))
-            if not is_app and not _is_loopback(text):
+            if not is_app and not is_loopback(text):
                 return f"{name.decode()} {text[:100]!r}"
     return None
 
 
 @lru_cache(1024)
-def _is_loopback(authority: str) -> bool:
-    """Whether a Host header, or an Origin's URL, names the loopback interface, and nothing besides a port."""
+def is_loopback(authority: str) -> bool:
+    """Return whether a Host header, or a URL without a path, names the loopback interface, and at most a port."""
     try:
         parts = urlsplit(authority if "://" in authority else f"//{authority}")
         host = parts.hostname

@@ -22,7 +22,7 @@ from ...store.store import Store
 By = Literal["day", "model", "key", "task", "rollout", "mode"]
 DAY_S = 86_400
 PARTS = {
-    "day": f"CAST(calls.started_at AS BIGINT) / {DAY_S}",
+    "day": f"CAST(calls.started_at AS BIGINT) / {DAY_S}",  # PostgreSQL rounds: half a second at midnight
     "model": "calls.model",
     "key": "COALESCE(keys.name, rollouts.key_id)",  # revoked keys may have had one name
     "task": "rollouts.task_id",

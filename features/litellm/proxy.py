@@ -333,10 +333,11 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
         return NoConnection(f"upstream {upstream} cannot be reached through litellm: {message}")
     if "Timeout" in names:
         return UpstreamTimeout(f"upstream {upstream}: litellm waited too long: {message}")
-    status = _provider_status(chain)
+    status, own = _provider_status(chain), getattr(error, "status_code", None)
     if status is None and "APIConnectionError" in names:
         return UpstreamUnreachable(f"upstream {upstream} broke off: {message}")
-    return ProviderError(message, status or _own_status(error), _headers(chain))
+    refusal = own if isinstance(own, int) and 400 <= own < 600 else 502  # litellm's own
+    return ProviderError(message, status or refusal, _headers(chain))
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:
@@ -359,12 +360,6 @@ def _provider_status(chain: Iterable[BaseException]) -> int | None:
     others = [e for e in chain if not type(e).__module__.startswith("litellm.exceptions")]
     found = [status for e in others if isinstance(status := getattr(e, "status_code", None), int)]
     return next((status for status in reversed(found) if 400 <= status < 600), None)
-
-
-def _own_status(error: Any) -> int:
-    """The status of a refusal that is litellm's own."""
-    status = getattr(error, "status_code", None)
-    return status if isinstance(status, int) and 400 <= status < 600 else 502
 
 
 def _headers(chain: Iterable[Any]) -> list[Header]:

@@ -181,13 +181,12 @@ def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
     """The spans with the agent that the nearest span around them in the same export names."""
     around = {(span.trace_id, span.span_id): span for span in spans}
     for span in spans:
-        one = span
+        one: Span | None = span
         for _ in range(MOST_DEPTH):
-            above = around.get((one.trace_id, one.parent_id))
-            if above is None or _own_agent(one) is not None:
+            if one is None or _own_agent(one) is not None:
                 break
-            one = above
-        yield replace(span, agent=_own_agent(one))
+            one = around.get((one.trace_id, one.parent_id))
+        yield replace(span, agent=one and _own_agent(one))
 
 
 def _own_agent(span: Span) -> str | None:

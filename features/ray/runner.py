@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +13,7 @@ from ...commands.run.output import redaction
 from ...commands.run.runner import ServedRunner
 from ...core.config.root import Config
 from ...core.errors import ConfigError
+from ...core.http import is_loopback
 from .config import RayConfig
 
 SCHEMES = ("http://", "https://")
@@ -36,7 +36,7 @@ class RayRunner(ServedRunner):
         self._machines = set(said["machines"])
 
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
-        if self._config.proxy_url is None and len(self._machines) > 1 and _is_here_only(env["LIGHTNING_URL"]):
+        if self._config.proxy_url is None and len(self._machines) > 1 and is_loopback(env["LIGHTNING_URL"]):
             raise ConfigError(
                 f"the Ray cluster has {len(self._machines)} machines, and {env['LIGHTNING_URL']} can be reached on one "
                 "only: give run.proxy_url, the proxy's address as the other machines reach it"
@@ -50,11 +50,3 @@ def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:
         return dict(env)
     root = proxy_url.rstrip("/")
     return {name: root + urlsplit(value).path if value.startswith(SCHEMES) else value for name, value in env.items()}
-
-
-def _is_here_only(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
