@@ -23,7 +23,7 @@ from lightning_proxy.core.statistics import (
 )
 
 MARGIN, LEVEL = 0.1, 0.05
-COMPARISONS, LOOKS = 300, 2000
+COMPARISONS, LOOKS = 200, 1000
 
 Floats = NDArray[np.float64]
 Pairs = Callable[[np.random.Generator, int, float], Floats]
@@ -83,8 +83,8 @@ def test_equal_candidates_are_called_worse_and_drops_of_the_margin_safe_at_most_
 
 
 def test_drops_and_equal_candidates_are_found_in_a_few_hundred_pairs() -> None:
-    large, small = (looked_at(solved(0.5), drop, 100) for drop in (0.2, 0.1))
-    equal, better = (looked_at(solved(0.5), drop, 100) for drop in (0.0, -0.1))
+    large, small = (looked_at(solved(0.5), drop, 100, 2000) for drop in (0.2, 0.1))
+    equal, better = (looked_at(solved(0.5), drop, 100, 2000) for drop in (0.0, -0.1))
     assert {evidence.verdict for evidence in large} == {"worse"}
     assert 60 < median(evidence.worse_at or LOOKS for evidence in large) < 100
     assert 250 < median(evidence.worse_at or LOOKS for evidence in small) < 425

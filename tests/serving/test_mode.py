@@ -22,7 +22,6 @@ from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.command_line import lightning
 from support.models import save_small_model
-from support.training import bench
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -141,6 +140,8 @@ def of_model(config: Config, model: Path | str | None) -> Config:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A configuration with version 1 in its store."""
+    from support.training import bench  # imports torch
+
     directory = tmp_path_factory.mktemp("trained")
     base = save_small_model(directory / "first")
 
