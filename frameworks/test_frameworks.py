@@ -19,8 +19,8 @@ from traffic.server import app, config_of, serving
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from support.agent_runs import TASK, Calculator, dictating, multiplications, plan, stored, told
 from support.clients import command_for, needs
-from support.in_process import own_vllm, proxy_of
 from support.models import TEMPLATE
+from support.served import own_vllm, proxy_of
 
 HERE = Path(__file__).parent
 

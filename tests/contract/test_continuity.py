@@ -125,14 +125,6 @@ def test_branches_and_rollouts_go_on_each_with_its_own(proxy: Proxy) -> None:
     assert outcomes(proxy) == {"first": 2, "exact": 1 + 6 + 1 + 12}
 
 
-def test_after_a_restart_a_conversation_goes_on_exactly(tmp_path: Path) -> None:
-    with drifting(tmp_path) as proxy:
-        messages = talk(proxy, 2, [])
-    with drifting(tmp_path) as proxy:
-        talk(proxy, 2, messages)
-        assert (rows(proxy), outcomes(proxy)) == (1, {"exact": 2})
-
-
 def test_several_proxies_share_a_conversation(tmp_path: Path) -> None:
     with drifting(tmp_path / "one") as one:
         config = yaml.safe_load(one.config.read_text())

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from contract.model import Faulty, ModelVllm
+from contract.model import TRAINER, Faulty, ModelVllm, ask, by_weights, play, versions
 from contract.system import Forked, Proxy, in_this_process
-from contract.training import TRAINER, ask, by_weights, play, versions
 from support.models import save_small_model
 
 KILLED = -signal.SIGKILL

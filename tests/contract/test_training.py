@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from contract.model import Faulty, ModelVllm
+from contract.model import GROUP, TRAINER, Faulty, ModelVllm, ask, by_weights, play, versions
 from contract.system import Forked, Json, Proxy, in_this_process, wait_until
-from contract.training import GROUP, TRAINER, ask, by_weights, play, versions
 from support.models import save_small_model
 
 

@@ -15,9 +15,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from contract.model import ModelVllm
+from contract.model import TRAINER, ModelVllm, play
 from contract.system import Done, Json, Process, Proxy, in_this_process, wait_until
-from contract.training import TRAINER, play
 from support.models import save_small_model
 
 # Version 1 does all tasks, the base model every other one.

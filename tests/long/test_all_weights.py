@@ -19,9 +19,9 @@ from lightning_proxy.serving.vllm import VllmFleet, operator_session
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.types import Sample
-from support.in_process import own_vllm
 from support.models import TEMPLATE
 from support.sections import PolicyConfig, TrainerConfig
+from support.served import own_vllm
 
 torch = pytest.importorskip("torch")
 

@@ -15,8 +15,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from contract.system import CLI
-from support.in_process import own_vllm
 from support.models import TEMPLATE, save_spelling_model
+from support.served import own_vllm
 from support.training import bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

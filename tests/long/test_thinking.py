@@ -10,10 +10,10 @@ import pytest
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
 from lightning_proxy.proxy.dialects.as_chat.translation import Template, Untranslatable
-from support.in_process import own_vllm
 from support.messages_twice import native, prompts, template_of, through_chat
 from support.models import TEMPLATE as TOOL_TEMPLATE
 from support.responses_twice import assert_same
+from support.served import own_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

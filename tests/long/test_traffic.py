@@ -18,7 +18,7 @@ from aiohttp import web
 from traffic.recording import Call, Traffic, only, read
 from traffic.server import app, config_of, serving
 
-from support.in_process import proxy_of
+from support.served import proxy_of
 
 QUOTED = 30  # characters: what no two rollouts say by chance
 

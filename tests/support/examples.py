@@ -25,8 +25,8 @@ from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import free_port
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from support.in_process import proxy_of
 from support.paths import load_module
+from support.served import proxy_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))

@@ -1,4 +1,4 @@
-"""`lightning-proxy serve` as a real process, an upstream behind it, and a client that remembers what it received."""
+"""`serve` as a process with an upstream and a client that remembers its answers; a proxy in this process; a vLLM."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import json
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import uvicorn
 import yaml
 from aiohttp import web
+from starlette.types import ASGIApp
 
-from contract.system import listening
+from contract.system import CLI, free_port, listening, wait_until
+from lightning_proxy.commands.serve import uvicorn_options
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.proxy.app import create_app
+from support.responses_twice import get
 
 CHUNKS = 5
 CHECKOUT = (sys.executable, "-m", "lightning_proxy.cli")
@@ -170,3 +177,40 @@ class Client:
         async with session.post(self._proxy.url + "/reward", json={"rollout_id": rollout_id, "reward": 1}) as answer:
             if answer.status == 200:
                 self.rewards.add((await answer.json())["reward_id"])
+
+
+@contextmanager
+def own_vllm(directory: Path, model: Path, template: str, *options: str) -> Iterator[str]:
+    """Yields its base URL. It parses tools as hermes does, and is asked for the model by its directory's name."""
+    port, file, config = free_port(), directory / "template.jinja", directory / "config.yaml"
+    file.write_text(template.strip())
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(file)]
+    settings = {
+        "upstreams": [{"name": "policy", "kind": "vllm", "base_url": f"http://127.0.0.1:{port}/v1"}],
+        "policy": {"model": str(model), "publish": "merged"},
+        "vllm": {"port": port, "max_model_len": 1024, "kv_cache_gib": 1, "extra_args": [*tools, *options]},
+    }
+    config.write_text(yaml.safe_dump(settings))
+    with (directory / "vllm.log").open("wb") as log:
+        server = subprocess.Popen([*CLI, "--config", str(config), "vllm"], stdout=log, stderr=log, cwd=directory)
+    try:
+        wait_until(lambda: server.poll() is not None or get(f"http://127.0.0.1:{port}/v1/models"), 480, "vLLM is there")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+
+
+@asynccontextmanager
+async def proxy_of(config: Config, wrapped: Callable[[ASGIApp], ASGIApp] = lambda app: app) -> AsyncIterator[str]:
+    """Yields its root URL. `wrapped` is given its app, and what it returns is run."""
+    options = uvicorn_options(config.proxy) | {"port": 0, "log_level": "warning"}
+    server = uvicorn.Server(uvicorn.Config(wrapped(create_app(config)), **options))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task

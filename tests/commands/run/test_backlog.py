@@ -18,7 +18,7 @@ from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import Collapse
-from support.in_process import proxy_of
+from support.served import proxy_of
 
 GROUP = 4
 

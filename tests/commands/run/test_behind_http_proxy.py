@@ -17,7 +17,7 @@ from traffic.server import config_of
 from lightning_proxy import client
 from lightning_proxy.client.program import reached_directly
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from support.in_process import proxy_of
+from support.served import proxy_of
 
 VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 

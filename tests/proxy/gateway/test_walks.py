@@ -21,10 +21,9 @@ import lightning_proxy
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from support.in_process import proxy_of
 from support.paths import TOPS
 from support.sections import PolicyConfig
-from support.served import answer_slowly, models
+from support.served import answer_slowly, models, proxy_of
 
 ROOT = Path(lightning_proxy.__file__).parent
 
