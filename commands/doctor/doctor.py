@@ -128,7 +128,7 @@ class Report:
         if not self._as_json:
             table = Table.grid(padding=(0, 2))
             table.add_column(no_wrap=True, min_width=7)
-            table.add_column(no_wrap=True, min_width=18)
+            table.add_column(no_wrap=True, min_width=16)
             table.add_column(overflow="fold")
             table.add_row(plain(outcome, STYLE[outcome]), plain(name), plain(found))
             if fix:
