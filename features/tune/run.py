@@ -139,12 +139,10 @@ class FitCallback(TrainerCallback):
     """Ends the run on request, marks complete checkpoints, and logs every epoch.
 
     Each checkpoint holds the numbers up to its own step, so that a run that is killed ends with the same ones.
-    `measure` returns the numbers of held-out tasks, which go into the log of each epoch.
     """
 
-    def __init__(self, stopped: Callable[[], bool], measure: Callable[[], dict[str, float]]) -> None:
+    def __init__(self, stopped: Callable[[], bool]) -> None:
         self._stopped = stopped
-        self._measure = measure
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -161,11 +159,8 @@ class FitCallback(TrainerCallback):
         entry, now = state.log_history[-1], time.perf_counter()
         entry["seconds"], self._since = now - self._since, now
         if float(entry["epoch"]).is_integer():
-            entry.update(self._measure())
-            held_out = [f"{n.replace('_', ' ')} {v:.4g}" for n, v in entry.items() if n.startswith("held_out")]
-            told = f" ({', '.join(held_out)})" if held_out else ""
             loss = fmean(one["loss"] for one in last_epoch(state.log_history))
-            log.info("epoch %d of %d: loss %.4g%s", entry["epoch"], args.num_train_epochs, loss, told)
+            log.info("epoch %d of %d: loss %.4g", entry["epoch"], args.num_train_epochs, loss)
 
 
 def tune(
@@ -175,12 +170,8 @@ def tune(
 
     Resumes from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
     """
-
-    def held_out() -> dict[str, float]:
-        return {f"held_out_{name}": v for name, v in measured(method, trainer, lessons.held_out).items()}
-
     how, section = METHODS[method], getattr(trainer.settings.section(TuneConfig), method)
-    before = {f"{name}_before": value for name, value in held_out().items()}
+    before = measured(method, trainer, lessons.held_out)
     rows = how.rows(trainer, lessons.train)
     tuner = how.trainer(
         model=trainer.model,
@@ -188,7 +179,7 @@ def tune(
         data_collator=how.collate,
         train_dataset=rows.dataset,
         processing_class=trainer.tokenizer,
-        callbacks=[FitCallback(stopped, held_out)],
+        callbacks=[FitCallback(stopped)],
     )
     for callback in (PrinterCallback, ProgressCallback):
         tuner.remove_callback(callback)
@@ -223,8 +214,8 @@ def tune(
         "trained_tokens_per_s": trained / seconds,
         "computed_tokens_per_s": computed / seconds,
         "step_s": seconds,
-        **before,
-        **{name: value for name, value in last.items() if name.startswith("held_out_")},
+        **{f"held_out_{name}_before": value for name, value in before.items()},
+        **{f"held_out_{name}": value for name, value in measured(method, trainer, lessons.held_out).items()},
     }
 
 
