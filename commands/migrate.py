@@ -122,7 +122,8 @@ async def _compared(table: Table, source: FileStore | ServerStore, target: FileS
     there, rows = target.read(table), 0
     async for batch in source.read(table):
         rows += len(batch)
-        kept, found = target.kept(batch), await anext(there, [])
+        kept = target.kept(batch)
+        found: Rows = await anext(there, [])
         if kept != found:
             same = next(
                 (n for n, (one, other) in enumerate(zip(kept, found, strict=False)) if one != other), len(found)
