@@ -222,8 +222,8 @@ async def get_prompt(
 
 
 @router.get("/prompts/{name}/rollouts", response_model=Listed[TriedOut])
-async def list_tried_out(request: ControlRequest, name: PathId, run: Id) -> dict[str, Any]:
-    """The rollouts in which an optimisation, named by its `run`, has tried versions of a prompt, oldest first.
+async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None = None) -> dict[str, Any]:
+    """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run` names one of them.
 
     Only the rollouts that were opened with the key that asks, an admin's or an evaluator's are listed.
     """

@@ -65,13 +65,14 @@ PROMPT_RUN = r"""
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata ->> '$.held_out', 0) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
-WHERE name = :name AND metadata ->> '$.optimize' = :run
+WHERE name = :name AND metadata ->> '$.optimize' = COALESCE(:run, metadata ->> '$.optimize')
     AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
 /* PostgreSQL:
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata::json ->> 'held_out' NOT IN ('false', '0'), FALSE) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
-WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN metadata::json ->> 'optimize' = :run END
+WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
+        metadata::json ->> 'optimize' = COALESCE(:run, metadata::json ->> 'optimize') END
     AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
 */
 """
@@ -238,9 +239,9 @@ class PromptTable(Records):
             found[row["version"]][row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
         return found
 
-    async def tried_out(self, name: str, run: str, *, own: bool, key_id: str | None) -> list[TriedOut]:
+    async def tried_out(self, name: str, run: str | None, *, own: bool, key_id: str | None) -> list[TriedOut]:
         """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first.
 
-        Unless `own`, rollouts of keys that give evidence count, too.
+        Without a run, of all optimisations. Unless `own`, rollouts of keys that give evidence count, too.
         """
         return await self._db.records(TriedOut, PROMPT_RUN, name=name, run=run, own=own, key_id=key_id)

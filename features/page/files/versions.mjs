@@ -43,7 +43,7 @@ function History({ versions, mayChange, reload }) {
     { name: "action", cell: (one) => !one.live && (one.promotable ? mayChange && html`<button onClick=${() => promote(one.version)}>Promote…</button>` : html`<small class="why">${one.obstacle}</small>`) },
   ];
   return html`<div class="title-line"><p>Version <b>${live?.version}</b> is live${live?.live_at > 0 && html` since <${Time} at=${live.live_at} />`}.</p>
-      ${canGoBack && html`<button onClick=${rollback}>Roll back…</button>`} <a href=${link("versions", widest(versions))}>Compare two versions</a></div>
+      ${canGoBack && html`<button onClick=${rollback}>Roll back…</button>`} <a href=${link("versions", { a: 0, b: versions.at(-1).version })}>Compare two versions</a></div>
     <${Failure} error=${error} />
     ${test && html`<${Test} test=${test} />`}
     <${RewardByVersions} versions=${versions} />
@@ -99,14 +99,6 @@ function Test({ test: { version, against, evidence } }) {
     ${!evidence.metrics ? html`<p>Not weighed yet.</p>` : html`
       <p>${number(evidence.rollouts)} of at most ${number(evidence.max_rollouts)} rollouts, ${number(evidence.groups)} groups compared; ${number(evidence.candidate.failed)} of the candidate's and ${number(evidence.live.failed)} of the live version's failed.${evidence.waits && ` It may go live, but ${evidence.waits}.`}</p>
       <${Table} label="Evidence" columns=${columns} rows=${metrics} rowKey=${({ name }) => name} />`}<//>`;
-}
-
-// The oldest and the newest version that were evaluated, or else that earned any reward.
-function widest(versions) {
-  const evaluated = versions.filter(({ rewards }) => rewards?.eval);
-  const rewarded = evaluated.length > 1 ? evaluated : versions.filter(({ rewards }) => rewards?.train);
-  const [first, last] = rewarded.length > 1 ? [rewarded[0], rewarded.at(-1)] : [versions[0], versions.at(-1)];
-  return { a: first.version, b: last.version };
 }
 
 // Two versions on the tasks that both were given, with the interval of the difference.
