@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +126,8 @@ async def _compared(table: Table, source: FileStore | ServerStore, target: FileS
         kept = target.kept(batch)
         found: Rows = await anext(there, [])
         if kept != found:
-            same = next(
-                (n for n, (one, other) in enumerate(zip(kept, found, strict=False)) if one != other), len(found)
-            )
-            what = dict(zip(table.columns, kept[min(same, len(kept) - 1)], strict=True))
+            row = next(one for one, other in zip_longest(kept, found) if one != other) or kept[-1]
+            what = dict(zip(table.columns, row, strict=True))
             where = ", ".join(f"{column} {what[column]!r}" for column in table.key)
             raise LightningError(f"a row of {table.name} was read back differently: {where}. Nothing was moved")
     if await anext(there, None) is not None:
