@@ -245,7 +245,7 @@ def main() -> int:
     page.table("Seconds after the end of the step that made it:", head_of, until_proven(versions))
     page.table(f"Mean reward by rollouts, each of {every} steps:", ("rollouts", *head), by_rollouts(ours, trl, every))
     page.table("Mean reward by minutes (steps so far):", ("minutes", *head), by_minutes(ours, trl, every))
-    (directory / "steps.json").write_text(json.dumps({OURS: asdict(ours), TRL: asdict(trl), "served": versions}))
+    (directory / "steps.json").write_text(json.dumps({OURS: asdict(ours), TRL: asdict(trl)}))
     page.save(options.page)
     return 0
 

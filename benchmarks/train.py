@@ -28,12 +28,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from datasets import Dataset
 from report import Page, machine, option
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
-from trl import GRPOConfig, GRPOTrainer
 
 from lightning_proxy.core.config.policy import PolicyConfig
 from lightning_proxy.core.config.trainer import TrainerConfig
@@ -58,6 +56,10 @@ PRESETS = {
     "qwen2.5-1.5b": Qwen2Config(
         vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
         num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=False,
     ),
 }  # fmt: skip
 
@@ -90,6 +92,9 @@ class PaddedTrainer(LightningTrainer):
     @cached_property
     def trl(self) -> Any:
         """TRL's trainer of the same model."""
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
         config = self.settings
         args = GRPOConfig(
             use_cpu=self.device.type == "cpu", bf16=False, report_to="none", loss_type="cispo",

@@ -140,6 +140,13 @@ async def test_the_training_benchmark_finds_one_gradient_whatever_the_way(tmp_pa
     assert out.count("\n| ") == 1 + len(ways)
 
 
+async def test_a_step_on_random_weights_is_measured_with_lora_and_without() -> None:
+    shape = ("--model", "smollm2-135m", "--layers", "1", "--work", "2,2,16,8,8")
+    code, out = await run("gpu_step.py", *shape, "--rounds", "1")
+    assert code == 0 and out.count("\n| smollm2-135m:") == 2, out
+    assert "A pass over the tree of " in out and float(re.findall(r"differ from float32's by (\S+)", out)[0]) < 0.1
+
+
 async def test_the_benchmark_of_the_store_asks_every_route_and_writes_its_page(tmp_path: Path) -> None:
     page = tmp_path / "new" / "store.md"
     code, out = await run("store.py", "--small", "--page", str(page))
@@ -157,6 +164,22 @@ async def test_the_benchmark_of_several_proxies_prints_a_row_for_each_way() -> N
     rows = [[cell.strip() for cell in line.split("|")[2:4]] for line in rows_of(out)]
     ways = [["SQLite", "1"], ["SQLite", "2"], ["PostgreSQL", "1"], ["PostgreSQL", "2"], ["PostgreSQL", "4"]]
     assert (code, rows) == (0, ways)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+async def test_the_demo_and_trl_take_steps_over_as_many_rollouts_and_all_their_time_is_shown(tmp_path: Path) -> None:
+    page = tmp_path / "loop.md"
+    code, out = await run("loop.py", "--quick", "--dir", str(tmp_path / "demo"), "--page", str(page))
+    assert code == 0, out
+    steps = json.loads((tmp_path / "demo" / "steps.json").read_text())
+    assert [one["rollouts"] for one in steps.values()] == [[64, 128], [64, 128]]
+    for one in steps.values():
+        assert all(0 <= reward < 0.3 for reward in one["rewards"]), "both begin with the base model"
+        begin, end = one["ready_s"]
+        assert min(one["parts"][0].values()) >= 0
+        assert sum(one["parts"][0].values()) == pytest.approx(end - begin)
+    assert page.read_text().count("\n| ") == 6 + 4 + 2 + 10 + 4 * 2, "rows of the tables, and their heads"
 
 
 @pytest.mark.vllm
