@@ -1,8 +1,9 @@
-"""Runs an agent class of Agent Lightning 1.0 on the task of this rollout.
+"""Agent Lightning's emitters (`from lightning_proxy.client import agl`), and its agent classes on this rollout's task.
 
     lightning-proxy run --tasks FILE -- python -m lightning_proxy.client.agl agents:Chat QUESTION=input.question
 
-The class is that of its `local.agent_class`. The variables are its `local.env_map`: each has its place in the task.
+The class is 1.0's `local.agent_class`. The variables are its `local.env_map`: each has its place in the task. The
+emitters are those of 0.2 and 0.3.
 """
 
 from __future__ import annotations
@@ -13,11 +14,57 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 from .program import task
+from .scope import current, emit_note
+
+Attributes = Mapping[str, Any] | None
+
+
+def emit_reward(
+    reward: float | Mapping[str, float], *, primary_key: str | None = None, attributes: Attributes = None
+) -> None:
+    """Reward the rollout, and end it. Of several dimensions, the primary one is named `reward`."""
+    values = dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
+    primary = primary_key if isinstance(reward, Mapping) else "reward"
+    if primary not in values:
+        raise ValueError(f"primary_key must be one of {list(values)}, got: {primary_key!r}")
+    here, comment = current(), json.dumps(attributes, default=repr) if attributes else None
+    main = values.pop(primary)
+    for name, value in values.items():
+        here.reward(value, name=name, final=False, comment=comment, source="agl")
+    here.reward(main, comment=comment, source="agl")
+
+
+def emit_message(message: str, attributes: Attributes = None) -> None:
+    """Keep a text with the rollout."""
+    _note("message", message, attributes)
+
+
+def emit_object(object: Any, attributes: Attributes = None) -> None:
+    """Keep any JSON with the rollout."""
+    _note("object", object, attributes)
+
+
+def emit_annotation(annotation: Mapping[str, Any]) -> None:
+    """Keep names and their values with the rollout."""
+    _note("annotation", annotation)
+
+
+def emit_exception(exception: BaseException, attributes: Attributes = None) -> None:
+    """Keep an exception and its traceback with the rollout."""
+    text = "".join(traceback.format_exception(exception))
+    found = {"type": type(exception).__name__, "message": str(exception), "stacktrace": text}
+    _note("exception", {f"exception.{name}": value for name, value in found.items()}, attributes)
+
+
+def _note(name: str, value: Any, attributes: Attributes = None) -> None:
+    found = {"value": value, "attributes": attributes} if attributes else value
+    emit_note(json.loads(json.dumps(found, default=repr)), name=name)
 
 
 def value_at(given: Any, path: str) -> str:

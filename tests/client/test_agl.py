@@ -64,6 +64,36 @@ async def test_its_call_its_rewards_and_its_events_are_recorded(
     assert event["value"]["answer"].startswith("by base")
 
 
+EMITTERS = """
+from lightning_proxy.client import agl
+
+agl.emit_message("thinking")
+agl.emit_object({"found": {1}}, attributes={"by": "tool"})
+agl.emit_annotation({"kind": "easy"})
+agl.emit_exception(ValueError("wrong"))
+agl.emit_reward({"right": 1, "format": 0.5}, primary_key="right", attributes={"by": "me"})
+"""
+
+
+async def test_its_emitters_note_and_reward(running: Running, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(EMITTERS)
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "t"}\n')
+    async with running(tmp_path) as system:
+        options = ["--tasks", tmp_path / "tasks.jsonl", "--group-size", "1"]
+        code, out, err = await system.lightning("run", *options, "--", sys.executable, tmp_path / "agent.py")
+        assert code == 0, out + err
+        _, page = await system.call("GET", "/rollouts")
+        _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+    assert (rollout["status"], rollout["reward"]) == ("completed", 1.0)
+    assert {one["name"]: (one["reward"], one["comment"]) for one in rollout["rewards"]} == {
+        "format": (0.5, '{"by": "me"}'), "reward": (1.0, '{"by": "me"}'),
+    }  # fmt: skip
+    message, found, annotation, error = [(one["name"], one["value"]) for one in rollout["events"]]
+    assert (message, annotation) == (("message", "thinking"), ("annotation", {"kind": "easy"}))
+    assert found == ("object", {"value": {"found": "{1}"}, "attributes": {"by": "tool"}})
+    assert error[1]["exception.type"] == "ValueError" and error[1]["exception.message"] == "wrong"
+
+
 async def test_a_reward_without_a_number_is_refused(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         body = {"event_type": "reward", "data": {"value": "high"}}
