@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,17 @@ def save_small_model(directory: Path, seed: int = 0) -> Path:
         directory, VOCABULARY, seed, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2,
     )  # fmt: skip
+
+
+def random_rows(seed: int, count: int, first: int = 12, most: int = 8, vocabulary: int = 50) -> list[list[int]]:
+    """Rows that branch off each other at random places, with duplicates and prefixes of each other among them."""
+    rng = random.Random(seed)
+    rows = [[rng.randrange(vocabulary) for _ in range(first)]]
+    while len(rows) < count:
+        kept = rng.choice(rows)
+        added = [rng.randrange(vocabulary) for _ in range(rng.randrange(most))]
+        rows.append(kept[: rng.randrange(1, len(kept) + 1)] + added)
+    return [*rows, rows[0], [7, 7, 7]]
 
 
 LETTERS = 'abcdefghijklmnopqrstuvwxyz{}":,'  # JSON's too, or a model that must write JSON would write blanks

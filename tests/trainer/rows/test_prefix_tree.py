@@ -16,44 +16,31 @@ torch = pytest.importorskip("torch")
 from transformers import LlamaConfig  # noqa: E402
 
 from lightning_proxy.trainer.step.scoring import check_tree_support  # noqa: E402
-
-VOCABULARY = 50
-
-
-def random_rows(seed: int, count: int = 9) -> list[list[int]]:
-    """Rows that branch off each other at random places, with duplicates and prefixes of each other among them."""
-    rng = random.Random(seed)
-    rows = [[rng.randrange(VOCABULARY) for _ in range(12)]]
-    while len(rows) < count:
-        kept = rng.choice(rows)
-        rows.append(
-            kept[: rng.randrange(1, len(kept) + 1)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(8))]
-        )
-    return [*rows, rows[0]]
+from support.models import random_rows  # noqa: E402
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_tree_holds_every_row_and_each_prefix_once(seed: int) -> None:
-    rows = random_rows(seed)
+    rows = random_rows(seed, 9)
     tree = build_tree(rows)
     assert [tree.token_ids[path].tolist() for path in tree.paths] == rows
     assert [tree.depths[path].tolist() for path in tree.paths] == [list(range(len(row))) for row in rows]
     assert len(tree) == len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
 
 
-def test_a_recurrent_model_is_refused() -> None:
-    config = LlamaConfig()
-    config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="linear_attention"):
-        check_tree_support(config, 100)
-
-
-def test_an_attention_window_shorter_than_a_sample_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("layers", "tokens", "refused"),
+    [(["linear_attention", "full_attention"], 1, "linear_attention"), (["sliding_attention"], 65, "window of 64")],
+)
+def test_recurrent_layers_and_a_window_shorter_than_a_sample_are_refused(
+    layers: list[str], tokens: int, refused: str
+) -> None:
     config = LlamaConfig()
     config.layer_types, config.sliding_window = ["sliding_attention"], 64
     check_tree_support(config, 64)
-    with pytest.raises(ConfigError, match="window of 64"):
-        check_tree_support(config, 65)
+    config.layer_types = layers
+    with pytest.raises(ConfigError, match=refused):
+        check_tree_support(config, tokens)
 
 
 def samples(task: str, rows: list[list[int]]) -> list[Sample]:
@@ -64,7 +51,7 @@ def samples(task: str, rows: list[list[int]]) -> list[Sample]:
 
 
 def test_micro_batches_hold_every_sample_once_and_keep_to_the_budget() -> None:
-    given = [s for task in range(6) for s in samples(str(task), random_rows(task))]
+    given = [s for task in range(6) for s in samples(str(task), random_rows(task, 9))]
     made = micro_batches(given, TreeCost(attention=0.0, max_nodes=60))
     assert all(len(batch.tree) <= 60 for batch in made)
     found = [s for batch in made for s in batch.samples]
@@ -75,7 +62,7 @@ def test_micro_batches_hold_every_sample_once_and_keep_to_the_budget() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_cuts_compute_less_twice(seed: int) -> None:
-    given = sorted(samples("a", random_rows(seed, count=8)), key=lambda s: s.token_ids)
+    given = sorted(samples("a", random_rows(seed, 8)), key=lambda s: s.token_ids)
     chance = random.Random(seed)
     cost = TreeCost(0.1, max_nodes=chance.choice([15, 25, 40]), comfortable=chance.choice([None, 10, 20]))
     found = micro_batches(given, cost)

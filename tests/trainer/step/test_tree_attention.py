@@ -30,6 +30,7 @@ from lightning_proxy.trainer.step.tree_attention import (  # noqa: E402
     flex,
     use_tree_attention,
 )  # fmt: skip
+from support.models import random_rows  # noqa: E402
 
 VOCABULARY = 50
 CPU = torch.device("cpu")
@@ -49,18 +50,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0, "sliding_window": 4096},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 7, "sliding_window": 4096},
 }
-
-
-def random_rows(seed: int, *, count: int, first: int, most: int) -> list[list[int]]:
-    """Rows that branch off each other at random places, with duplicates and prefixes of each other among them."""
-    rng = random.Random(seed)
-    rows = [[rng.randrange(VOCABULARY) for _ in range(first)]]
-    while len(rows) < count:
-        kept = rng.choice(rows)
-        rows.append(
-            kept[: rng.randrange(1, len(kept) + 1)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(most))]
-        )
-    return [*rows, rows[0], [7, 7, 7]]
 
 
 def lora_model(kind: str, seed: int) -> PeftModel:
