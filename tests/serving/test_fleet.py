@@ -52,9 +52,9 @@ def up(system: Any, port: int) -> Any:
     return is_up
 
 
-async def answers(system: Any, rollouts: list[str] = ROLLOUTS) -> set[tuple[int, str]]:
+async def answers(system: Any, rollouts: list[str] = ROLLOUTS, **headers: str) -> set[tuple[int, str]]:
     """Status and text of a call of each rollout."""
-    found = [await system.chat(rollout) for rollout in rollouts]
+    found = [await system.chat(rollout, **headers) for rollout in rollouts]
     return {(status, answer["choices"][0]["message"]["content"] if status == 200 else "") for status, answer in found}
 
 
@@ -262,18 +262,15 @@ async def routed(running: Any, tmp_path: Path) -> AsyncIterator[tuple[Any, Route
             yield system, router, servers, later
 
 
-async def routed_answers(system: Any) -> set[tuple[int, str]]:
-    found = [await system.chat(rollout, X_Session_Id="the agent's own") for rollout in ROLLOUTS]
-    return {(status, answer["choices"][0]["message"]["content"] if status == 200 else "") for status, answer in found}
-
-
 async def test_behind_a_router_a_version_goes_to_every_server_and_a_rollout_keeps_to_one(
     running: Any, tmp_path: Path
 ) -> None:
     async with routed(running, tmp_path) as (system, router, servers, port), listening(servers[1].app, port):
         version = await promote(system, tmp_path)
         for _ in range(2):
-            assert await routed_answers(system) == {(200, f"by policy-v{version} with {tmp_path.name}")}
+            assert await answers(system, X_Session_Id="the agent's own") == {
+                (200, f"by policy-v{version} with {tmp_path.name}")
+            }
         assert [set(server.adapters) for server in servers] == [{f"policy-v{version}"}] * 2
         assert system.vllm.adapters == {}, "the router is no model server"
         assert router.sessions.keys() == set(ROLLOUTS)
@@ -292,17 +289,17 @@ async def test_a_server_that_joins_later_gets_the_version_and_no_call_fails_mean
     async with routed(running, tmp_path) as (system, _, servers, port):
         version = await promote(system, tmp_path)
         served = {(200, f"by policy-v{version} with {tmp_path.name}")}
-        assert await routed_answers(system) == served
+        assert await answers(system, X_Session_Id="the agent's own") == served
         assert "policy, server 3 of 3" in (await system.call("GET", "/readyz"))[1]["down"]
         async with listening(servers[1].app, port):
             seen: set[tuple[int, str]] = set()
             while not servers[1].adapters or servers[1].requests == []:
-                seen |= await routed_answers(system)
+                seen |= await answers(system, X_Session_Id="the agent's own")
             assert seen == served
             await has_version(servers[1], version)
         again = PlayedVllm(tmp_path)  # it has forgotten everything
         async with listening(again.app, port):
-            assert await routed_answers(system) == served
+            assert await answers(system, X_Session_Id="the agent's own") == served
             await has_version(again, version)
 
 
