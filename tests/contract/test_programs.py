@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -198,7 +199,8 @@ def test_a_program_that_ends_without_a_reward_leaves_its_rollout_open_and_is_tol
     plain.agent("pass")
     alone, four = (" ".join(plain.run("--group-size", size).stderr.split()) for size in ("1", "4"))
     assert "no step will be taken" in alone
-    assert "a step takes 8 groups (trainer.tasks_per_step), and 1 of 8 missing ones come" in four
+    missing = r"a step takes 8 groups \(trainer\.tasks_per_step\), and 1 of [1-8] missing ones come"
+    assert re.search(missing, four), four  # the proxy is the file's: some may wait already
     assert "4 of 4 rollouts made no call: does your agent read OPENAI_BASE_URL?" in four
     assert {one["status"] for one in plain.rollouts()} == {"running"}
     assert plain.summary("--group-size", "2")["without_reward"] == 2
