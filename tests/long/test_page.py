@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
+from lightning_proxy.core.records import RolloutName
 from support.views import STEPS, VIEWS, Running, browsing, every, learned, needs_browser, say_everything, show
 
 pytestmark = needs_browser
@@ -38,6 +39,29 @@ async def test_rollouts_are_filtered_and_sorted_and_the_address_says_how(running
         await page.get_by_role("link", name="Show older rollouts").click()
         await expect(page.locator("tbody tr")).to_have_count(19 * STEPS - 100)
         assert wrong.seen == []
+
+
+FIRST_PAINT_MS = 1000
+
+
+async def test_the_first_paint_comes_within_a_second_with_ten_thousand_rollouts(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        names = [f"r{i}" for i in range(10_000)]
+        await store.rollouts.open([(RolloutName(name, f"t{i % 200}"), name) for i, name in enumerate(names)], {})
+        for first in range(0, len(names), 1000):
+            posted = [{"rollout_id": name, "reward": 0.5} for name in names[first : first + 1000]]
+            assert (await system.call("POST", "/reward", posted))[0] == 200
+        for number in range(1000):
+            step = await store.steps.claim(names[10 * number : 10 * number + 10], 0)
+            await store.steps.trained(step, None, {"reward_mean": number / 1000, "reward_std": 0.1, "entropy": 1.0})
+        for view, drawn in (("overview", "main .line"), ("rollouts", "tbody tr"), ("tasks", "tbody tr")):
+            async with browsing("about:blank") as (page, _):
+                await page.goto(f"{system.url}/#/{view}")
+                await page.locator(drawn).first.wait_for()
+                paint = await page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+            assert paint < FIRST_PAINT_MS, view
 
 
 HIDE = """hidden => {
