@@ -5,7 +5,7 @@ TRL, no network and no model. On a CPU it takes small shapes. Each case has a pr
 
 - step: tokens a second, and the peak of memory beside what `lightning-proxy plan` computes.
 - rounding: how far gradients in bfloat16 are from those in float32, on a small shape.
-- tree: forward and backward over what rows share, with the mask's kernel, beside padded rows that share nothing.
+- tree: forward and backward over what rows share, with the mask's kernel, against rows that share nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from report import Page, machine, option
-from torch.nn.utils.rnn import pad_sequence
 from train import (
     PRESETS,
     Work,
@@ -41,7 +41,7 @@ from lightning_proxy.trainer.plan import shape_of, trainer_needs
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from lightning_proxy.trainer.step.scoring import score
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.types import Batch, Sample
+from lightning_proxy.trainer.types import Batch
 
 CUDA = torch.cuda.is_available()
 SMALL = "smollm2-135m"
@@ -50,8 +50,6 @@ SECONDS = 480
 
 
 class Case:
-    """A trainer of a model with random weights, and recorded rows."""
-
     def __init__(self, directory: Path, model: str, work: Work, layers: int | None, **trainer: Any) -> None:
         shape = PRESETS[model]
         if layers:
@@ -68,15 +66,15 @@ class Case:
             if "lora_B" in name:  # it begins as zero: A would have no gradient
                 torch.nn.init.normal_(parameter, std=0.02)
         self.rows = rows_of(recorded_calls(work, shape.vocab_size, seed=0), merged=True)
-        self.gradient: torch.Tensor | None = None
-        self.trainer.optimizer.register_step_pre_hook(lambda *_: self._keep_gradient())
+        self.batch = Batch(1, tuple(self.rows), tuple({row.rollout_id for row in self.rows}))
 
-    def _keep_gradient(self) -> None:
-        found = [p.grad.flatten().float().cpu() for p in self.trainer.model.parameters() if p.grad is not None]
-        self.gradient = torch.cat(found)
+    def gradient(self) -> torch.Tensor:
+        self.trainer.forward_backward(self.batch)
+        grads = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
+        return torch.cat([grad.flatten().float().cpu() for grad in grads])
 
     def step(self) -> dict[str, float]:
-        return self.trainer.step(Batch(1, tuple(self.rows), tuple({row.rollout_id for row in self.rows})))
+        return self.trainer.step(self.batch)
 
 
 def timed(rounds: int, work: Callable[[], object]) -> float:
@@ -92,7 +90,6 @@ def timed(rounds: int, work: Callable[[], object]) -> float:
 
 
 def step(case: Case, rounds: int) -> dict[str, Any]:
-    case.gradient = None
     forget_peak()
     tokens = case.step()["computed_tokens"]
     peak, seconds, shape = peak_bytes(), timed(rounds, case.step), shape_of(case.shape.to_dict())
@@ -102,41 +99,29 @@ def step(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def rounding(directory: Path, work: Work, layers: int) -> dict[str, Any]:
-    found = []
-    for dtype in ("float32", "bfloat16"):
-        case = Case(directory, SMALL, work, layers, dtype=dtype)
-        case.step()
-        found.append(case.gradient)
-    return {"differs": relative_difference(found[1], found[0])}
+    found = [Case(directory, SMALL, work, layers, dtype=dtype).gradient() for dtype in ("bfloat16", "float32")]
+    return {"differs": relative_difference(*found)}
 
 
 def tree(case: Case, rounds: int) -> dict[str, Any]:
-    model, rows = case.trainer.policy_model, case.rows
-    shared, length = build_tree([row.token_ids[:-1] for row in rows]), max(len(row.token_ids) for row in rows)
+    model, rows, precision = case.trainer.policy_model, case.rows, partial(torch.autocast, enabled=CUDA)
+    shared = build_tree([row.token_ids[:-1] for row in rows])
 
     def by_tree() -> None:
-        with case.trainer.device, torch.autocast(case.trainer.device.type, torch.bfloat16, enabled=CUDA):
+        with precision(model.device.type, torch.bfloat16):
             score(model, shared, rows).logprobs.sum().backward()
 
-    def by_padded_rows() -> None:
-        for row in rows:  # a pass each: all of their logits would not fit
-            padded(model, [row], length)
+    def by_rows() -> None:
+        for row in rows:  # all are as long, so there is nothing to pad; a pass each, as all of their logits may not fit
+            ids, mask = (torch.tensor(x, device=model.device) for x in (row.token_ids, row.mask))
+            with precision(model.device.type, torch.bfloat16):
+                logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, mask[1:].bool()]
+            logits.float().log_softmax(-1).gather(1, ids[1:][mask[1:].bool()][:, None]).sum().backward()
 
-    return {"tree": timed(rounds, by_tree), "padded": timed(rounds, by_padded_rows), "nodes": len(shared)}
-
-
-def padded(model: Any, rows: Sequence[Sample], length: int) -> None:
-    ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True).to(model.device)
-    ids = torch.nn.functional.pad(ids, (0, length - ids.shape[1]))
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=CUDA):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    mask = torch.tensor([row.mask[1:] for row in rows], device=model.device).bool()
-    chosen = logits[mask].float().log_softmax(-1).gather(1, ids[:, 1:][mask][:, None])
-    chosen.sum().backward()
+    return {"tree": timed(rounds, by_tree), "rows": timed(rounds, by_rows), "nodes": len(shared)}
 
 
 def measured(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one case, in this process."""
     work, layers = Work(*map(int, options.work.split(","))), options.layers
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -161,7 +146,7 @@ def main() -> int:
         print(json.dumps(measured(options.case, options)))
         return 0
     cases = [f"{options.model}:{weights}" for weights in ("lora", "full")] if options.model else CASES
-    ends, rows, failed = time.monotonic() + SECONDS, {}, 0
+    ends, rows = time.monotonic() + SECONDS, dict[str, Any]()
     for case in ("rounding", "tree", *cases):
         command = [sys.executable, *sys.argv, "--case", case]
         try:
@@ -170,7 +155,6 @@ def main() -> int:
             rows[case] = json.loads(done.stdout.splitlines()[-1])
         except subprocess.SubprocessError:
             rows[case] = None
-        failed += rows[case] is None
     page = Page("The trainer's step on random weights")
     page.text([f"On {torch.cuda.get_device_name() if CUDA else machine()}: {options.work}, {options.rounds} rounds."])
     head = ("case", "tokens", "tokens a second", "peak, GiB", "plan, GiB")
@@ -182,12 +166,12 @@ def main() -> int:
     if row := rows["rounding"]:
         page.text([f"Gradients in bfloat16 differ from float32's by {row['differs']:.1e} of their length."])
     if row := rows["tree"]:
-        ratio = row["padded"] / row["tree"]
-        page.text([f"A pass over the tree of {row['nodes']:,} nodes: {row['tree']:.3f} s; padded rows: {ratio:.1f} ×."])
-    if failed:
-        page.text([f"{failed} cases failed, or were not done in {SECONDS} s: their errors are above."])
+        ratio = row["rows"] / row["tree"]
+        page.text([f"A pass over the tree of {row['nodes']:,} nodes: {row['tree']:.3f} s; over rows: {ratio:.1f} ×."])
     page.save(options.page)
-    return int(failed > 0)
+    if failed := [case for case, row in rows.items() if row is None]:
+        print(f"FAILED, or not done in {SECONDS} s: {', '.join(failed)}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

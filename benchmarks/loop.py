@@ -88,10 +88,7 @@ class Learned:
 
 
 class Served(threading.Thread):
-    """Notes, while a demo runs, when each version was in files and when it was verified: later nothing says so.
-
-    It looks every 50 ms.
-    """
+    """Notes, every 50 ms of a demo, which versions are in files and verified: later nothing says since when."""
 
     def __init__(self, store: Path) -> None:
         super().__init__(daemon=True)
