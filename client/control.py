@@ -55,9 +55,15 @@ class Control:
         except (TypeError, ValueError) as error:
             raise ClientError(f"this cannot be sent as JSON: {error}") from None
         own = {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
-        own |= {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        request = Request(self.url + path, data, {**own, **headers}, method="POST")
-        find_s = self.find_s if first else self.patience_s
+        return self._answer("POST", path, data, {**own, **headers}, self.find_s if first else self.patience_s)
+
+    def get(self, path: str) -> Any:
+        """Return the answer's JSON. Raises Refused or ProxyUnreachable."""
+        return self._answer("GET", path, None, {}, self.patience_s)
+
+    def _answer(self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], find_s: float) -> Any:
+        own = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        request = Request(self.url + path, data, {**own, **headers}, method=method)
 
         def is_over(state: RetryCallState) -> bool:
             return (state.seconds_since_start or 0.0) >= (self.patience_s if _again(state).connected else find_s)
@@ -67,7 +73,7 @@ class Control:
             return tries(_send, request, min(ANSWER_S, max(find_s, 0.1)))
         except _Again as why:
             raise ProxyUnreachable(
-                f"no proxy answers at {self.url}, so this was not done: POST {path}: {why}. Start it with "
+                f"no proxy answers at {self.url}, so this was not done: {method} {path}: {why}. Start it with "
                 "`lightning-proxy serve`, or say where it is (LIGHTNING_URL, or url=…)"
             ) from why
 

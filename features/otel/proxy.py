@@ -186,7 +186,7 @@ def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
             if one is None or _own_agent(one) is not None:
                 break
             one = around.get((one.trace_id, one.parent_id))
-        yield replace(span, agent=one and _own_agent(one))
+        yield replace(span, agent=None if one is None else _own_agent(one))
 
 
 def _own_agent(span: Span) -> str | None:

@@ -69,7 +69,7 @@ def episode(kind: Any) -> None:
     if len(found.rewards) == 1:  # of one seat: the rollout's
         posts += [{"reward": reward} for reward in found.rewards.values()]
     else:  # of each seat: its last call's
-        calls = run.control.get(f"/rollouts/{run.rollout_id}", {})["calls"]
+        calls = run.control.get(f"/rollouts/{run.rollout_id}")["calls"]
         last = {call["agent"]: call["call_id"] for call in calls if call["status"] == "ok"}
         posts += [{"reward": value, "call_id": last[seat]} for seat, value in found.rewards.items() if seat in last]
     run.control.post("/reward", [{"rollout_id": run.rollout_id, "final": False, **one} for one in posts], {})
