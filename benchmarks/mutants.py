@@ -44,7 +44,7 @@ PLACES = [
     Place(
         "group commit",
         "proxy/gateway/recorder.py",
-        of_contract("durability", "odd_records", "control", "redaction", "data"),
+        of_contract("durability", "control", "redaction", "data"),
     ),
     Place("returns", "core/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
     Place("strategies", "trainer/credit/strategies.py", (REFERENCE,)),

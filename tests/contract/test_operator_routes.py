@@ -64,6 +64,12 @@ def test_no_path_leads_to_an_operators_route_or_out_of_v1(keyed: Proxy, upstream
         assert upstream.seen == [], target
 
 
+def test_methods_of_proxies_and_of_debugging_go_nowhere(keyed: Proxy, upstream: Upstream) -> None:
+    for start in ("CONNECT evil.example:443", "CONNECT /v1/files", "OPTIONS *", "TRACE /v1/files", "post /v1/files"):
+        answers = send(keyed.url, f"{start} HTTP/1.1\r\n".encode() + HOST + b"\r\n")
+        assert statuses(answers) in ([400], [404], [405]) and upstream.seen == [], start
+
+
 def test_what_was_checked_is_what_is_asked_for(keyed: Proxy, upstream: Upstream) -> None:
     for target, asked_for in {
         "/v1/files/%E2%82%AC": "/v1/files/%E2%82%AC",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from contract.scripted import CHAT, MESSAGES, Json, Scripted, Wire, said, sampled, scripted, user
+from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, said, sampled, scripted, user
 
 pytestmark = pytest.mark.sqlite  # the store's bytes are read
 MASK = "[redacted]"
@@ -130,6 +130,14 @@ def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(tmp_path
             call = ask(model, vllm(answer), model="policy", **request)
             assert (call["prompt_token_ids"], call["response_token_ids"]) == (([1, 2], [7]) if kept else ([], []))
             assert call["untrainable_reason"] == (None if kept else "redacted") and "zzz" not in json.dumps(call)
+
+
+def test_what_an_earlier_response_said_is_in_no_token_that_is_kept(tmp_path: Path) -> None:
+    with redacting(tmp_path, patterns=["zzz"]) as model:
+        first = model.ask(f"/rollouts/r{RESPONSES}", {"model": "policy", "input": "zzz"}, vllm("fine"))
+        more = {"model": "policy", "input": "and?", "previous_response_id": first.json["id"]}
+        model.ask(f"/rollouts/r{RESPONSES}", more, vllm("fine"))
+        assert [call["prompt_token_ids"] for call in model.proxy.rollout("r")["calls"]] == [[], []]
 
 
 def test_a_number_that_a_model_wrote_for_a_tool_is_looked_at_as_its_text_would_be(tmp_path: Path) -> None:
