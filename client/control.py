@@ -55,22 +55,27 @@ class Control:
         except (TypeError, ValueError) as error:
             raise ClientError(f"this cannot be sent as JSON: {error}") from None
         own = {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
-        return self._answer("POST", path, data, {**own, **headers}, self.find_s if first else self.patience_s)
+        return self._answer("POST", path, data, {**own, **headers}, self.find_s if first else None)
 
     def get(self, path: str) -> Any:
         """Return the answer's JSON. Raises Refused or ProxyUnreachable."""
-        return self._answer("GET", path, None, {}, self.patience_s)
+        return self._answer("GET", path, None, {})
 
-    def _answer(self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], find_s: float) -> Any:
+    def _answer(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], find_s: float | None = None
+    ) -> Any:
         own = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         request = Request(self.url + path, data, {**own, **headers}, method=method)
+        timeout_s, look_s = ANSWER_S, self.patience_s
+        if find_s is not None:
+            timeout_s, look_s = min(ANSWER_S, max(find_s, 0.1)), find_s
 
         def is_over(state: RetryCallState) -> bool:
-            return (state.seconds_since_start or 0.0) >= (self.patience_s if _again(state).connected else find_s)
+            return (state.seconds_since_start or 0.0) >= (self.patience_s if _again(state).connected else look_s)
 
         tries = Retrying(retry=retry_if_exception_type(_Again), stop=is_over, wait=_wait, reraise=True)
         try:
-            return tries(_send, request, min(ANSWER_S, max(find_s, 0.1)))
+            return tries(_send, request, timeout_s)
         except _Again as why:
             raise ProxyUnreachable(
                 f"no proxy answers at {self.url}, so this was not done: {method} {path}: {why}. Start it with "

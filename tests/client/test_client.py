@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -231,11 +232,13 @@ class Flaky(BaseHTTPRequestHandler):
         self.keys.append(self.headers["Idempotency-Key"])
         self.rfile.read(int(self.headers["Content-Length"]))
         way = self.ways.pop(0) if self.ways else "answer"
+        if way == "late":
+            time.sleep(0.3)
         if way == "hang up":
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        status = {"answer": 200, "busy": 503, "refuse": 404}[way]
+        status = {"answer": 200, "late": 200, "busy": 503, "refuse": 404}[way]
         error = {"error": {"message": "no rollout 'r'", "param": "rollout_id"}}
         body = json.dumps({"reward_id": 7} if status == 200 else error).encode()
         self.send_response(status)
@@ -260,6 +263,11 @@ def test_a_reward_is_posted_until_it_is_recorded_and_counts_once(flaky: Rollout)
     Flaky.ways = ["busy", "hang up", "busy"]
     assert flaky.reward(1.0) == 7
     assert len(Flaky.keys) == 4 and len(set(Flaky.keys)) == 1
+
+
+def test_a_reward_without_patience_waits_for_its_answer(flaky: Rollout) -> None:
+    Flaky.ways = ["late"]
+    assert Rollout(replace(flaky.control, patience_s=0.0), "r").reward(1.0) == 7
 
 
 def test_a_number_of_numpys_is_a_reward(flaky: Rollout) -> None:
