@@ -213,7 +213,11 @@ class SeveralServers(Multiprocess):
                 log.error("worker %s died (%s): another was started", old.pid, how_it_ended(old.exitcode or 0))
 
     def terminate_all(self) -> None:
+        def cut_off(*_: Any) -> None:
+            for worker in self.processes:
+                worker.kill()
+
+        signal.signal(signal.SIGINT, cut_off)  # a second Ctrl-C
         for listener in self.sockets:
             listener.close()  # else clients that come now would wait for workers that take no more
-        self.signal_queue.clear()
         super().terminate_all()
