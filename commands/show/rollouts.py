@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ...core.errors import ConfigError, LightningError, NotFound
+from ...core.errors import ConfigError, InvalidRequest, LightningError, NotFound
 from ..command_line import Commands, Json, configuration
 from ..formats import print_json, print_view
 
@@ -95,7 +95,7 @@ def _each(
         for one in given:
             try:
                 await with_id(api, one, partial(work, api), changes=True)
-            except (ApiError, NotFound) as error:
+            except (ApiError, InvalidRequest, NotFound) as error:
                 if isinstance(error, ApiError) and error.status_code not in REFUSED:
                     raise
                 refused.append(error)
@@ -132,7 +132,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="an id, or its beginning")],
     b: Annotated[str, typer.Argument(metavar="B", help="another one")],
 ) -> None:
-    """Compare two rollouts: their numbers, and the lines of their conversations that differ."""
+    """Compare two rollouts: the lines of `rollouts show` that differ."""
     from ..api_client import look
     from .find import find
     from .rollout_view import rollout_diff

@@ -275,9 +275,9 @@ def test_a_deleted_rollout_is_gone_for_good(proxy: Proxy, name: str) -> None:
 def test_the_command_line_deletes_what_can_be_deleted(proxy: Proxy, name: str) -> None:
     proxy.chat(name)
     proxy.post(f"/rollouts/{name}/end", {"status": "discarded"})
-    done = proxy.run("rollouts", "delete", f"{name}-nobody", name)
+    done = proxy.run("rollouts", "delete", f"{name}-nobody", "a/b", name)
     assert (done.returncode, done.stdout) == (1, "deleted 1 rollout\n")
-    assert f"no rollout '{name}-nobody'" in done.stderr
+    assert f"no rollout '{name}-nobody'" in done.stderr and "got 'a/b'" in done.stderr
     assert proxy.call("GET", f"/rollouts/{name}").status == 404
 
 
