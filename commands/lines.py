@@ -22,7 +22,7 @@ LogFormat = Literal["text", "json"]
 
 log = logging.getLogger("lightning_proxy.serving")
 FLUSH_S = 1.0
-MOST = 10  # calls that get a line of their own at once
+MOST = 10  # calls that get a line of their own at once, of each status
 
 
 class _Text(logging.Formatter):
@@ -78,20 +78,20 @@ def say(message: str, **fields: Any) -> None:
 
 
 class CallLines:
-    """Logs calls that have ended: the first ones of each second, and the number of all.
+    """Logs calls that have ended: the first ones of each second and status, and the number of all.
 
-    `redacted` takes secrets out of what an upstream says of an error.
+    `each`: calls that did not fail get lines, too. `redacted` takes secrets out of what an upstream says of an error.
     """
 
-    def __init__(self, redacted: Callable[[str], str] = str) -> None:
-        self._redacted = redacted
+    def __init__(self, redacted: Callable[[str], str] = str, *, each: bool = True) -> None:
+        self._redacted, self._each = redacted, each
         self._waiting: list[tuple[CallStart, CallEnd]] = []
         self._counts: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
         self._counts[end.status] += 1
-        if len(self._waiting) < MOST:
+        if self._counts[end.status] <= MOST and (self._each or end.status == "error"):
             self._waiting.append((start, end))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)

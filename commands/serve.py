@@ -76,7 +76,7 @@ def serve(config: Config, log_format: LogFormat = "text") -> None:
     set_up(log_format)
     raise_limit()
     if config.proxy.workers == 1:
-        _serve_here(config)
+        _serve_here(config, log_format)
         return
     from ..proxy.gateway.metrics import SHARED
 
@@ -85,8 +85,8 @@ def serve(config: Config, log_format: LogFormat = "text") -> None:
         _serve_in_workers(config, partial(_worker, config, log_format))
 
 
-def _serve_here(config: Config) -> None:
-    lines = _lines(config)
+def _serve_here(config: Config, log_format: LogFormat) -> None:
+    lines = _lines(config, log_format)
     server = OneServer(Uvicorn(_app(config, lines), **uvicorn_options(config.proxy)), config)
     # Having ended as it was asked to, uvicorn raises the signal again: SIGTERM is then no failure either.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -129,14 +129,14 @@ def _worker(config: Config, log_format: LogFormat) -> ASGIApp:
     if os.getppid() != supervisor.pid:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
-    return _app(config, _lines(config))
+    return _app(config, _lines(config, log_format))
 
 
-def _lines(config: Config) -> CallLines:
+def _lines(config: Config, log_format: LogFormat) -> CallLines:
     from ..core.redact import Redactor
 
     redact = config.recording.redact.model_copy(update={"secrets": True})  # a log is read by more than the store is
-    return CallLines(Redactor(redact, config.keys()).text)
+    return CallLines(Redactor(redact, config.keys()).text, each=log_format == "text")  # JSON is kept for long
 
 
 def _app(config: Config, lines: CallLines) -> ASGIApp:

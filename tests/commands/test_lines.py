@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.lines import _Once, call_line
+from lightning_proxy.commands.lines import MOST, CallLines, _Once, call_line
 from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
 
 
@@ -28,6 +28,19 @@ def test_a_call_is_one_line() -> None:
     assert call_line(start, end) == (
         "ok        chat/completions  rollout r1  task t1  key k1  version 3  1.2s  not trainable: no token ids"
     )
+
+
+@pytest.mark.parametrize(("each", "ok"), [(True, MOST), (False, 0)])
+async def test_calls_that_fail_have_lines_however_many_do_not(
+    caplog: pytest.LogCaptureFixture, each: bool, ok: int
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_proxy.serving")
+    lines, start = CallLines(each=each), CallStart("c1", RolloutName("r1"), "chat/completions", "m", None, {}, 0.0)
+    for status in ["ok"] * 2 * MOST + ["error"]:
+        lines.call_ended(start, CallEnd("c1", "r1", status, {}, 200, (), latency_ms=1.0), {})
+    lines.flush()
+    told = [message.split()[0] for message in caplog.messages]
+    assert told == ["ok"] * ok + ["error", "21"]
 
 
 @pytest.mark.parametrize("said", [{"error": {"message": "too long"}}, {"message": "too long"}, "too long"])
