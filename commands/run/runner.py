@@ -118,20 +118,21 @@ class ServedRunner(ABC):
         """Start a child and take its reports to its end. Then fail what it was running, and return the error."""
         with TemporaryDirectory(prefix="lightning-server-") as directory:
             log = Path(directory) / "output.log"
-            with log.open("wb") as output:
-                child = self._child = await asyncio.create_subprocess_exec(
-                    *self._argv, stdin=PIPE, stdout=PIPE, stderr=output, env=inherited(), start_new_session=True
-                )
-            assert child.stdin is not None and child.stdout is not None
-            try:
-                child.stdin.write(self.setup)
-                why = await self._read(child.stdout, ready)
-            finally:
-                if not ready.done():
-                    with suppress(ProcessLookupError):
-                        child.kill()
-                child.stdin.close()
-                code = await child.wait()
+            async with piped(log, self._redact) as pipe:
+                with pipe.open("wb") as output:
+                    child = self._child = await asyncio.create_subprocess_exec(
+                        *self._argv, stdin=PIPE, stdout=PIPE, stderr=output, env=inherited(), start_new_session=True
+                    )
+                assert child.stdin is not None and child.stdout is not None
+                try:
+                    child.stdin.write(self.setup)
+                    why = await self._read(child.stdout, ready)
+                finally:
+                    if not ready.done():
+                        with suppress(ProcessLookupError):
+                            child.kill()
+                    child.stdin.close()
+                    code = await child.wait()
             if why is not None:
                 error = LightningError(why)
             elif ready.done():

@@ -98,10 +98,11 @@ async def test_a_fork_server_that_dies_fails_its_programs_and_is_started_again(
 ) -> None:
     said = list[str]()
     (tmp_path / "agent.py").write_text(KILLS_ITS_SERVER)
-    (tmp_path / "agent_module.py").write_text("import sys\nprint('imported', file=sys.stderr)")
-    runner = LocalRunner([sys.executable, str(tmp_path / "agent.py")], modules, say=said.append)
+    (tmp_path / "agent_module.py").write_text("import sys\nprint('my secret', file=sys.stderr)")
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    runner = LocalRunner(command, modules, lambda text: text.replace("secret", "[redacted]"), said.append)
     results = await run_all(proxy, runner, [task(n) for n in (0, 1, 2)], RunOptions(concurrency=1))
-    name, last = ("preload", "imported") if modules else ("fork", "no output")
+    name, last = ("preload", "my [redacted]") if modules else ("fork", "no output")
     why = f"the {name} server died (signal SIGKILL), last output: {last}"
     assert [(result.exit_code, result.reason) for result in results] == [(0, None), (-9, why), (0, None)]
     assert proxy.rollouts["r1"]["reason"] == why
