@@ -146,7 +146,7 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
             async with AsyncExitStack() as swapping:
                 if journal.merged:  # else the user's proxy would load the live weights again
                     await swapping.enter_async_context(swap_lock(config.policy.directory))
-                model = await take_step(second, journal.name, command, tasks, report)
+                model = await take_step(config, second, journal.name, command, tasks, report)
                 trained += await _served(fleet, model)
         finally:
             again = "run it again: a journal next to the store says what to put back"

@@ -107,11 +107,9 @@ def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) 
     sections["store"] = {"url": f"sqlite:///{directory / 'store.db'}"}
     sections["rewards"], sections["rollouts"] = {}, {}
     sections["policy"] |= {"directory": weights, "publish": publish_mode(config), "adapters": {}}
-    shape = shape_of(model_config(str(config.policy.model)) or {})
-    rate = rate_of(config.trainer, shape.hidden if shape else WIDTH).value  # the user's
     sections["trainer"] |= {
         "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "reward_weights": {REWARD: 1},
-        "learning_rate": max(rate, LEAST_RATE[config.trainer.weights]),
+        "learning_rate": max(_own_rate(config), LEAST_RATE[config.trainer.weights]),
         "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "dynamic_sampling": False,
         "lone_rollouts": "drop", "context_loss": None, "air": {}, "collapse": {"action": "off"}, "report_to": [],
         **({} if own_agent else {"agents": None, "agent_credit": "team"}),
@@ -120,6 +118,11 @@ def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) 
     if not own_agent or not all(name in TrainerConfig.functions["credit"] or ":" in name for name in named):
         sections["trainer"]["credit"] = "uniform"
     return Config.model_validate(sections)
+
+
+def _own_rate(config: Config) -> float:
+    shape = shape_of(model_config(str(config.policy.model)) or {})
+    return rate_of(config.trainer, shape.hidden if shape else WIDTH).value
 
 
 @asynccontextmanager
@@ -160,10 +163,12 @@ class BuiltInAgent:
         pass
 
 
-async def take_step(second: Config, name: str, command: Sequence[str], tasks: Sequence[Task], report: Report) -> str:
+async def take_step(
+    config: Config, second: Config, name: str, command: Sequence[str], tasks: Sequence[Task], report: Report
+) -> str:
     """Start the second system, and take a step. Return the name that the trained weights are served under.
 
-    `name`: of its adapters.
+    `config`: the user's; `name`: of its adapters.
     """
     async with (
         served(second), ApiClient.of(second) as api, AsyncExitStack() as closing, aiohttp.ClientSession() as agents,
@@ -178,17 +183,18 @@ async def take_step(second: Config, name: str, command: Sequence[str], tasks: Se
         swap = await swap_of(second, store, session)
         core = TrainerCore(second, store, engine, Run(), swap)
         loop = TrainingLoop(core, Publisher(second.policy, store, swap, engine, name), as_chat=as_chat)
-        await LearnStep(core, api, runner, tasks[:TASKS], loop).run(report)
+        await LearnStep(core, api, runner, tasks[:TASKS], loop, _own_rate(config)).run(report)
         return str((await store.versions.live()).served_model)
 
 
 class LearnStep:
-    """A step of a second system. `core` is its trainer."""
+    """A step of a second system. `core` is its trainer, `rate` the user's learning rate."""
 
     def __init__(
-        self, core: TrainerCore, api: ApiClient, runner: Runner, tasks: Sequence[Task], loop: TrainingLoop
+        self, core: TrainerCore, api: ApiClient, runner: Runner, tasks: Sequence[Task], loop: TrainingLoop, rate: float
     ) -> None:
         self._core, self._api, self._runner, self._tasks, self._loop = core, api, runner, tasks, loop
+        self._rate = rate
         self._rollouts, self._rewards = list[Json](), dict[str, float]()  # rewards by rollout
         self._batch: Batch
         self._metrics: Json = {}
@@ -296,8 +302,10 @@ class LearnStep:
             of_task = changes.setdefault(sample.task_id, {})
             of_task[sample.rollout_id] = of_task.get(sample.rollout_id, 0.0) + new - old
         groups = [([self._rewards[name] for name in task], [*task.values()]) for task in changes.values()]
-        nats, p = likelier(groups)
-        gained = f"{nats:+.3g} nats (p = {p:.2g}), at a learning rate of {self._core.engine.rate.value:g}"
+        (nats, p), rate = likelier(groups), self._core.engine.rate.value
+        gained = f"{nats:+.3g} nats (p = {p:.2g}), at a learning rate of {rate:g}"
+        if rate != self._rate:
+            gained += f" (yours is {self._rate:g})"
         if nats <= 0 or p > LARGEST_P:
             raise Finding(f"a step did not make what was rewarded likelier: {gained}")
         return f"a step made what was rewarded likelier than the rest: {gained}"

@@ -204,8 +204,10 @@ def test_only_what_follows_the_rewards_is_likelier() -> None:
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
 async def test_a_system_that_learns_passes_and_is_left_as_it_was(base: Path, tmp_path: Path, publish: str) -> None:
-    async with patient(base, tmp_path, publish) as one:
+    own = {"learning_rate": 1e-6 if publish == "lora" else 0.01}  # one that is too small is raised, and that is said
+    async with patient(base, tmp_path, publish, own) as one:
         found = await one.checks()
+        assert ("(yours is 1e-06)" in str(found["likelier"])) == (publish == "lora"), found["likelier"]
         assert {name: check for name, check in found.items() if check.outcome == "failed"} == {}
         assert {"agent", "calls", "rewards", "advantages", "ratios", "likelier", "new weights"} < found.keys()
         assert found["as before"].outcome == "ok"
