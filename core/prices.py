@@ -74,7 +74,7 @@ def used(usage: Any) -> Used | None:
 def _count(value: Any, name: str) -> int:
     """The count of this name; anything else is none."""
     count = value.get(name) if isinstance(value, dict) else None
-    return count if type(count) is int and 0 < count < 2**53 else 0
+    return count if type(count) is int and 0 < count < 2**40 else 0
 
 
 class Price(NamedTuple):

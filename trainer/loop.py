@@ -97,7 +97,7 @@ class TrainingLoop:
 
     async def _evaluate(self, stop: asyncio.Event) -> None:
         if self._hooks.evaluate is not None:
-            await self._hooks.evaluate(stop)
+            await self._hooks.evaluate(stop, self.verify_live)
 
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .step.engine import TrainingEngine
 
 # Does all training of a run in place of the loop, and publishes it; returns the last step.
-Tune = Callable[["Publisher | None", asyncio.Event, Sift | None], Awaitable[Step | None]]
+Tune = Callable[["Publisher | None", asyncio.Event, "TrainerHooks"], Awaitable[Step | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,15 @@ class TrainerHooks:
 
     `guide` says more of a step's tokens than their rewards do. `publisher` decides whether and how new weights go live.
     `tune` is a method of fine-tuning. `sift` leaves calls of a rollout out, or pushes them down. `evaluate` is called
-    between steps, and leaves its work once the event is set. `keep` returns versions that must keep their files.
+    between steps, has the live version verified before it works, and leaves its work once the event is set. `keep`
+    returns versions that must keep their files.
     """
 
     guide: Guide | None = None
     publisher: Publisher | None = None
     tune: Tune | None = None
     sift: Sift | None = None
-    evaluate: Callable[[asyncio.Event], Awaitable[None]] | None = None
+    evaluate: Callable[[asyncio.Event, Callable[[], Awaitable[object]]], Awaitable[None]] | None = None
     keep: Callable[[], Awaitable[set[int]]] | None = None
 
 

@@ -62,7 +62,7 @@ async def _train(core: TrainerCore, hooks: TrainerHooks, stop: asyncio.Event, as
     assert core.swap is not None
     publisher = hooks.publisher or Publisher(core.config.policy, core.store, core.swap, core.engine)
     if hooks.tune is not None:
-        await hooks.tune(publisher, stop, hooks.sift)
+        await hooks.tune(publisher, stop, hooks)
         return
     await TrainingLoop(core, publisher, hooks, as_chat=as_chat).run(stop, once=core.run.once)
 

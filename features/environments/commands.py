@@ -98,5 +98,7 @@ def _stand_in(name: str, environment: str, arguments: str | None, given: dict[st
         raise ConfigError("--environment stands in place of --tasks and of the program after `--`: give one")
     split = "held_out" if name == "eval" else "train"
     source = source_of(environment, arguments, {"split": split, "model": config.policy.alias})
-    preload = given["preload"] or (",".join(source.preload) if config.run.executor == "local" else "")
-    return {"tasks": source.tasks, "command": source.command, "preload": preload}
+    found = {"tasks": source.tasks, "command": source.command}
+    if "preload" in given:
+        found["preload"] = given["preload"] or (",".join(source.preload) if config.run.executor == "local" else "")
+    return found

@@ -32,8 +32,9 @@ def _evaluation(found: dict[str, Any]) -> Text:
         return plain(f"{version} is under way")
     if found["error"]:
         return plain(f"{version} failed: {found['error']}", "yellow")
-    text = f"{version}: {found['reward']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
-    if found["difference"] is not None:
+    between = "" if found["low"] is None else f" ({found['low']:.3f} to {found['high']:.3f})"
+    text = f"{version}: {found['reward']:.3f}{between}"
+    if found["difference_low"] is not None:
         between = f"{found['difference_low']:+.3f} to {found['difference_high']:+.3f}"
         text += f", {found['difference']:+.3f} from the first one ({between})"
     return plain(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rich.console import Console
@@ -38,11 +39,15 @@ class Evaluator:
         best = await self.evaluations.best()
         return await self.evaluations.under_way() | (set() if best is None else {best.version})
 
-    async def evaluate(self, stop: asyncio.Event) -> None:
-        """Evaluate the live version if that is due. Once `stop` is set, leave it: the next start evaluates it."""
+    async def evaluate(self, stop: asyncio.Event, verify: Callable[[], Awaitable[object]]) -> None:
+        """Evaluate the live version if that is due. Once `stop` is set, leave it: the next start evaluates it.
+
+        First `verify` it: merged weights may still be taken back, and agents have them meanwhile.
+        """
         live = await self._core.store.versions.live()
         if self._config.tasks is None or not await self.evaluations.is_due(live, self._config.every_steps):
             return
+        await verify()
         work, stopped = asyncio.create_task(self._evaluate(live)), asyncio.create_task(stop.wait())
         stopped.add_done_callback(lambda _: work.cancel())
         try:

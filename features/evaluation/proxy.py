@@ -53,7 +53,8 @@ class EvaluationPlugin(ProxyPlugin):
         self._best.set(-1 if best is None else best.version)
         if last is not None and last.reward is not None:
             for name in ("version", "step", "reward", "low", "high"):
-                self._held_out.labels(name).set(getattr(last, name))
+                if (value := getattr(last, name)) is not None:
+                    self._held_out.labels(name).set(value)
 
 
 async def _found(store: Store) -> tuple[Best | None, HeldOut | None]:

@@ -55,7 +55,7 @@ def check(
     label: Annotated[str, typer.Option(help="the name of the rewards that are the truth")] = "human",
     as_json: Json = False,
 ) -> None:
-    """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards, and keep the result."""
+    """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards."""
     from .agreement import check_rewarder
 
     check_rewarder(configuration(context), kind, label, as_json=as_json)

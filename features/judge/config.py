@@ -139,8 +139,10 @@ class JudgeConfig(FeatureSection):
         return {"judge": self.calls.weight} if "judge" in credits else {}
 
     def check(self, config: Config) -> None:
-        names = Counter([*(name for name, _ in self.named(config.rewards)), config.rewards.name])
+        names = Counter([*(name for name, _ in self.judges(config)), config.rewards.name])
         if twice := [name for name, n in names.items() if n > 1]:
             raise ValueError(f"judge.use: two entries give a reward named {twice[0]!r}; rename one")
         if "judge" in config.trainer.credits.values() and self.calls.model is None:
             raise ValueError("the judge of calls needs judge.calls.model, such as openai/gpt-5-mini")
+        if "judge" in config.trainer.credits.values() and config.trainer.failed_rollouts != "drop":
+            raise ValueError("the judge of calls scores no failed rollouts: leave trainer.failed_rollouts at drop")

@@ -95,7 +95,7 @@ async def train_offline(config: Config, run: Run, offline: Offline, stop: asynci
                 core = TrainerCore(config, Store(database), engine, run)
                 async with open_plugins(plugins, core) as hooks:
                     if hooks.tune is not None:
-                        last = await hooks.tune(None, stop, hooks.sift)
+                        last = await hooks.tune(None, stop, hooks)
                     else:
                         last = await OfflineRun(core, hooks, offline.epochs).run(stop)
             if last is not None:

@@ -24,10 +24,10 @@ from ...commands.files import written
 from ...core.errors import ConfigError, LightningError, StoreUnavailable
 from ...store.training import Step
 from ...trainer.loop import TrainingLoop
-from ...trainer.plugins import TrainerCore
+from ...trainer.plugins import NO_HOOKS, TrainerCore, TrainerHooks
 from ...trainer.publish import Publisher
 from ...trainer.step.trainer import LightningTrainer
-from ...trainer.types import Batch, Sift
+from ...trainer.types import Batch
 from ...trainer.waiting import Stopped, in_thread, pause
 from ...trainer.weights import MARKER, uses_autocast
 from .config import TuneConfig
@@ -42,16 +42,18 @@ SAVES = 10  # checkpoints in a run
 class TuningRun:
     """One run of a method. If it is killed or stopped, the next one resumes from its checkpoint."""
 
-    def __init__(self, method: str, core: TrainerCore, publisher: Publisher | None, sift: Sift | None = None) -> None:
+    def __init__(
+        self, method: str, core: TrainerCore, publisher: Publisher | None, hooks: TrainerHooks = NO_HOOKS
+    ) -> None:
         config, trainer = core.config, core.engine
         assert isinstance(trainer, LightningTrainer)
         if config.policy.adapters:
             raise ConfigError(f"--method {method} trains one adapter for all agents: it is not for policy.adapters yet")
         if config.trainer.has_guide:
             log.warning("teacher is for RL: --method %s does without it", method)
-        self._method, self._config, self._sift = method, config.trainer, sift
+        self._method, self._config, self._sift = method, config.trainer, hooks.sift
         self._store, self._trainer, self._publisher = core.store, trainer, publisher
-        self._loop = TrainingLoop(core, publisher)
+        self._loop = TrainingLoop(core, publisher, hooks)
         self._runs = config.policy.directory.absolute() / method
 
     async def run(self, stop: asyncio.Event) -> Step | None:

@@ -11,7 +11,6 @@ from ...core.errors import ConfigError
 from ...store.training import Step
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.report.metric_schema import group
-from ...trainer.types import Sift
 
 if TYPE_CHECKING:
     from ...trainer.publish import Publisher
@@ -71,10 +70,10 @@ class TunePlugin(TrainerPlugin):
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        async def tune(publisher: Publisher | None, stop: asyncio.Event, sift: Sift | None) -> Step | None:
+        async def tune(publisher: Publisher | None, stop: asyncio.Event, hooks: TrainerHooks) -> Step | None:
             from .run import TuningRun
 
-            return await TuningRun(core.run.method, core, publisher, sift).run(stop)
+            return await TuningRun(core.run.method, core, publisher, hooks).run(stop)
 
         yield TrainerHooks(tune=tune if core.run.method in self.methods else None)
 

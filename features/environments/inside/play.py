@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import io
 import json
+import signal
 import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
@@ -25,6 +26,7 @@ HELD_OUT = 5  # one question in five
 ONLY_RECORDED = {"X-Recording": "only"}  # of a call that nothing may learn from
 HERE = Path.cwd()  # before an episode goes to its own folder
 MOST_WORDS = 1000  # characters of an error
+LONGEST_S = 3600  # an episode that hangs ends then
 
 
 def main() -> None:
@@ -63,6 +65,7 @@ def tasks(kind: Any, name: str) -> list[str]:
 
 def episode(kind: Any) -> None:
     """Play the task of this rollout, post its rewards, and end it. What it started ends with it: `run` sees to that."""
+    signal.alarm(LONGEST_S)
     run = current()
     found = kind.play(task(), run)
     posts: list[Json] = [{"name": name, "reward": value} for name, value in found.measured.items()]

@@ -280,6 +280,8 @@ def test_each_executor_gets_what_it_can_start(monkeypatch: pytest.MonkeyPatch, e
     found = _stand_in("run", "reasoning_gym:sums", '{"tasks": 1}', given)
     assert [Path(word).is_absolute() for word in found["command"]] == [True, True, False]
     assert ("reasoning_gym" in found["preload"].split(",")) == preloads
+    del given["preload"]  # `optimize` has no such option
+    assert {*_stand_in("optimize", "reasoning_gym:sums", '{"tasks": 1}', given)} == {"tasks", "command"}
 
 
 def test_the_environments_of_a_kind_are_listed_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:

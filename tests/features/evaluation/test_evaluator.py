@@ -15,7 +15,7 @@ import pytest
 
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.core.errors import ConfigError, PublishError
 from lightning_proxy.features.evaluation.evaluations import Evaluations, HeldOut
 from lightning_proxy.features.evaluation.evaluator import Evaluator
 from lightning_proxy.store.store import Store
@@ -45,6 +45,10 @@ post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNI
 """
 
 
+async def verified() -> None:
+    """The live version is verified."""
+
+
 class Evaluating:
     """A proxy with its store, and what the trainer does between its steps."""
 
@@ -70,7 +74,7 @@ class Evaluating:
 
     async def evaluated(self, evaluator: Evaluator, version: int = 0) -> HeldOut:
         """What an evaluation between two steps leaves."""
-        await evaluator.evaluate(asyncio.Event())
+        await evaluator.evaluate(asyncio.Event(), verified)
         return (await self.evaluations.read())[version]
 
     async def rollouts(self) -> list[dict[str, Any]]:
@@ -82,6 +86,18 @@ class Evaluating:
 async def e(running: Running, tmp_path: Path) -> AsyncIterator[Evaluating]:
     async with running(tmp_path, publish="lora") as system, system.store() as store:
         yield Evaluating(system, store, tmp_path)
+
+
+async def test_a_version_is_verified_before_it_is_evaluated(e: Evaluating) -> None:
+    async def differs() -> None:
+        raise PublishError("it does not verify")
+
+    evaluator = e.evaluator()
+    with pytest.raises(PublishError):
+        await evaluator.evaluate(asyncio.Event(), differs)
+    assert (await e.rollouts(), await e.evaluations.read()) == ([], {})
+    await evaluator.evaluate(asyncio.Event(), verified)
+    await evaluator.evaluate(asyncio.Event(), differs)  # nothing is due: nothing is asked
 
 
 async def test_a_version_is_evaluated_once_and_its_rollouts_are_never_trained_on(e: Evaluating) -> None:
@@ -147,7 +163,7 @@ async def test_what_is_wrong_with_the_tasks_or_this_machine_ends_no_training(
 
 async def test_what_was_broken_off_is_begun_again_and_keeps_no_version_from_being_the_best(e: Evaluating) -> None:
     stop = asyncio.Event()
-    working = asyncio.create_task(e.evaluator(options=["--hang", str(e.directory / "pids")]).evaluate(stop))
+    working = asyncio.create_task(e.evaluator(options=["--hang", str(e.directory / "pids")]).evaluate(stop, verified))
     while not (e.directory / "pids").exists():
         await asyncio.sleep(0.01)
     stop.set()

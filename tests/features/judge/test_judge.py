@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.core.config.file import config_of
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.judge.rewarders import transcript
 from support.judging import ScriptedJudge, answers, completed, given, judging
 
@@ -116,3 +118,18 @@ async def test_no_judge_reads_a_secret(running: Running, tmp_path: Path, judge: 
         await given(system, "r")
     assert len({asked["messages"][0]["content"][:30] for asked in judge.asked}) == 3, "each kind has asked"
     assert secret[:12] not in str(judge.asked)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "use", "said"),
+    [
+        ({}, [{"kind": "next_message", "name": "judge"}], "two entries give a reward named 'judge'"),
+        ({"failed_rollouts": "zero"}, [], "the judge of calls scores no failed rollouts"),
+    ],
+)
+def test_the_judge_of_calls_has_its_name_alone_and_scores_what_completed(
+    trainer: dict[str, Any], use: list[dict[str, Any]], said: str
+) -> None:
+    judge = {"use": use, "calls": {"model": "hosted_vllm/m", "api_base": "http://127.0.0.1:1/v1"}}
+    with pytest.raises(ConfigError, match=said):
+        config_of({"trainer": {"credit": "judge"} | trainer, "judge": judge})

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from lightning_proxy.features.tune.offline import train_offline
 from lightning_proxy.features.tune.run import TuningRun, tune
 from lightning_proxy.serving.vllm import VllmServer
 from lightning_proxy.trainer.loop import TrainingLoop
-from lightning_proxy.trainer.plugins import Offline, Run
+from lightning_proxy.trainer.plugins import Offline, Run, TrainerHooks
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 from lightning_proxy.trainer.weights import MARKER
@@ -168,8 +169,9 @@ async def test_tuned_weights_are_published_and_rl_goes_on_with_every_rollout(
     method: str, base: Path, tmp_path: Path
 ) -> None:
     async with bench(base, tmp_path, "lora", **RATES) as b:
-        rollouts = await b.groups("t1", "t2")
-        await b.loop(partial(TuningRun, method)).run(asyncio.Event())
+        rollouts, keep = await b.groups("t1", "t2"), AsyncMock(return_value=set())
+        await b.loop(partial(TuningRun, method, hooks=TrainerHooks(keep=keep))).run(asyncio.Event())
+        assert keep.await_count == 1, "the best version keeps its files"
         live = await b.store.versions.live()
         assert (live.version, live.verified, await b.steps_of(rollouts)) == (1, True, {None}), "nothing is claimed"
         assert not any((tmp_path / "policy" / method).iterdir()), "a finished run leaves nothing behind"
