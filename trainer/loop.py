@@ -79,11 +79,11 @@ class TrainingLoop:
             try:
                 await self.resume(stop)
                 while not stop.is_set() and not await self.is_done():
+                    await self.verify_live(idle=True)
                     await self._evaluate(stop)
                     if await self.is_stopped() or not await self._train_when_due(once):
                         if once:
                             break
-                        await self.verify_live()
                         await pause(stop, POLL_S)
                 if not stop.is_set():
                     await self.verify_live()
@@ -302,11 +302,11 @@ class TrainingLoop:
 
     # What is live, and others may have changed ----------------------------------------------------------------------
 
-    async def verify_live(self) -> Mapping[str, Any]:
+    async def verify_live(self, *, idle: bool = False) -> Mapping[str, Any]:
         """Have the live version verified, if it is not yet. Return what `Publisher.verify_live` does."""
         if self._publisher is None:
             return {}
-        return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop)
+        return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop, idle=idle)
 
     async def follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""

@@ -1,7 +1,8 @@
 """Publishes new weights: save, load into vLLM, verify, make live. Waits and tries again while vLLM is away.
 
 New versions are verified before they serve traffic. Merged weights on a single server go live first: they are verified
-before weights move again, and are taken back if they do not verify.
+by the answers that agents get while the trainer goes on, before weights move again, and are taken back if they do not
+verify.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from ..core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ..core.errors import LightningError, NotSaved, PublishError, TrainingUnavailable, UpstreamUnreachable
-from ..core.records import PolicyVersion, Rollout
+from ..core.records import PolicyVersion
 from ..serving.mode import other_mode
 from ..serving.swap import Superseded, Swap
 from ..serving.vllm import AWAY, VllmFault, VllmServer
@@ -27,14 +28,18 @@ from ..store.versions import PINNED_S
 from .step.engine import TrainingEngine
 from .step.shortage import give_back
 from .types import Sample
-from .verify import Verification
+from .verify import MORE_ANSWERS, SamplesOf, Verification
 from .waiting import before_retry, in_thread
 
 log = logging.getLogger(__name__)
-SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 T = TypeVar("T")
 FAULTS = 10  # errors of vLLM's own that end the publishing
-NAMED = 64  # rollouts that a version which is taken back has answered, at most
+
+# When agents' answers have not shown which weights vLLM serves, an idle trainer asks it itself: after so long without
+# another answer, and in any case so long after the version went live.
+QUIET_S = 5.0
+LONGEST_S = 60.0
+SEEN_ROLLOUTS = 64  # of a version, at most, that verify it by their answers
 
 
 class Publisher:
@@ -123,8 +128,8 @@ class Publisher:
         went_live = (await self._store.versions.live()).version == version.version
         await self._store.versions.failed(version.version, str(error))
         if went_live:
-            if named := [r.rollout_id for r in await self._store.rollouts.rewarded_of(version.version, NAMED)]:
-                more = " and maybe others" if len(named) == NAMED else ""
+            if named := [r.rollout_id for r in await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)]:
+                more = " and maybe others" if len(named) == SEEN_ROLLOUTS else ""
                 log.error("answered by version %d, not trained on: %s%s", version.version, ", ".join(named), more)
             await asyncio.shield(self.take_back(version.version, base))
 
@@ -148,10 +153,13 @@ class Publisher:
         for adapter in (DEFAULT_ADAPTER, *self._config.adapters):
             self._trainer.remember_served(adapter)
 
-    async def verify_live(self, base: int, samples_of: SamplesOf, stop: asyncio.Event) -> Mapping[str, Any]:
+    async def verify_live(
+        self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
+    ) -> Mapping[str, Any]:
         """Have version `base` verified, if it is live and was not. Return the step's metrics about it.
 
-        `samples_of` gives the rows of rollouts. Raises what `publish` does, but not Superseded.
+        `samples_of` gives the rows of rollouts. `idle`: only if agents' answers suffice, or no more of them come.
+        Raises what `publish` does, but not Superseded.
         """
         live = await self._store.versions.live()
         if live.version != base or live.verified or not live.publish == self._swap.mode == "merged":
@@ -160,11 +168,24 @@ class Publisher:
             return {}
         if self._last is None or self._last.version.version != base:  # made live by hand, or before a restart
             self._last = self._verification(live, await samples_of(await self._store.steps.rollouts_of(step.step)))
-        try:
-            await self._until_done(f"verifying policy version {base}", partial(self._ask, self._last, step), stop)
-        except Superseded as error:
-            log.warning("policy version %d is not verified: %s", base, error)
-            return {}
+        one_server = len(self.vllm.servers) == 1  # of several nothing is known by what they answered
+        answered = await self._store.rollouts.rewarded_of(base, SEEN_ROLLOUTS) if one_server else []
+        live_at = live.live_at or 0.0
+        heard_at = max(live_at, *(rollout.ended_at or 0.0 for rollout in answered), 0.0)
+        waits = idle and time.time() < min(heard_at + QUIET_S, live_at + LONGEST_S)
+        more = [rollout for rollout in answered if rollout.rollout_id not in self._last.seen]
+        if waits:
+            more = more[:MORE_ANSWERS]  # a batch that is complete meanwhile waits for no more
+            if len(more) < min(self._config.verify_samples, MORE_ANSWERS):
+                return {}
+        if not await self._last.by_agents(more, samples_of):
+            if waits:
+                return {}
+            try:
+                await self._until_done(f"verifying policy version {base}", partial(self._ask, self._last, step), stop)
+            except Superseded as error:
+                log.warning("policy version %d is not verified: %s", base, error)
+                return {}
         self.remember_served()
         metrics = self._last.metrics
         await self._store.steps.update_metrics(step.step, step.metrics | metrics)  # first, for a trainer that is killed
@@ -173,7 +194,7 @@ class Publisher:
         return metrics
 
     async def _ask(self, verification: Verification, step: Step) -> None:
-        """Have vLLM's answers verify the live version. If they do not, the one before is live again."""
+        """Have vLLM's own answers verify the live version. If they do not, the one before is live again."""
         version = verification.version
         give_back()  # vLLM may wait for the memory
         await self._swap.restore(set())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from ..core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ..core.errors import PublishError
-from ..core.records import PolicyVersion
+from ..core.records import PolicyVersion, Rollout
 from ..serving.swap import Swap
 from ..serving.vllm import AWAY, VllmError, VllmServer
 from .step.engine import TrainingEngine
@@ -33,6 +34,8 @@ FAR = 10.0  # nats that a log-probability can be from the served one
 SURE = 3.5  # standard deviations by which the answers must be nearer to one of the weights
 ADAPTER_FILE = "adapter_model.safetensors"
 VERIFY_RESTARTS = 3
+
+SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 
 
 class WeightEvidence:
@@ -93,7 +96,7 @@ class Verification:
     """Shows that vLLM serves a policy version, the trainer's present weights. Else PublishError.
 
     vLLM continues the prompts of a few `samples`. It is not asked for prompt_logprobs, which end the engine of vLLM
-    0.32 on a CPU with LoRA enabled.
+    0.32 on a CPU with LoRA enabled. `seen`: the rollouts with answers that were compared instead.
     """
 
     def __init__(
@@ -104,8 +107,9 @@ class Verification:
         version: PolicyVersion,
         samples: Sequence[Sample],
     ) -> None:
-        self.version = version
+        self.version, self.seen = version, set[str]()
         self._config, self._swap, self._engine, self._samples = config, swap, engine, samples
+        self._agents = WeightEvidence()  # from the answers of `seen`
         self._found: list[tuple[WeightEvidence, str | None]] = []  # by adapter and server; what was checked besides
 
     @property
@@ -160,8 +164,36 @@ class Verification:
         for adapter, model in {DEFAULT_ADAPTER: base, **self.version.adapters}.items():
             samples = [sample for sample in self._samples if sample.adapter == adapter] or self._samples
             evidence = await self._ask(server, model, adapter, samples)
+            if not evidence.is_new and self._agents.is_old:
+                raise PublishError(f"agents got answers of the previous weights from {model}: {self._agents}")
             by = None if evidence.is_new else await self._look_at_names(server, model, adapter, evidence)
             self._found.append((evidence, by))
+
+    async def by_agents(self, rollouts: Sequence[Rollout], samples_of: SamplesOf) -> bool:
+        """Return whether answers that agents got, by the only server's new weights alone, show that it serves those.
+
+        Of each rollout it is the shortest row, and no more are scored than it takes; short ones together, as they share
+        their prompts. Where they look like the old weights', a name is no proof in `on`, which comes next.
+        """
+        rows, evidence = list[Sample](), self._agents
+        for rollout in rollouts:
+            if not evidence.may_become_clear:
+                break
+            self.seen.add(rollout.rollout_id)
+            if of_rollout := await samples_of([rollout]):
+                rows.append(min(of_rollout, key=lambda row: len(row.token_ids)))
+            enough = rollout is rollouts[-1] or sum(r.trained_tokens for r in rows) >= MORE_ANSWERS * MORE_TOKENS
+            if rows and enough:
+                new = await in_thread(self._engine.scores_of, rows)
+                old = await in_thread(self._engine.scores_of, rows, served=True)
+                for row, *scores in zip(rows, new, old, strict=True):
+                    evidence.add(*(compress(values, row.mask) for values in (row.logprobs, *scores)))
+                rows = []
+        give_back()
+        if not (evidence.is_new and evidence.difference <= self._tolerance):
+            return False
+        self._found = [(evidence, None)]
+        return True
 
     async def _ask(self, server: VllmServer, model: str, adapter: str, samples: Sequence[Sample]) -> WeightEvidence:
         """Let the server answer until it is clear which weights do. PublishError if they are not the adapter's."""

@@ -157,6 +157,11 @@ class TinkerTrainer:
         found = dict(zip(rows, self._service.logprobs([*rows.values()]) if rows else [], strict=True))
         return [[0.0] * min(len(ids), 1) + found.get(i, []) for i, ids in enumerate(token_ids)]
 
+    def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
+        """Return the log-probabilities of each row's answers, at temperature 1; 0.0 for all other tokens."""
+        found = self.logprobs([sample.token_ids for sample in samples])
+        return [[v * m for v, m in zip(row, s.mask, strict=True)] for row, s in zip(found, samples, strict=True)]
+
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
         """Do nothing: the service would need a second model to score with earlier weights."""
 

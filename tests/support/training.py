@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -176,6 +177,13 @@ class Bench:
             )
             await recorder.end(CallEnd(rollout_id, rollout_id, "ok", {}, 200, (0, 5, 6), (choice,)))
         return rollout_id
+
+    async def sampled(self, task: str | None, version: int) -> None:
+        """A rollout that the server samples, rewarded by its share of even tokens."""
+        answer = self.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
+        ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
+        rollout_id = await self.record(task, Choice(0, ids, logprobs, "stop"), version)
+        await self.store.rewards.post([Reward(rollout_id, fmean(i % 2 == 0 for i in ids))], None, b"")
 
     async def groups(self, *tasks: str, agent: str | None = None) -> list[str]:
         """A whole group of every task, with rewards that differ."""

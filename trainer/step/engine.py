@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...core.config.policy import DEFAULT_ADAPTER
 from ...core.config.trainer import TrainerConfig
 from ..rate import Rate
-from ..types import Batch
+from ..types import Batch, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,12 @@ class TrainingEngine(Protocol):
 
     def optim_step(self) -> dict[str, float]:
         """Move the weights by the last batch's gradients. Return the step's metrics together with the batch's own."""
+
+    def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
+        """Return the log-probabilities of each row's answers, as they were sampled; 0.0 for all other tokens.
+
+        `served`: as in `logprobs`.
+        """
 
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False

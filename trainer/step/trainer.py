@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -249,15 +249,19 @@ class LightningTrainer:
 
     # Scoring -------------------------------------------------------------------------------------------------------
 
-    @on_every_shard
-    @torch.no_grad()
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
     ) -> list[list[float]]:
+        return self.scores_of([fully_scored(tuple(ids), adapter) for ids in token_ids], served=served)
+
+    @on_every_shard
+    @torch.no_grad()
+    def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
         self.model.eval()
-        samples = [fully_scored(tuple(ids), adapter) for ids in token_ids]
         found = {id(sample): [0.0] * len(sample.token_ids) for sample in samples}
-        with self.weight_sets.exchanged(adapter, self._served[adapter]) if served else nullcontext():
+        with ExitStack() as stack:
+            for adapter in {sample.adapter for sample in samples} if served else ():
+                stack.enter_context(self.weight_sets.exchanged(adapter, self._served[adapter]))
             for one in micro_batches([sample for sample in samples if sample.trained_tokens], self._cost):
                 for sample, values in zip(one.samples, self._score(one).logprobs.tolist(), strict=True):
                     found[id(sample)] = values[: len(sample.token_ids)]
