@@ -229,11 +229,10 @@ def test_what_agents_got_from_weights_that_are_taken_back_is_named_and_never_tra
     policy = {"model": str(model), "publish": "merged", "verify_tolerance": tolerance}
     with in_this_process(tmp_path, ModelVllm(model), policy=policy, trainer=TRAINER) as proxy:
         play(proxy, "first")
-        vllm_of(proxy).fault, vllm_of(proxy).is_away = fault, True
+        vllm_of(proxy).fault = fault
         trainer = Forked(proxy, "train")
         wait_until(lambda: live(proxy) == 1, 60, "version 1 is live")
         play(proxy, "second", tasks=4)
-        vllm_of(proxy).is_away = False  # the trainer can verify it only now
         done = trainer.wait()
         vllm_of(proxy).fault = None
         answered = [one["rollout_id"] for one in proxy.get("/rollouts")["data"] if one["policy_version"] == 1]
