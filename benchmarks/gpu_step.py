@@ -157,11 +157,9 @@ def main() -> int:
             rows[case] = None
     page = Page("The trainer's step on random weights")
     page.text([f"On {torch.cuda.get_device_name() if CUDA else machine()}: {options.work}, {options.rounds} rounds."])
-    head = ("case", "tokens", "tokens a second", "peak, GiB", "plan, GiB")
-    steps = [(case, row) for case in cases if (row := rows[case])]
-    page.table("A step:", head, [
+    page.table("A step:", ("case", "tokens", "tokens a second", "peak, GiB", "plan, GiB"), [
         (case, f"{r['tokens']:,.0f}", f"{r['tokens'] / r['seconds']:,.0f}", f"{r['peak']:.1f}", f"{r['plan']:.1f}")
-        for case, r in steps
+        for case in cases if (r := rows[case])
     ])  # fmt: skip
     if row := rows["rounding"]:
         page.text([f"Gradients in bfloat16 differ from float32's by {row['differs']:.1e} of their length."])
