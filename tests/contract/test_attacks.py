@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import socketserver
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +147,13 @@ def test_a_header_that_decides_something_is_there_once(proxy: Proxy, upstream: U
     assert upstream.seen == []
 
 
+def test_no_header_gets_in_by_an_id(proxy: Proxy, upstream: Upstream) -> None:
+    for name in ("X-Rollout-Id", "X-Task-Id", "X-Agent-Name", "X-Rollout-Mode"):
+        for value in ("a%0d%0aX-Evil: 1", "a\x0bX-Evil: 1"):
+            (answer,) = send(proxy.url, CHAT + f"{name}: {value}\r\n".encode("latin-1") + LENGTH + b"\r\n" + BODY)
+            assert statuses([answer]) == [400] and b"\nx-evil" not in answer.lower() and upstream.seen == [], name
+
+
 def test_headers_of_the_connection_end_here(proxy: Proxy, upstream: Upstream) -> None:
     upstream.headers = {"Connection": "keep-alive, X-Private", "X-Private": "1", "X-Public": "1"}
     sent = {
@@ -212,3 +221,36 @@ def test_a_stream_is_masked_for_the_agent_and_redacted_for_the_record(
         assert call["response"]["choices"][0]["message"]["content"] == f"key {MASK}[redacted]"
         assert all(SECRET.encode() not in path.read_bytes() for path in proxy.directory.glob("*.db*"))
         assert_the_key_is_nowhere(proxy, caplog, answer.body)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+GARBAGE = [
+    HEAD + b"Bearer %s\r\n\r\n",
+    b"Bearer %s\r\n\r\n",
+    HEAD + b"Content-Length: %s\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n%s\r\n",
+    HEAD + b"Content-Type: text/event-stream\r\n\r\ndata: %s\n\n",
+    HEAD + b'Content-Type: text/event-stream\r\nContent-Length: 1000\r\n\r\ndata: {"a": "%s',
+]
+
+
+def test_our_errors_about_an_upstream_do_not_quote_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left = [*GARBAGE]
+
+    class Answers(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(2**16)
+            self.request.sendall(left[0] % KEY.encode())
+
+    caplog.set_level(logging.DEBUG)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.05])
+        thread.start()
+        with in_front(tmp_path, f"http://127.0.0.1:{server.server_address[1]}/v1") as proxy:
+            while left:
+                answers = send(proxy.url, CHAT + LENGTH + b"\r\n" + BODY)
+                assert answers, "the agent hears of it"
+                assert_the_key_is_nowhere(proxy, caplog, b"".join(answers))
+                del left[0]
+        server.shutdown()
+        thread.join()

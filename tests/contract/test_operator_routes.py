@@ -161,6 +161,16 @@ def test_the_alias_is_a_model_that_can_be_listed_looked_up_and_named_in_any_rout
     assert answer.json["sampling_params"] == {"max_tokens": 3}
 
 
+def test_a_redirect_is_the_agents_to_follow(keyed: Proxy, upstream: Upstream) -> None:
+    elsewhere = ("http://elsewhere/v1/x", "https://elsewhere/", "//elsewhere/v1/x", "y", "../y", "http://[")
+    for status, to in zip((301, 302, 303, 307, 308, 302), elsewhere, strict=True):
+        upstream.status, upstream.headers = status, {"Location": to}
+        for path in ("/v1/files", "/v1/chat/completions"):
+            upstream.seen.clear()
+            answer = keyed.post(path, {"model": "m"})
+            assert (answer.status, answer.headers["location"], len(upstream.seen)) == (status, to, 1)
+
+
 def test_a_redirect_to_the_upstream_itself_does_not_lead_past_the_proxy(keyed: Proxy, upstream: Upstream) -> None:
     """As vLLM's server answers to a slash too many, with its own address."""
     keyed.post("/v1/files")
