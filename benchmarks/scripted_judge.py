@@ -1,4 +1,4 @@
-"""A judge for credit.py that is no model: a script that knows the problems and is right about three steps in four.
+"""A judge for credit.py that is not a model: a script that knows the problems and is right about three steps in four.
 
 It is asked what the trainer's judge is asked, only without HTTP, since there are some 350,000 questions. As a model at
 temperature 0, it says the same of the same rollout again.

@@ -60,7 +60,7 @@ def parse_models(text: str) -> list[EvalRow]:
     """Parse `live,0,5,gpt-4o-mini`; `base` is version 0. ConfigError for an empty or repeated name."""
     names = ["0" if name.strip() == "base" else name.strip() for name in text.split(",")]
     if "" in names or len(set(names)) < len(names):
-        raise ConfigError(f"--models: names separated by commas, each once, got {text!r}")
+        raise ConfigError(f"--models: expected names separated by commas, each once; got {text!r}")
     return [EvalRow(name) for name in names]
 
 
@@ -172,7 +172,7 @@ async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
         view.say(f"policy version {version} is live again")
     except ApiError as error:
         again = f"lightning-proxy policy promote {version}"
-        raise LightningError(f"version {version} is not live again: {error.message}; try `{again}`") from None
+        raise LightningError(f"version {version} was not made live again: {error.message}; try `{again}`") from None
 
 
 def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:

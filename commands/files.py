@@ -32,7 +32,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"cannot read {path}: it is no text in UTF-8") from None
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 text") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, str]]:

@@ -42,7 +42,7 @@ def create(
     from ..core.records import Limits
 
     if admin and scope == "own":
-        raise ConfigError("an admin's key sees all rollouts: leave out --admin or --scope own")
+        raise ConfigError("an admin key sees all rollouts: use either --admin or --scope own")
     role: Role = "admin" if admin else "agent"
     limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
     key, stored = _with_keyring(

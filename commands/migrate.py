@@ -77,8 +77,8 @@ async def move(from_url: str, to_url: str) -> int:
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # a line for each write to a lost server
     source, target = _place(from_url, "FROM"), _place(to_url, "TO")
     if source.is_postgres == target.is_postgres:
-        how = "pg_dump and pg_restore copy" if source.is_postgres else "`store backup` copies"
-        raise ConfigError(f"one of the two has to be sqlite:///FILE, the other postgresql://…; {how} one to its like")
+        how = "pg_dump and pg_restore" if source.is_postgres else "`store backup`"
+        raise ConfigError(f"one must be sqlite:///FILE, the other postgresql://…; otherwise use {how}")
     if find_spec("asyncpg") is None:
         raise StoreUnavailable("postgresql://… needs asyncpg: pip install 'lightning-proxy[postgres]'")
     import asyncpg
@@ -102,7 +102,7 @@ def _place(url: str, name: str) -> StoreConfig:
     try:
         return StoreConfig(url=url)
     except ValidationError:
-        raise ConfigError(f"{name} has to be sqlite:///FILE or postgresql://USER@HOST/DATABASE") from None
+        raise ConfigError(f"{name} must be sqlite:///FILE or postgresql://USER@HOST/DATABASE") from None
 
 
 def all_tables() -> list[Table]:
@@ -129,9 +129,9 @@ async def _compared(table: Table, source: FileStore | ServerStore, target: FileS
             row = next(one for one, other in zip_longest(kept, found) if one != other) or kept[-1]
             what = dict(zip(table.columns, row, strict=True))
             where = ", ".join(f"{column} {what[column]!r}" for column in table.key)
-            raise LightningError(f"a row of {table.name} was read back differently: {where}. Nothing was moved")
+            raise LightningError(f"a row of {table.name} differs in the copy: {where}. Nothing was moved")
     if await anext(there, None) is not None:
-        raise LightningError(f"{table.name} was read back with more rows than it has. Nothing was moved")
+        raise LightningError(f"{table.name} has more rows in the copy than in the source. Nothing was moved")
     typer.echo(f"{table.name}: {count(rows)} rows")
     return rows
 
@@ -166,7 +166,7 @@ async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
         connection.execute("SELECT 1 FROM policy_log").fetchone()  # that moment
         yield FileStore(connection)
     if idle is not None and idle.is_written():
-        raise LightningError(f"{path} was written to meanwhile: stop the proxy and the trainer, and try again")
+        raise LightningError(f"{path} was written to during the copy: stop the proxy and the trainer, and try again")
 
 
 @asynccontextmanager
@@ -178,7 +178,7 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
     lock = path.with_name(f".{path.name}.part")
     with sqlite_file.lock_file(lock, "lock") as ours:
         if not ours:
-            raise LightningError(f"another process moves a store to {path} now")
+            raise LightningError(f"another process is moving a store to {path}")
         try:
             with sqlite_file.new_store(path) as part:
                 sqlite_file.make_private(part)
@@ -209,7 +209,7 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
 
 def _require_none(path: Path) -> None:
     if any(path.with_name(path.name + suffix).exists() for suffix in sqlite_file.FILES):
-        raise LightningError(f"there is something at {path} already: a store is moved to a new file")
+        raise LightningError(f"{path} already exists: name a new file")
 
 
 class ServerStore:
@@ -256,7 +256,7 @@ async def new_on_server(config: StoreConfig) -> AsyncIterator[ServerStore]:
     async with _connected(config) as connection, connection.transaction():
         await connection.execute(database.LOCK_SCHEMA)
         if await connection.fetch(database.TABLES):
-            raise StoreUnavailable(f"there are tables at {config.where} already: a store is moved to an empty database")
+            raise StoreUnavailable(f"{config.where} already has tables: name an empty database")
         await database.make_tables(connection, config.where)
         # Triggers note what happens, not what is moved. The server keeps checking foreign keys.
         tables = [name for (name,) in await connection.fetch(database.TABLES)]

@@ -116,7 +116,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
         if not alone:
             raise
         plan = make_plan(config, trained=False)
-        log.warning("vLLM takes all of these GPUs, and a trainer needs others: %s", error.message)
+        log.warning("vLLM takes all of these GPUs, so a trainer needs other ones: %s", error.message)
     config = plan.config
     if importlib.util.find_spec("vllm") is None:
         raise LightningError("vLLM is not installed: pip install 'lightning-proxy[vllm]', or [cpu] without a GPU")

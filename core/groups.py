@@ -83,7 +83,7 @@ class Group:
 class Grouping:
     """How groups are made. `size`: of those that were opened one by one. `failed`: a failed rollout has a reward.
 
-    `timeout_s`: how long others are waited for; a rollout that is still running is no sibling of one that was opened
+    `timeout_s`: how long others are waited for; a rollout that is still running is not a sibling of one that was opened
     so much later.
     """
 

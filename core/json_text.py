@@ -1,4 +1,4 @@
-"""Reads and writes JSON text: fast, without loss where UTF-8 cannot hold a character or a float a number."""
+"""Reads and writes JSON text: fast, and without losing characters that UTF-8 or numbers that a float cannot hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_DIGITS = 4300  # of an integer that Python reads
 
 
 class Number(float):
-    """A number that no float or integer of Python holds, with its text, which JSON is written with."""
+    """A number that no Python float or integer can hold. Its original text is kept, and written back."""
 
     __slots__ = ("text",)
     text: str
@@ -53,7 +53,7 @@ class Number(float):
 
 
 def encode_as_vllm(body: Any) -> bytes:
-    """Encode JSON as vLLM's own server does. orjson writes other digits for some floats."""
+    """Encode JSON as vLLM's own server does. orjson writes some floats with other digits."""
     try:
         fast = orjson.dumps(body)
     except orjson.JSONEncodeError:
@@ -71,10 +71,10 @@ def as_utf8(text: bytes) -> bytes:
 
 
 def with_model(text: bytes, model: str) -> tuple[bytes | memoryview, ...] | None:
-    """Return the text of a request with another model's name, and nothing else changed, in pieces.
+    """Return the text of a request, in pieces, with another model's name and nothing else changed.
 
-    None if the name cannot be found for certain: `"model"` occurs twice, or may be written in escapes. Also None for a
-    text with a byte order mark, which not all servers read.
+    None if the name cannot be found for certain: `"model"` occurs twice, or may be escaped. Also None if the text has a
+    byte order mark, which some servers cannot read.
     """
     found = _NAMED_MODEL.search(text)
     plain = text.count(b'"model"') == 1 and not _ESCAPED_LETTER.search(text) and not text.startswith(codecs.BOM_UTF8)
@@ -85,12 +85,12 @@ def with_model(text: bytes, model: str) -> tuple[bytes | memoryview, ...] | None
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name. Unlike `asdict` it copies nothing in them: they may be megabytes."""
+    """Return the fields of a dataclass by name. Unlike `asdict`, it does not copy values, which may be megabytes."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def encode(value: Any) -> bytes:
-    """Encode JSON values and records. What orjson refuses is written here: lone surrogates, integers over 64 bits."""
+    """Encode JSON values and records. Also encodes what orjson refuses: lone surrogates, integers over 64 bits."""
     try:
         return orjson.dumps(value, default=_fragment)
     except orjson.JSONEncodeError:
@@ -104,10 +104,10 @@ def _fragment(value: Any) -> orjson.Fragment:
 
 
 def dumps_readable(value: Any, encoding: str = "utf-8") -> str:
-    """Write any value as JSON for people, with blanks between its parts. It never fails.
+    """Write any value as JSON for people, with spaces between its parts. Never fails.
 
-    Half characters, and what the encoding of the output lacks, are escaped. A float that is no number is null, and what
-    JSON has no form for is a text.
+    Lone surrogates, and characters that the output's encoding lacks, are escaped. NaN and infinities become null, and
+    values without a JSON form become text.
     """
     text = _written(value, readable=True)
     try:
@@ -122,9 +122,9 @@ class _Ready(str):
 
 
 def _written(value: Any, *, ascii_only: bool = False, readable: bool = False) -> str:
-    """The JSON of a value as the standard library writes it, but for the texts of its numbers, however deep it is.
+    """The JSON of a value at any depth, as the standard library writes it, except that numbers keep their text.
 
-    `readable`: with blanks, and what has no form in JSON as a text; otherwise that is a TypeError.
+    `readable`: with spaces, and with values that have no JSON form as text; otherwise these raise TypeError.
     """
     comma, colon = (", ", ": ") if readable else (",", ":")
     encoder = json.JSONEncoder(ensure_ascii=ascii_only, default=str if readable else None)
@@ -174,7 +174,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def loads_rounded(text: str | bytes) -> Any:
-    """Decode a JSON text as `loads` does, but long numbers become floats. A text made of floats loses nothing."""
+    """Decode a JSON text as `loads` does, but turn long numbers into floats: exact for text written from floats."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -182,7 +182,7 @@ def loads_rounded(text: str | bytes) -> Any:
 
 
 def _has_long_numbers(text: bytes) -> bool:
-    """Whether there may be numbers that a float rounds. No byte is looked at in Python."""
+    """Whether a float might round some number in it. Fast: Python looks at no single byte."""
     if b"0000" in text[::4].translate(_DIGITS) and _LONG_NUMBER in (digits := text.translate(_DIGITS)):
         positive = _POSITIVE in digits or digits.startswith(_LONG_NUMBER)
         if positive or digits.count(_NEGATIVE) > len(_LOGPROB.findall(text)):
@@ -195,10 +195,10 @@ def _refuse(constant: str) -> None:
 
 
 def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) -> Any:
-    """Decode a JSON text as `loads` does, in a thread: it lets other threads have their turns meanwhile.
+    """Decode a JSON text as `loads` does, in a thread, and let other threads run meanwhile.
 
-    orjson's parser keeps all others waiting. The standard library's comes back to Python for what a long text has many
-    of, objects and numbers, because it is given functions for them. `constant`: for NaN and the infinities.
+    orjson's parser keeps the other threads waiting. The standard library's parser returns to Python for every object
+    and number, because it is given functions for them. `constant`: for NaN and the infinities.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
@@ -214,7 +214,7 @@ def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) 
 
 
 def _float(digits: str) -> float:
-    """The number as a float if that is equal to it."""
+    """The number as a float, if that is exact."""
     number = float(digits)
     if len(digits) < _LONG and "e" not in digits.lower():
         return number
@@ -225,9 +225,9 @@ def _float(digits: str) -> float:
 
 
 def encoded_parts(value: Any, size: int = 2**18) -> Iterator[bytes]:
-    """Yield the JSON of a value in parts: of an object's lists, one item is encoded at a time.
+    """Yield the JSON of a value in parts: lists in an object are encoded one item at a time.
 
-    So a thread that does it lets others have their turns. All parts but the last have at least `size` bytes.
+    So other threads get their turns. All parts except the last have at least `size` bytes.
     """
     value = fields_of(value) if is_dataclass(value) else value
     if not isinstance(value, dict):

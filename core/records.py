@@ -1,6 +1,6 @@
-"""The records that the proxy writes and everything else reads: frozen, and free of I/O.
+"""The records that the proxy writes and everything else reads. Frozen, no I/O.
 
-The records of every call are named tuples, which are created four times as fast as frozen dataclasses.
+Records made for every call are named tuples: creating one is four times as fast as a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def check_id(value: str, what: str) -> str:
 class RolloutName(NamedTuple):
     """The rollout that a request belongs to.
 
-    `named`: a header, URL or key named it. `key_id`: the stored key that it is opened with, if it is new; `evidence`:
-    whether that key gives evidence (`Sender`).
+    `named`: a header, URL or key named it. `key_id`: the stored key that opens it if it is new; `evidence`: whether
+    that key gives evidence (`Sender`).
     """
 
     rollout_id: str
@@ -53,10 +53,10 @@ class RolloutName(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """Who rewards, opens or ends rollouts; by default the operator, who runs a program on the store itself.
+    """Who rewards, opens or ends rollouts; by default the operator, working directly on the store.
 
-    `key_id`: the stored key, if one. `own`: it decides only over rollouts that were opened with that key. `evidence`:
-    its rewards count where a new version is tested.
+    `key_id`: the stored key, if any. `own`: it may act only on rollouts that were opened with that key. `evidence`: its
+    rewards count in the test of a new version.
     """
 
     key_id: str | None = None
@@ -80,7 +80,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a tool call, which the agent sent back in a later request of the same rollout; some send no id."""
+    """The result of a tool call, sent back by the agent in a later request of the rollout. Some agents send no id."""
 
     tool_call_id: str | None
     content: Any
@@ -100,11 +100,10 @@ class Choice:
 class CallStart(NamedTuple):
     """A call as it is sent upstream. It is stored at once, as `incomplete`.
 
-    `request` is the body as the model is shown it, `request_text` its JSON if that is at hand.
-    `policy_version`: 0 is the base model, None a model outside the policy.
-    `pins`: this policy version answers the rollout from now on.
-    `is_retry`: the client says that it sends the same request again. `imported`: as in CallEnd. `harness`: as in
-    ModelCall.
+    `request` is the body that the model sees, `request_text` its JSON text if available.
+    `policy_version`: 0 is the base model, None a model outside the policy. `pins`: this version answers the rollout
+    from now on. `is_retry`: the client says that it sends the same request again. `imported`: as in CallEnd. `harness`:
+    as in ModelCall.
     """
 
     call_id: str
@@ -123,11 +122,11 @@ class CallStart(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """Says how a call ended. `response` is the answer that the agent received (a stream: assembled), or the error body.
+    """How a call ended. `response` is the answer that the agent received (a stream is assembled), or the error body.
 
-    `fallback`: the upstream that answered instead of the one that the call was started for, and `model`, what it was
-    asked for; then no policy version answered. `imported`: another process made the call and reported it later, so
-    that the version that is live now says nothing about it.
+    `fallback`: the upstream that answered in place of the intended one, and `model` the model it was asked for; then no
+    policy version answered. `imported`: another process made the call and reported it later, so the version that is
+    live now may not be the one that answered.
     """
 
     call_id: str
@@ -154,11 +153,11 @@ class CallEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFields:
-    """What the store, the trainer and the control API say of a call.
+    """The fields of a call that the store, the trainer and the control API share.
 
-    `policy_versions`: all that were live while it ran, in order; several only where weights are replaced in place.
-    `superseded_by`: the call that sent the same request again. `extends`: the earlier call whose tokens, prompt and
-    answer, this prompt begins with. `request_of`, `prompt_of`: as in store/requests.py; None where all is there.
+    `policy_versions`: all that were live while it ran, in order; several only if weights are replaced in place.
+    `superseded_by`: the call that sent the same request again. `extends`: the earlier call with a prompt and answer
+    that this prompt begins with. `request_of`, `prompt_of`: as in store/requests.py; None if the full value is here.
     """
 
     call_id: str
@@ -193,8 +192,8 @@ class CallFields:
 class ModelCall(CallFields):
     """A call read back from the store.
 
-    `harness`: what the agent's program says in headers: the `thread` that the call belongs to, the `parent` thread that
-    began it, if one did, and its `kind`.
+    `harness`: what the agent's program says in headers: the `thread` of the call, the `parent` thread that started it,
+    if any, and its `kind`.
     """
 
     rollout_id: str
@@ -207,7 +206,7 @@ class ModelCall(CallFields):
 
     @property
     def is_decision(self) -> bool:
-        """The agent was answered and did not send the same request again."""
+        """Whether the agent was answered and did not send the same request again."""
         return self.status == "ok" and self.superseded_by is None
 
     @property
@@ -224,7 +223,7 @@ class ModelCall(CallFields):
 
     @property
     def temperature(self) -> float | None:
-        """Return the request's sampling temperature: 1.0 without one, as OpenAI's API says; None if it is no number."""
+        """Return the request's temperature: 1.0 if absent, as in OpenAI's API; None if it is not a number."""
         value = self.request.get("temperature")
         try:
             return 1.0 if value is None else float(value)
@@ -233,7 +232,7 @@ class ModelCall(CallFields):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters of the request; None where it leaves one to the server's default."""
+        """Return the sampling parameters of the request; None for each that is left to the server's default."""
         return {name: self.request.get(name) for name in SAMPLING}
 
 
@@ -255,7 +254,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step of the agent that is not a call. `seq` is that of the call that came next.
+    """A step of the agent that is not a call. `seq` is that of the next call.
 
     `value`: of a state or a note. `arguments`, `result`, `is_error`: of an action.
     """
@@ -276,9 +275,9 @@ class Event:
 class Rollout:
     """One run of an agent on one task.
 
-    `step` is the training step that took it, `dropped` why the trainer will not take it; both None while it may yet.
-    `dropped_by`: the step before which that was found; None where it was found without one. `reward` is its return
-    (`returns.py`): `own_reward`, its own, or else the sum of its calls'.
+    `step` is the training step that took it, `dropped` why the trainer will not take it; both are None until then.
+    `dropped_by`: the step that was being prepared when it was dropped, if any. `reward` is its return (`returns.py`):
+    `own_reward`, its own, or else the sum of its calls'.
     """
 
     rollout_id: str
@@ -302,10 +301,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """Weights that were or are served. 0 is the base model. `path` holds the adapter (lora) or full model (merged).
+    """Weights that were or are served. 0 is the base model. `path` has the adapter (lora) or full model (merged).
 
     `adapters`: per-agent adapters (`policy.adapters`): adapter name → model name in vLLM. Their files are in
-    directories of these names in `path`. `verified`: vLLM was seen to serve all of them.
+    sub-directories of `path` with these names. `verified`: vLLM was shown to serve all of them.
     """
 
     version: int
@@ -331,7 +330,7 @@ class PolicyVersion:
 class Transition:
     """One step of the rollout's Markov decision process.
 
-    `call_id`: None for an action that no model chose, but the agent posted.
+    `call_id`: None for an action that the agent posted, which no model chose.
     """
 
     t: int
@@ -347,14 +346,14 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a key may ask for. None: as much as one likes."""
+    """The limits of a key. None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent: int | None = None
 
     def __or__(self, other: Limits) -> Limits:
-        """These limits, and where there is none the other's."""
+        """These limits; where one is None, the other's."""
         return replace(other, **{name: most for name, most in asdict(self).items() if most is not None})
 
     def __bool__(self) -> bool:

@@ -57,7 +57,7 @@ _KEY_BLOCK = (
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
     r"[^-]*+(?:-(?!----END )[^-]*+)*+(?:-----END [^-]*+-{0,5})?"
 )
-# "The bearer of responsibilities" is no token.
+# "The bearer of responsibilities" is not a token.
 _BEARER = r"\s++(?:(?=[A-Za-z._~+/-]{0,100}\d)[\w.~+/-]{16,}|[\w.~+/-]{32,})=*"
 _AWS_SECRET = r"_?(?:access_?)?key[^\w/+]{1,8}))[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
 

@@ -1,4 +1,4 @@
-"""Checkpoint directories: written atomically, with the configuration; later changes of it are shown or refused."""
+"""Writes and reads checkpoints, atomically and with their configuration; later changes of it are shown or refused."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def write_config(directory: Path, config: Saved, rate: float) -> None:
 
 
 def saved_rate(directory: Path) -> float | None:
-    """Return the learning rate that a checkpoint was trained with; None if its saved configuration names none."""
+    """Return the learning rate that a checkpoint was trained with; None if its configuration does not say."""
     rate = _read_config(directory).get(RATE)
     return None if rate is None else float(rate)
 
 
 def config_changes(directory: Path, config: Saved) -> list[str]:
-    """Return `key old → new` for each key changed since a checkpoint; none if it has no saved configuration.
+    """Return `key old → new` for each key that changed since a checkpoint; nothing if it has no saved configuration.
 
     Raises ConfigError if the checkpoint cannot be used with `config`: it has another rank, other adapters, or another
     base model.
@@ -162,7 +162,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _flat(prefix: str, section: Section) -> Saved:
-    """A section's keys by their dotted names, without those that are secret."""
+    """The values of a section by dotted name, without secret keys."""
     found: Saved = {}
     values = section.model_dump(mode="json")
     for name, value in section:

@@ -52,7 +52,7 @@ class Sign(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The metrics of a training step, and the policy version that it began with, which they measure."""
+    """The metrics of a training step. They measure `version`, the policy version that the step began with."""
 
     version: int
     metrics: Metrics
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 class Drop(NamedTuple):
     """The fall of the mean reward from `before` to `after`, with `compared` rollouts or tasks on each side.
 
-    `share`: of the mean's height above the lowest reward. Shifting or scaling all rewards changes no sigmas.
+    `share`: the drop relative to the mean's height above the lowest reward. Scaling rewards leaves `sigmas` alone.
     """
 
     sigmas: float = 0.0
@@ -75,7 +75,7 @@ class Drop(NamedTuple):
 
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
-    """Return the greatest drop of the reward along a line of versions, newest first. `scored` is as opened."""
+    """Return the largest drop of the reward along a line of versions, newest first. `scored`: in opening order."""
     drops: list[tuple[int, Drop]] = []
     for newest in (n for n in SPLITS if n < len(line)):
         before, after = ([one for one in scored if one.version in part] for part in (line[newest:], line[:newest]))
@@ -100,8 +100,8 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
 
     This is a stratified permutation test (Mantel 1963, J. Am. Stat. Assoc. 58:690): if the policy were the same, the
     order of a task's rewards would be chance. No variance is estimated from one side alone, so each side's rewards may
-    be all equal. Both sides of a stratum are made equally large (the newest from before, a spread from after). That
-    makes the test symmetric, and rare rewards raise no alarm.
+    be all equal. Both sides of a stratum are cut to the same size (the newest from before, an even spread from after).
+    That makes the test symmetric, so that rare rewards raise no alarm.
 
     Rollouts of a group are alike, so the variance is at least that between groups: the cluster-robust variance (Liang &
     Zeger 1986, Biometrika 73:13), where a group is the rollouts of one task that began with one version. It is 0 where
@@ -156,8 +156,8 @@ def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[
 def step_signs(steps: Sequence[Measured], config: CollapseConfig) -> list[Sign]:
     """Return the metrics out of bounds in the newest of `steps` (newest first).
 
-    Limits grow with this power of the rollouts' staleness, as the KL divergence of a small change is quadratic in the
-    change; but not past `most`: at 5 nats a token little is left of a policy.
+    Limits grow with this power of the rollouts' staleness, because the KL divergence of a small change is quadratic in
+    it. They never exceed `most`: at 5 nats a token, little is left of a policy.
     """
     limits: tuple[tuple[CollapseSign, str, float | None, int, float], ...] = (
         ("clip_share", "the share of clipped tokens", config.max_clip_share, 1, MOST_CLIPPED),
@@ -207,7 +207,7 @@ class Monitor:
     async def of_step(self, base: int, metrics: Metrics) -> dict[str, Any]:
         """Return the metrics to add to a step that began with version `base`, before it is committed.
 
-        `warnings` has a text for each sign that was seen. With `collapse`, the step must not be published.
+        `warnings` has a text for each sign that was seen. With `collapse`, do not publish the step.
         """
         live = await self._store.versions.live()
         if self._config.action == "off" or metrics["skipped"] or live.version != base:
@@ -216,7 +216,7 @@ class Monitor:
         return await self._report(step_signs(steps, self._config), live, [step.version for step in steps])
 
     async def look(self) -> Collapse | None:
-        """Return the collapse for which publication is stopped, or None. Check the rewards since the last look.
+        """Check the rewards since the last look. Return the collapse that stops publication, or None.
 
         A collapse may be seen in rewards alone: if all are equal, there is no step with metrics that could show it.
         """
@@ -250,9 +250,9 @@ class Monitor:
         return metrics
 
     async def _last_before(self, version: int, line: Sequence[int]) -> int:
-        """The newest version of the line before this one that can be served, or else the oldest since.
+        """The newest earlier version of the line that can be served, or else the oldest later one.
 
-        The base model can always be served. It counts only if it was the one before, or if nothing else can be served.
+        The base model can always be served. It is chosen if it came directly before, or if no other can be served.
         """
         before = [v for v in line if v < version]
         if before == [0]:
@@ -263,7 +263,7 @@ class Monitor:
         return 0
 
     async def _versions(self, version: int) -> list[int]:
-        """A version and those that led to it, newest first."""
+        """A version and its ancestors, newest first."""
         return [version, *(step.version for step in await self._line(version))]
 
     async def _line(self, version: int) -> list[Measured]:
@@ -280,10 +280,10 @@ class Monitor:
         return line
 
     async def _scored(self, since: int) -> list[Scored]:
-        """The newest rollouts of versions from `since` on, with their weighted posted rewards that act on everybody.
+        """The newest rollouts of version `since` and later, with their weighted posted rewards that act on everybody.
 
-        Judge scores do not count: only what is trained on has them, which would set versions apart. Rollouts count once
-        they are older than most rollouts took, because failures may be quicker than successes.
+        Judge scores do not count: only rollouts that are trained on have them, so versions would not be comparable.
+        Rollouts count once they are older than most rollouts took, because failures may be quicker than successes.
         """
         await self._store.rewards.use(self._rules)
         found = await self._store.rewards.since(since, NEWEST)

@@ -1,6 +1,6 @@
-"""Loads the functions that `trainer.credit`, `baseline` and `loss` name: of features, and users' own.
+"""Loads the functions named in `trainer.credit`, `baseline` and `loss`, from features and from users.
 
-The function runs in the trainer's process. A fault in it is one line that names the setting and the file's line.
+The function runs in the trainer's process. An error in it is reported in one line with the setting and the file's line.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..core.features import load_plugin
 
 @cache
 def load(setting: str, own: str) -> Callable[..., Any]:
-    """Return the function that `own` names. Raise ConfigError where it cannot be had.
+    """Return the function that `own` names. Raise ConfigError if it cannot be loaded.
 
-    FILE.py:NAME, PLUGIN:NAME, or a NAME that a feature's section has in `functions`: that of NAME.py in its folder.
+    FILE.py:NAME, PLUGIN:NAME, or a NAME in `functions` of a feature's section (NAME.py in its folder).
     """
     file, _, name = own.rpartition(":")
     if not file:
@@ -58,14 +58,14 @@ def own_functions(config: TrainerConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_functions(config: TrainerConfig) -> None:
-    """Raise ConfigError if a function of the user's own cannot be had, before a model is loaded."""
+    """Raise ConfigError if one of the user's functions cannot be loaded. Called before a model is loaded."""
     for setting, name in own_functions(config):
         load(setting, name)
 
 
 @contextmanager
 def faults(setting: str, own: str, module: str | None = None) -> Iterator[None]:
-    """Turn an error of the user's function in this block into a ConfigError. `module`: the one that is being loaded."""
+    """Turn an error of the user's function in this block into a ConfigError. `module`: the module being loaded."""
     try:
         yield
     except ConfigError:

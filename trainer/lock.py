@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
     """Lock the directory and the store: two trainers would overwrite each other's checkpoints, or share the rollouts.
 
-    The locks go with the process.
+    The locks are released when the process ends.
     """
     locks = {directory: directory / "trainer.lock"}
     if store is not None:
@@ -39,7 +39,7 @@ def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
 
 
 async def require_free(config: Config, database: Database) -> None:
-    """Raise ConfigError while another trainer works on a store that is no file, on whichever machine."""
+    """Raise ConfigError if another trainer, on any machine, works on a store that is not a file."""
     async with database.lock("trainer") as ours:
         if not ours:
             raise ConfigError(f"another trainer works on {config.store.where}; stop it first")
@@ -48,7 +48,7 @@ async def require_free(config: Config, database: Database) -> None:
 async def while_alone(
     config: Config, database: Database, stop: asyncio.Event, work: Callable[[], Awaitable[None]]
 ) -> None:
-    """Do `work` while no other trainer works on the store. Where the lock is lost, it ends and waits for the lock."""
+    """Do `work` while holding the store's lock. If the lock is lost, wait for it and do `work` again."""
     held = False
     while not stop.is_set():
         try:

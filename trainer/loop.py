@@ -41,8 +41,8 @@ class TrainingLoop:
     """Trains on the store's rollouts and publishes every step. Killed at any moment, it resumes from the last step.
 
     Without a `publisher`, weights stay with the trainer. `order` sorts the groups; by default the longest waiting come
-    first. `base` is the number of the policy version that the trainer's weights build on; `live` is everywhere the
-    version that answers agents, usually the same.
+    first. `base` is the policy version that the trainer's weights build on; `live` is the version that answers agents,
+    usually the same.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TrainingLoop:
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no complete group is left.
 
-        If the store cannot be written, or the training engine is away, wait for it and continue as after a restart.
+        If the store cannot be written or the training engine is away, wait for it, then continue as after a restart.
         """
         while not stop.is_set():
             try:
@@ -90,7 +90,7 @@ class TrainingLoop:
                     await self._evaluate(stop)
                 return
             except Stopped:
-                log.warning("stopped while something was missing: the next start goes on from there")
+                log.warning("stopped while waiting: the next start continues from here")
             except (StoreUnavailable, TrainingUnavailable) as error:
                 log.error("the trainer waits: %s", error)
             await pause(stop)
@@ -100,7 +100,7 @@ class TrainingLoop:
             await self._hooks.evaluate(stop, self.verify_live)
 
     async def _train_when_due(self, once: bool) -> bool:
-        """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""
+        """Take a step if the schedule and the rollouts allow one now. `once` ignores the schedule."""
         publisher, waits_for = self._publisher, None
         if publisher is not None:
             await self.follow_live_version()
@@ -131,8 +131,8 @@ class TrainingLoop:
     async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
         """Take one step. Return False if too few rollouts are ready.
 
-        `fewer`, `since`: as in `Collector.next_batch`. Raises Stopped if the trainer is stopped
-        while something is missing: the next start takes the step, or finishes it.
+        `fewer`, `since`: as in `Collector.next_batch`. Raises Stopped if the trainer is stopped while something is
+        missing; the next start takes or finishes the step.
         """
         started = time.perf_counter()
         batch = await self.collector.next_batch(self.base, fewer=fewer, since=since)
@@ -160,16 +160,16 @@ class TrainingLoop:
         self._free_since = time.perf_counter()
 
     async def _version_of_weights(self) -> int | None:
-        """The version of the trainer's weights; None if a step has moved them since, and was not published."""
+        """The version of the trainer's weights; None if a later step moved them and was not published."""
         steps = await self._store.steps.newest(LINE)
         moved = next((s for s in steps if not moved_nothing(s.metrics) and "collapse" not in s.metrics), None)
         published = moved is None or moved.version is not None or moved.base != self.base
         return self.base if published and self._publisher is not None else None
 
     async def _step(self, batch: Batch) -> dict[str, Any]:
-        """Take the optimizer step, once the live version is verified; return its metrics, and the monitor's.
+        """Take the optimizer step once the live version is verified. Return its metrics and the monitor's.
 
-        Raises Stopped, or the PublishError of a version that does not verify: then no weight has moved.
+        Raises Stopped, or PublishError if the live version does not verify; then no weight has moved.
         """
         trainer, metrics = self._trainer, dict[str, Any](reward_by_task=batch.tasks)
 
@@ -233,7 +233,7 @@ class TrainingLoop:
     # After a start --------------------------------------------------------------------------------------------------
 
     async def resume(self, stop: asyncio.Event | None = None) -> None:
-        """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish if need be."""
+        """Clean up after a killed trainer: release claimed rollouts, load the last checkpoint, publish it if needed."""
         self._stop = stop or self._stop
         if released := await self._store.steps.release_unfinished():
             log.warning("step %s was not finished: its rollouts are offered again", released[0])
@@ -255,7 +255,7 @@ class TrainingLoop:
             await self._finish_publishing(self._publisher, last)
 
     async def _take_over(self, step: Step | None, base: int) -> None:
-        """Train on from the weights after a step. Remember those that vLLM serves: the next ones are told from them."""
+        """Continue from the weights after a step. Remember the weights that vLLM serves, to tell new ones from them."""
         publisher, live = self._publisher, await self._store.versions.live()
         checkpoint, served = self._of_step(step), None
         if not checkpoint.is_dir():
@@ -274,11 +274,11 @@ class TrainingLoop:
         self.base, self._at = base, step.step if step else 0
 
     def _of_step(self, step: Step | None) -> Path:
-        """The checkpoint of a step; without one, of the base model."""
+        """The checkpoint of a step; without a step, that of the base model."""
         return self._checkpoints / str(step.step if step else 0)
 
     async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
-        """Publish and report the last step, if the trainer was killed before it did, or publishes otherwise now."""
+        """Publish and report the last step if a killed trainer had not, or if the publishing mode has changed."""
         live = await self._store.versions.live()
         if live.status == "failed":  # killed before the version before it was live again
             await publisher.take_back(live.version, last.base)
@@ -303,13 +303,13 @@ class TrainingLoop:
     # What is live, and others may have changed ----------------------------------------------------------------------
 
     async def verify_live(self, *, idle: bool = False) -> Mapping[str, Any]:
-        """Have the live version verified, if it is not yet. Return what `Publisher.verify_live` does."""
+        """Verify the live version if that is still to do. Return what `Publisher.verify_live` returns."""
         if self._publisher is None:
             return {}
         return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop, idle=idle)
 
     async def follow_live_version(self) -> None:
-        """After a promotion or rollback by hand, train on from that version."""
+        """After a promotion or rollback by hand, continue from that version."""
         publisher, live = self._publisher, await self._store.versions.live()
         assert publisher is not None, "without one nothing is live"
         await publisher.warn_of_another_mode()

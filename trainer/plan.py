@@ -82,11 +82,11 @@ class Plan:
 def make_plan(
     config: Config, gpus: Cards | None = None, *, offline: bool = False, trained: bool = True, sharded: bool = False
 ) -> Plan:
-    """Return the plan with the longest context that fits `gpus`, by default those of this machine.
+    """Return the plan with the longest context that fits `gpus` (default: this machine's).
 
-    An `offline` trainer has the machine to itself, and so has one that publishes to another machine. If not `trained`,
-    or if a service takes the steps, vLLM has it to itself. There is no plan for a base model that is `sharded` over
-    several GPUs, and on a CPU only for the size of a pass. ConfigError if the model cannot be trained, or does not fit.
+    An `offline` trainer has the machine to itself, and so does one that publishes to another machine. If not `trained`,
+    or if a service takes the steps, vLLM has it to itself. A base model `sharded` over several GPUs gets no plan; on a
+    CPU only the size of a pass is planned. Raises ConfigError if the model cannot be trained or does not fit.
     """
     gpus = cards() if gpus is None else gpus
     about = (model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None) or {}
@@ -142,7 +142,7 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
 
 
 def _on_cpu(config: Config, shape: DecoderShape, served: bool) -> dict[str, Any]:
-    """The size of a pass, with gradient checkpointing where the longest sample would not fit without."""
+    """The size of a pass, with gradient checkpointing if the longest sample would not fit otherwise."""
     wanted, room = config.trainer.gradient_checkpointing, USABLE_OF_MACHINE * machine_memory()
     if served:
         room -= (FLOAT32 * shape.parameters + SERVING) / GIB + config.vllm.kv_cache_gib
@@ -172,8 +172,8 @@ def _filled(config: Config, vllm: Mapping[str, Any], trainer: Mapping[str, Any])
 class DecoderShape(NamedTuple):
     """The sizes of a decoder, without norms and biases. `attention`, `keys`: the widths of a token's queries and keys.
 
-    `mlp`: the width that a token meets in a layer's MLPs, `lora`: the parameters of an adapter of rank 1 on attention
-    and MLP (on experts there is none).
+    `mlp`: the total width of the MLPs that a token passes in a layer. `lora`: the parameters of a rank-1 adapter on
+    attention and MLP (experts have none).
     """
 
     layers: int
@@ -189,7 +189,7 @@ class DecoderShape(NamedTuple):
 
 
 def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
-    """Return the sizes in a config.json; None if it lacks some, as an unusual model's does."""
+    """Return the sizes in a config.json; None if some are missing, as in an unusual model's."""
     text = _text(config)
     try:
         layers, hidden, heads = text["num_hidden_layers"], text["hidden_size"], text["num_attention_heads"]
@@ -210,7 +210,7 @@ def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
 def trainer_needs(
     shape: DecoderShape, config: Config, tokens: int, checkpointing: bool, *, on_cpu: bool = False
 ) -> Needs:
-    """Return the GiB that the trainer needs with passes of this number of tokens, by what they are for."""
+    """Return the GiB that the trainer needs with passes of this many tokens, by purpose."""
     trainer, width = config.trainer, FLOAT32 if on_cpu else BF16
     if trainer.weights == "full":  # in float32, with gradients and AdamW's two moments; the reference in bfloat16
         of_reference = BF16 if trainer.kl_coef or trainer.kl_metric else 0
@@ -231,9 +231,9 @@ def pass_memory(
     """Return the bytes that a forward and backward pass takes at its peak, besides weights and their gradients.
 
     With checkpointing, each layer's input is kept, and one layer at a time is computed again. `width`: bytes of an
-    activation. Of a layer, norms (of heads, too) keep their input in float32 (a copy where activations are narrower),
-    each adapted module keeps its input, and the MLP four times its width. With `full`, a pass without checkpointing
-    keeps all weights in bfloat16, and in the end there is the gradient of the head, twice.
+    activation. In a layer, norms (those of heads too) keep their input in float32 (a copy if activations are narrower),
+    each adapted module keeps its input, and the MLP keeps four times its width. With `full`, a pass without
+    checkpointing keeps all weights in bfloat16, and ends with two copies of the head's gradient.
     """
     copies = 2 * shape.hidden * (width < FLOAT32) + shape.attention + shape.keys
     layer = width * (5 * shape.hidden + 3 * shape.attention + 2 * shape.keys + 4 * shape.mlp) + FLOAT32 * copies
@@ -252,7 +252,7 @@ def pass_memory(
 
 
 def check_model(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a model that the trainer is known not to train."""
+    """Raise ConfigError for a model that the trainer cannot train."""
     kind, quantisation = str(config.get("model_type", "")), config.get("quantization_config") or {}
     others = {*(_text(config).get("layer_types") or ())} - {"full_attention", "sliding_attention"}
     others |= {part for part in _RECURRENT if part in kind}
@@ -269,15 +269,15 @@ def check_model(config: Mapping[str, Any]) -> None:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model."""
+    """The part of a config.json that describes the language model."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
 def model_config(model: str, *, download: bool = True) -> dict[str, Any] | None:
-    """Return the model's config.json, from its directory or from the hub; None if it cannot be had.
+    """Return the model's config.json, from its directory or from the hub; None if it cannot be read.
 
-    Without `download`, only what was fetched before is looked at.
+    Without `download`, only files fetched earlier are used.
     """
     try:
         if (path := Path(model).expanduser()).is_dir():
@@ -311,7 +311,7 @@ def cards_like(text: str) -> Cards:
         match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", part.strip())
         gibs += [float(match[2])] * int(match[1] or 1) if match else [0.0]
     if not gibs or not all(gibs):
-        raise ConfigError(f"--gpus: {text!r} is not like 1x24 or 8x80 (cards x GiB of each)")
+        raise ConfigError(f"--gpus: {text!r} is not of the form 1x24 or 8x80 (cards x GiB each)")
     return dict(enumerate(gibs))
 
 

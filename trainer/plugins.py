@@ -1,6 +1,6 @@
 """What a feature adds to the trainer: methods, an engine, and hooks that are named after what happens.
 
-This module and the features' `trainer` modules are read before torch may be loaded, so they import it in functions.
+This module and the features' `trainer` modules are imported before torch may be, so they import torch inside functions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Offline:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a user asks the trainer for. `once`: train on what is ready, and end. `launched`: with other processes."""
+    """What a user asks of the trainer. `once`: train on what is ready, then end. `launched`: in several processes."""
 
     method: str = "rl"
     once: bool = False
@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class TrainerCore:
-    """What a feature gets when the trainer opens. Without a `swap` no weights are published."""
+    """What a feature is given when the trainer opens. Without a `swap`, no weights are published."""
 
     config: Config
     store: Store
@@ -62,11 +62,11 @@ class TrainerCore:
 
 @dataclass(frozen=True, slots=True)
 class TrainerHooks:
-    """What a feature does in the trainer. Each hook is at most one feature's.
+    """What a feature does in the trainer. Each hook belongs to at most one feature.
 
-    `guide` says more of a step's tokens than their rewards do. `publisher` decides whether and how new weights go live.
-    `tune` is a method of fine-tuning. `sift` leaves calls of a rollout out, or pushes them down. `evaluate` is called
-    between steps, has the live version verified before it works, and leaves its work once the event is set. `keep`
+    `guide` adds what it knows about a step's tokens to their rewards. `publisher` decides whether and how new weights
+    go live. `tune` is a method of fine-tuning. `sift` excludes calls of a rollout, or gives them a negative advantage.
+    `evaluate` is called between steps; it has the live version verified first, and stops once the event is set. `keep`
     returns versions that must keep their files.
     """
 
@@ -82,7 +82,7 @@ NO_HOOKS = TrainerHooks()
 
 
 class TrainerPlugin:
-    """What a feature adds to the trainer. `methods` are the values of `--method` that it has the hook `tune` for.
+    """What a feature adds to the trainer. `methods`: the values of `--method` that its hook `tune` handles.
 
     `metrics`: what it adds to the metrics of a step.
     """
@@ -94,18 +94,18 @@ class TrainerPlugin:
         self.config = config
 
     def check(self, run: Run) -> None:
-        """Raise ConfigError if this run cannot be done. Nothing is loaded yet."""
+        """Raise ConfigError if this run cannot be done. Called before anything is loaded."""
 
     def engine(self) -> TrainingEngine | None:
-        """Return what takes the steps in place of a trainer in this process alone; None for any other feature."""
+        """Return the engine that replaces a trainer in this process alone; None if the feature has none."""
 
     async def train(self, run: Run, stop: asyncio.Event) -> bool:
-        """Do a run that is not on the configured store and vLLM. Return False if it is another feature's, or none's."""
+        """Do a run that does not use the configured store and vLLM. Return False if the run is not this feature's."""
         return False
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        """Yield the hooks. What it opened closes at the block's end, after the last step."""
+        """Yield the hooks. Close what was opened at the block's end, after the last step."""
         yield NO_HOOKS
 
 
@@ -125,7 +125,7 @@ def check(config: Config, run: Run) -> None:
 
 @asynccontextmanager
 async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-    """Open plugins in their order, and close them in reverse. Raise ConfigError if two have the same hook."""
+    """Open plugins in order and close them in reverse. Raise ConfigError if two have the same hook."""
     async with AsyncExitStack() as stack:
         hooks = NO_HOOKS
         for plugin in plugins:

@@ -1,4 +1,4 @@
-"""Publishes new weights: save, load into vLLM, verify, make live. Waits and tries again while vLLM is away.
+"""Publishes new weights: save, load into vLLM, verify, make live. Retries while vLLM is away.
 
 New versions are verified before they serve traffic. Merged weights on a single server go live first: they are verified
 by the answers that agents get while the trainer goes on, before weights move again, and are taken back if they do not
@@ -48,7 +48,7 @@ class Publisher:
     def __init__(
         self, config: PolicyConfig, store: Store, swap: Swap, trainer: TrainingEngine, name: str | None = None
     ) -> None:
-        """`name`: what the names of adapters begin with, by default the alias."""
+        """`name`: the prefix of adapter names, by default the alias."""
         self.vllm = swap.vllm
         self._config, self._store, self._swap, self._trainer = config, store, swap, trainer
         self._name = name or config.alias
@@ -60,19 +60,19 @@ class Publisher:
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> Mapping[str, Any]:
-        """Make the weights of `step`, which began with version `base`, live, however long vLLM is away.
+        """Make the weights of `step`, which began with version `base`, live. Wait as long as vLLM is away.
 
-        Return the step's metrics about it: `version`, and its verification's. It is verified, unless it replaces
-        the only server's merged weights: `verify_live` has that done.
-        Raises Superseded if another version was made live; PublishError, with `base` live again, if vLLM does not serve
-        the weights; Stopped if `stop` is set meanwhile; VllmFault, and the version is abandoned, if vLLM is there but
-        meets an error of its own `FAULTS` times; TrainingUnavailable, and the version is forgotten.
+        Return the step's metrics about it: `version` and the verification's. The version is verified first, except
+        merged weights on the only server: `verify_live` does that later. Raises Superseded if another version was made
+        live; PublishError, with `base` live again, if vLLM does not serve the weights; Stopped if `stop` is set
+        meanwhile; VllmFault, and abandons the version, if vLLM answers with an internal error `FAULTS` times;
+        TrainingUnavailable, and forgets the version.
         """
         work = partial(self._publish, step, samples, metrics, base, stop)
         return await self._until_done(f"publishing step {step}", work, stop)
 
     async def _until_done(self, what: str, work: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
-        """Do the work, again and again while vLLM or space is missing."""
+        """Do the work; retry while vLLM is away or the disk is full."""
         faults = 0
         while True:
             try:
@@ -124,13 +124,13 @@ class Publisher:
         return await self._store.versions.get(number)
 
     async def _refuse(self, version: PolicyVersion, base: int, error: LightningError) -> None:
-        """Note why a version does not count. If it went live, take it back and name who was answered by it."""
+        """Mark a version as failed, with the reason. If it went live, take it back and log the rollouts it answered."""
         went_live = (await self._store.versions.live()).version == version.version
         await self._store.versions.failed(version.version, str(error))
         if went_live:
             if named := [r.rollout_id for r in await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)]:
                 more = " and maybe others" if len(named) == SEEN_ROLLOUTS else ""
-                log.error("answered by version %d, not trained on: %s%s", version.version, ", ".join(named), more)
+                log.error("not trained on, answered by version %d: %s%s", version.version, ", ".join(named), more)
             await asyncio.shield(self.take_back(version.version, base))
 
     async def take_back(self, version: int, base: int) -> None:
@@ -149,17 +149,17 @@ class Publisher:
         return Verification(self._config, self._swap, self._trainer, version, samples)
 
     def remember_served(self) -> None:
-        """Take the trainer's present weights for those that vLLM serves: the next version is told from them."""
+        """Remember the trainer's present weights as served: verification tells the next version from them."""
         for adapter in (DEFAULT_ADAPTER, *self._config.adapters):
             self._trainer.remember_served(adapter)
 
     async def verify_live(
         self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
     ) -> Mapping[str, Any]:
-        """Have version `base` verified, if it is live and was not. Return the step's metrics about it.
+        """Verify version `base` if it is live and not verified yet. Return the step's metrics about it.
 
-        `samples_of` gives the rows of rollouts. `idle`: only if agents' answers suffice, or no more of them come.
-        Raises what `publish` does, but not Superseded.
+        `samples_of` gives the rows of rollouts. `idle`: only if agents' answers suffice, or no more are expected.
+        Raises what `publish` does, except Superseded.
         """
         live = await self._store.versions.live()
         if live.version != base or live.verified or not live.publish == self._swap.mode == "merged":
@@ -194,7 +194,7 @@ class Publisher:
         return metrics
 
     async def _ask(self, verification: Verification, step: Step) -> None:
-        """Have vLLM's own answers verify the live version. If they do not, the one before is live again."""
+        """Verify the live version by sampling from vLLM. If that fails, the version before is made live again."""
         version = verification.version
         give_back()  # vLLM may wait for the memory
         await self._swap.restore(set())
@@ -215,15 +215,15 @@ class Publisher:
         return last.version == live.version and live.publish == self._swap.mode
 
     async def builds_on(self, base: int, live: PolicyVersion) -> bool:
-        """Return whether weights that build on version `base` build on the live one, too."""
+        """Return whether weights that build on version `base` also build on the live one."""
         return base == live.version
 
     async def waits_for(self, base: int) -> str | None:
-        """Return the reason why training on from version `base` must wait; None if it need not."""
+        """Return why training from version `base` must wait; None if it need not."""
         return None
 
     async def late(self, base: int) -> Step | None:
-        """Return the last step if its weights, which build on version `base`, are to be published only now."""
+        """Return the last step if publishing its weights, which build on version `base`, was postponed until now."""
         return None
 
     # The mode, files and old versions -------------------------------------------------------------------------------
@@ -233,19 +233,19 @@ class Publisher:
         return live.publish not in (None, self._swap.mode)
 
     async def warn_of_another_mode(self) -> None:
-        """Warn once if another process has since been configured to publish in another way."""
+        """Warn once if another process now publishes in another mode."""
         before, self._other_mode = self._other_mode, await other_mode(self._store, "trainer", self._swap.mode)
         if self._other_mode not in (None, before):
             log.error("%s", self._other_mode)
 
     async def abandon_unfinished(self, why: str = "the trainer was stopped while it published this version") -> None:
-        """Mark the versions that were being published as failed, and remove their files."""
+        """Mark versions left half published as failed, and remove their files."""
         for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.failed(version.version, why)
             await self._remove(version)
 
     async def _forget_unfinished(self) -> None:
-        """Undo a try: the next one gets the same version number, because staleness is counted by version numbers."""
+        """Undo an attempt. The next one reuses the version number, because staleness counts version numbers."""
         for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.forget_unfinished(version.version)
             await self._delete(version)
@@ -262,9 +262,9 @@ class Publisher:
         await self._delete(version)
 
     async def prune(self, keep: Set[int]) -> None:
-        """Remove all versions but the newest, the live one, running rollouts' ones, and those in `keep`.
+        """Remove all versions except the newest, the live one, those of running rollouts, and those in `keep`.
 
-        Versions that never went live (`promotion.mode: gated`) take no place among the newest: one of them is kept.
+        Versions that never went live (`promotion.mode: gated`) do not count among the newest; one of them is kept.
         """
         versions = await self._store.versions.with_files()
         passed_by = [v for v in versions if v.live_at is None and v.status in ("ready", "rejected")]

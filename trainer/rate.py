@@ -1,4 +1,4 @@
-"""Decides the learning rate of RL: the configured number, a checkpoint's, or one for the model (`auto`)."""
+"""Decides the learning rate of RL: the configured one, a checkpoint's, or one computed for the model (`auto`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPONENT = 0.781
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A learning rate before `trainer.lr_scheduler` and warm-up, and in words why it is this one."""
+    """A learning rate before `trainer.lr_scheduler` and warm-up, with the reason for it in words."""
 
     value: float
     reason: str
@@ -25,8 +25,8 @@ def automatic_rate(width: int, weights: Literal["lora", "full"] = "lora", alpha:
 
     LoRA: 7.5e-5 · (2000 / width)^0.781 · (32 / alpha). All weights: 5e-6 · (2000 / width)^0.781.
 
-    - 7.5e-5: half as much again as TRL's guide "LoRA Without Regret" has, by the runs in docs/results.md.
-      All weights: a tenth of the guide's 5e-5, as it says.
+    - 7.5e-5: 1.5 times the rate in TRL's guide "LoRA Without Regret", by the runs in docs/results.md. All weights: a
+    tenth of the guide's 5e-5, as it recommends.
     - The power of the width: Tinker cookbook's `hyperparam_utils` until 2026, fitted to supervised runs of Llama.
       The cookbook's recipes of RL take 1e-4 for 1B and 2e-5 for 8B, where this has 7.4e-5 and 4.3e-5.
     - The rank does not count: PEFT scales by alpha / rank, and so the best rate hardly depends on it (Schulman et al.
@@ -52,7 +52,7 @@ def rate_of(config: TrainerConfig, width: int, kept: float | None = None) -> Rat
 
 
 def rate_after(config: TrainerConfig, rate: float, updates: int) -> float:
-    """Return the learning rate after this number of updates, by `trainer.lr_scheduler`; `rate` is its greatest."""
+    """Return the learning rate after this many updates, by `trainer.lr_scheduler`; `rate` is its maximum."""
     if updates < config.warmup_steps:
         return rate * updates / config.warmup_steps
     if config.max_steps is None or config.lr_scheduler not in ("linear", "cosine"):

@@ -1,4 +1,4 @@
-"""Runs the trainer: its core loop, or what a feature puts in its place."""
+"""Runs the trainer: the core's loop, or a feature's replacement of it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .step.trainer import LightningTrainer
 
 
 async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_chat: AsChat | None = None) -> None:
-    """Train until `stop` is set: on the configured store and its vLLM, unless the run is a feature's.
+    """Train until `stop` is set, on the configured store and vLLM, unless a feature takes the run.
 
-    `as_chat` translates recorded requests of other APIs, which vLLM is asked about as chat requests.
+    `as_chat` translates recorded requests of other APIs, because vLLM is asked about them as chat requests.
     """
     run, plugins = run or Run(), plugins_of(config)
     for plugin in plugins:
@@ -76,7 +76,7 @@ def follow(config: Config) -> None:
 
 @asynccontextmanager
 async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> AsyncIterator[TrainingEngine]:
-    """Make the engine, and end it."""
+    """Make the engine, and end it after the block."""
     check_functions(config.trainer)
     check_gradients(config.trainer)
     engine = await asyncio.to_thread(engine_of, config, plugins)

@@ -22,9 +22,9 @@ Guide = Callable[["Batch"], Awaitable["Batch"]]
 class RolloutRewards:
     """The weighted rewards of a rollout. Call rewards are keyed by call id.
 
-    `final` was posted for the rollout itself (None: nothing was), `calls` for single calls. `air` is what automatic
-    intermediate rewarding adds to calls; it never replaces a posted reward. `named`: what each name's rewards alone
-    would be, without weights.
+    `final` was posted for the rollout itself (None if nothing was), `calls` for single calls. `air` is what automatic
+    intermediate rewarding adds to calls; it never replaces a posted reward. `named`: the unweighted rewards of each
+    name.
     """
 
     final: float | None
@@ -34,7 +34,7 @@ class RolloutRewards:
 
     @classmethod
     def counted(cls, rewards: Sequence[Reward], rules: Rules, status: RolloutStatus = "completed") -> RolloutRewards:
-        """Return the rewards of a rollout of this status, as the rules count them. `rewards`: oldest first."""
+        """Return the rewards of a rollout with this status, as the rules count them. `rewards`: oldest first."""
         found = earned(rewards, rules, status)
         named = {name: earned(rewards, rules._replace(weights={name: 1.0}), status) for name in rules.weights}
         return cls(found.own, found.calls, named=named)
@@ -60,9 +60,9 @@ class RolloutRewards:
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """A rollout's calls as they are compared. By place: `left_out` teach nothing, `negative` only pushes down.
+    """Which of a rollout's calls are compared. By index: `left_out` teach nothing, `negative` are only pushed down.
 
-    `counts`: how many calls are concerned, by the names of step metrics.
+    `counts`: how many calls each step metric counts.
     """
 
     calls: Sequence[ModelCall] = ()
@@ -84,7 +84,7 @@ class Sibling:
     sifted: Sifted = Sifted()
 
     def only(self, places: Sequence[int]) -> Sibling:
-        """Return the sibling with only the calls at `places`, and only their rewards."""
+        """Return the sibling with only the calls at `places` and only their rewards."""
         calls, rewards = [self.calls[i] for i in places], self.rewards
 
         def kept(values: Mapping[str, float]) -> dict[str, float]:
@@ -98,8 +98,8 @@ class Sibling:
 class Sampling:
     """How vLLM turned a model's logits into the distribution that an answer was sampled from.
 
-    Every field but `temperature` is neutral by default. `allowed` None: all tokens. `stop_tokens` are the
-    request's, which `min_tokens` forbids. `grammar` is vLLM's structured outputs, as JSON.
+    Every field except `temperature` is neutral by default. `allowed` None: all tokens. `stop_tokens` are the request's;
+    `min_tokens` forbids them at first. `grammar` is vLLM's structured outputs, as JSON.
     """
 
     temperature: float = 1.0
@@ -121,7 +121,7 @@ class Sampling:
         return self == Sampling(self.temperature, stop_tokens=self.stop_tokens)
 
     def fits(self, vocabulary: int | None) -> bool:
-        """Return whether a sampler may have its numbers, and a vocabulary of this size its tokens (None: any)."""
+        """Return whether the numbers suit a sampler, and the tokens a vocabulary of this size (None: any)."""
         numbers = (self.temperature, self.frequency_penalty, self.presence_penalty, *(value for _, value in self.bias))
         tokens = (*(self.allowed or ()), *self.stop_tokens, *(token for token, _ in self.bias))
         return (
@@ -135,9 +135,9 @@ class Sampling:
 
 
 class Guidance(NamedTuple):
-    """A guide's log-probabilities of a row's tokens, NaN where it has none.
+    """A guide's log-probabilities for a row's tokens, NaN where it gives none.
 
-    `weight`: what a nat of difference from the policy's own log-probability adds to a token's advantage.
+    `weight`: how much each nat of difference from the policy's log-probability adds to a token's advantage.
     """
 
     logprobs: tuple[float, ...]
@@ -150,10 +150,10 @@ class Sample:
 
     `mask[i]` is 1 where the policy sampled `token_ids[i]` and 0 for context; there `logprobs` and `advantages` are 0.0.
     `temperatures[i]` is the sampling temperature of the call that token i belongs to (1.0 for context).
-    `shaped` has the answers [start, end) that were sampled in more than a temperature's way; their prompt is the row
-    before them. `results` has the context [start, end) that tools wrote between two answers, with what the chat
-    template puts around it. `adapter` sampled every answer in the row, and is the one that the row trains. `advantages`
-    come from rewards; what `guidance` adds to them is only known once the policy has scored the row.
+    `shaped` has the answers [start, end) that were not sampled by temperature alone; their prompt is the row before
+    them. `results` has the context [start, end) that tools wrote between two answers, including what the chat template
+    puts around it. `adapter` sampled every answer in the row, and is the one that the row trains. `advantages` come
+    from rewards; what `guidance` adds to them is only known once the policy has scored the row.
     """
 
     rollout_id: str
@@ -174,7 +174,7 @@ class Sample:
         guidance = self.token_ids if self.guidance is None else self.guidance.logprobs
         lists = (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures, guidance)
         if len({*map(len, lists)}) != 1:
-            raise ValueError(f"sample of {self.rollout_id}: token ids, mask, logprobs, advantages differ in length")
+            raise ValueError(f"sample of {self.rollout_id}: token ids, mask, logprobs and advantages differ in length")
         if self.mask and self.mask[0]:
             raise ValueError(f"sample of {self.rollout_id}: its first token has no context to be predicted from")
 
@@ -187,11 +187,11 @@ class Sample:
 class Batch:
     """The samples of one step, and the counts that go into the step's metrics.
 
-    `compared` is the number of rollouts that were compared, also where that taught nothing. The loss is
-    averaged over them. 0 stands for the rollouts of the samples.
-    `compared_by_adapter` counts those in which the adapter's agents took part, where agents have adapters of their own.
-    `tasks` has the mean, spread and number of rewards by task. `left_out`: why most calls are left out, if they are.
-    `version`: the policy version that the step begins with; None if its weights are no version's.
+    `compared` is the number of compared rollouts, including those that taught nothing. The loss is averaged over them.
+    0 means the rollouts of the samples. `compared_by_adapter` counts the rollouts that each adapter's agents took part
+    in, if agents have their own adapters. `tasks` has the mean, spread and number of rewards by task. `left_out`: why
+    most calls are left out, if they are. `version`: the policy version that the step begins with; None if its weights
+    are no version's.
     """
 
     step: int

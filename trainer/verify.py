@@ -41,8 +41,8 @@ SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 class WeightEvidence:
     """Evidence whether answers come from new weights or from the old ones.
 
-    By token, it is how much nearer the served log-probability is to that of the new weights. The sum is judged by its
-    own spread, so it does not matter how large rounding is.
+    For each token it is how much nearer the served log-probability is to the new weights' than to the old ones'. The
+    sum is judged by its own spread, so the size of rounding errors does not matter.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class WeightEvidence:
     def add(self, served: Iterable[float], new: Iterable[float], old: Iterable[float]) -> None:
         """Add an answer: its tokens' log-probabilities as served, by the new weights and by the old ones.
 
-        Weights that would not sample a token are `FAR` from it: top_p and the like leave a few out by rounding.
+        Weights that would not sample a token count as `FAR` away: by rounding, top_p and the like exclude a few tokens.
         """
         for value, by_new, by_old in zip(served, new, old, strict=True):
             self._from_new.append(abs(min(value - by_new, FAR)))
@@ -93,10 +93,10 @@ class WeightEvidence:
 
 
 class Verification:
-    """Shows that vLLM serves a policy version, the trainer's present weights. Else PublishError.
+    """Verifies that vLLM serves a policy version, the trainer's present weights. Raises PublishError if it does not.
 
     vLLM continues the prompts of a few `samples`. It is not asked for prompt_logprobs, which end the engine of vLLM
-    0.32 on a CPU with LoRA enabled. `seen`: the rollouts with answers that were compared instead.
+    0.32 on a CPU with LoRA enabled. `seen`: the rollouts whose answers were compared instead.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Verification:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return the step's metrics about it: the worst of its adapters and servers; none before it is verified.
+        """Return the step's metrics about it: the worst of its adapters and servers; nothing before it is verified.
 
         An adapter that the step did not move counts only if none moved.
         """
@@ -128,7 +128,7 @@ class Verification:
         } | ({"verified_by": by[0]} if by else {})
 
     async def load(self, stop: asyncio.Event) -> None:
-        """Load the version's adapters and verify them. Load them again if vLLM restarts meanwhile: it forgets them."""
+        """Load the version's adapters and verify them. Load them again if vLLM restarts, which forgets them."""
         await self._swap.unload(self.version)  # adapters of this name from another store, perhaps
         restarts, restarted, waits = 0, True, "verifying the published weights waits"
         while restarts < VERIFY_RESTARTS:
@@ -154,26 +154,26 @@ class Verification:
         return all({model["id"] for model in models}.issuperset(self.version.served_models) for models in served)
 
     async def on_all(self) -> None:
-        """Ask every replica. One that is away is left out: it gets the weights before it serves again."""
+        """Verify every replica. One that is away is skipped: it gets the weights before it serves again."""
         self._found = []
         await self._swap.vllm.ask(self.on)
 
     async def on(self, server: VllmServer) -> None:
-        """Ask one server, for each adapter by the samples of its own, if there are any."""
+        """Verify one server: each adapter by its own samples, if it has any."""
         base = await server.base_model() if self._swap.mode == "merged" else str(self.version.served_model)
         for adapter, model in {DEFAULT_ADAPTER: base, **self.version.adapters}.items():
             samples = [sample for sample in self._samples if sample.adapter == adapter] or self._samples
             evidence = await self._ask(server, model, adapter, samples)
             if not evidence.is_new and self._agents.is_old:
-                raise PublishError(f"agents got answers of the previous weights from {model}: {self._agents}")
+                raise PublishError(f"agents got answers from the previous weights as {model}: {self._agents}")
             by = None if evidence.is_new else await self._look_at_names(server, model, adapter, evidence)
             self._found.append((evidence, by))
 
     async def by_agents(self, rollouts: Sequence[Rollout], samples_of: SamplesOf) -> bool:
-        """Return whether answers that agents got, by the only server's new weights alone, show that it serves those.
+        """Return whether answers that agents got show that the only server serves the new weights.
 
-        Of each rollout it is the shortest row, and no more are scored than it takes; short ones together, as they share
-        their prompts. Where they look like the old weights', a name is no proof in `on`, which comes next.
+        It scores the shortest row of each rollout, in batches, until the result is clear. If they look like the old
+        weights, `on`, which comes next, does not accept a name as proof.
         """
         rows, evidence = list[Sample](), self._agents
         for rollout in rollouts:
@@ -196,7 +196,7 @@ class Verification:
         return True
 
     async def _ask(self, server: VllmServer, model: str, adapter: str, samples: Sequence[Sample]) -> WeightEvidence:
-        """Let the server answer until it is clear which weights do. PublishError if they are not the adapter's."""
+        """Sample from the server until it is clear which weights answer. PublishError if they are not the adapter's."""
         count = self._config.verify_samples
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts, tokens = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)], VERIFIED_TOKENS
@@ -227,9 +227,9 @@ class Verification:
         return tolerance(self._engine.settings, self._config)
 
     async def _look_at_names(self, server: VllmServer, model: str, adapter: str, evidence: WeightEvidence) -> str:
-        """Where answers prove nothing: check the server's name for the weights, and that the files are the trainer's.
+        """If answers prove nothing, check the server's name for the weights, and that the files are the trainer's.
 
-        Return what was checked. Raises PublishError if it is wrong.
+        Return what was checked. Raises PublishError if the check fails.
         """
         by = "its label"
         if self._swap.mode == "merged":

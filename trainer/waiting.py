@@ -41,7 +41,7 @@ async def before_retry(stop: asyncio.Event) -> None:
 async def until_done(
     what: str, work: Callable[[], Awaitable[T]], errors: tuple[type[LightningError], ...], stop: asyncio.Event
 ) -> T:
-    """Do the work, again and again while one of these errors says that something is missing. Raises Stopped."""
+    """Do the work, and repeat it while one of these errors says that something is missing. Raises Stopped."""
     while True:
         try:
             return await work()
@@ -51,7 +51,7 @@ async def until_done(
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Do several things at once; the first error ends them all."""
+    """Run several tasks at once; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -61,7 +61,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` in a thread. A cancellation waits for its end: what follows may need the same weights or files."""
+    """Do `work` in a thread. A cancellation waits for it to end: what follows may need the same weights or files."""
 
     def guarded() -> T:
         try:

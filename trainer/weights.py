@@ -1,4 +1,4 @@
-"""The weights that a trainer trains, LoRA adapters on a frozen model or the full model, and their files for vLLM."""
+"""The weights that are trained (LoRA adapters on a frozen model, or the full model), and their files for vLLM."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ MARKER = "COMPLETE"
 
 
 class TrainedWeights:
-    """Sets of weights that are trained apart, by `names`: each LoRA adapter is one, or the full model is the only one.
+    """Sets of weights that are trained separately, by `names`: each LoRA adapter, or the full model as the only set.
 
-    Samples say by their `adapter` which they train. `model` is the bare language model. A weight that several modules
+    A sample's `adapter` says which set it trains. `model` is the bare language model. A weight that several modules
     share counts once. If the sets are `sharded`, each process has a part of them, and all processes must call these
-    methods together; `keeps` is whether this one keeps and writes what is gathered.
+    methods together; `keeps` says whether this one keeps and writes what is gathered.
     """
 
     def __init__(self, model: Any, config: TrainerConfig, policy: PolicyConfig, processes: Processes) -> None:
@@ -84,7 +84,7 @@ class TrainedWeights:
         return self._model
 
     def parameters(self, *names: str) -> list[nn.Parameter]:
-        """Return the parameters of these sets, by default of all, whichever adapter is active."""
+        """Return the parameters of these sets (default: all), whichever adapter is active."""
         named = self._model.named_parameters()
         if not self._is_lora:
             return [parameter for _, parameter in named]
@@ -106,18 +106,18 @@ class TrainedWeights:
             yield self._base
 
     def live(self, name: str) -> Weights:
-        """Return the weights of a set themselves, not copies, by the names that they have in files."""
+        """Return the weights of a set (not copies) by their names in files."""
         if self._is_lora:
             adapter: Weights = get_peft_model_state_dict(self._model, adapter_name=name)
             return adapter
         return {key: parameter.detach() for key, parameter in self.model.named_parameters()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every unsharded weight, by `set: name`."""
+        """Return the full shape of every weight, by `set: name`."""
         return {f"{own}: {key}": tuple(w.shape) for own in self.names for key, w in self.live(own).items()}
 
     def weights(self, name: str = DEFAULT_ADAPTER) -> Weights:
-        """Return copies of a set's unsharded weights; nothing in a process that only helps to gather them."""
+        """Return copies of a set's full weights; nothing in a process that only helps to gather them."""
         return gathered(self.live(name), self.keeps or not self.sharded, lambda _, weight: weight.clone())
 
     def all_weights(self) -> dict[str, Weights]:
@@ -125,7 +125,7 @@ class TrainedWeights:
 
     @torch.no_grad()
     def set(self, weights: Mapping[str, Weights]) -> None:
-        """Replace the weights of these sets. If they are sharded, only process 0 need have the values."""
+        """Replace the weights of these sets. If they are sharded, only process 0 needs the values."""
         for name, own in weights.items():
             live = self.live(name)
             for key, value in own.items():
@@ -142,12 +142,12 @@ class TrainedWeights:
         return value
 
     def copy(self, name: str) -> Weights:
-        """Return a copy of this process's part of a set, in the machine's own memory."""
+        """Return a copy of this process's part of a set, in CPU memory."""
         return {key: local(weight).to("cpu", copy=True) for key, weight in self.live(name).items()}
 
     @contextmanager
     def exchanged(self, name: str, copy: Weights) -> Iterator[None]:
-        """Use the weights of a `copy` while the block runs. The copy holds the present ones meanwhile."""
+        """Use the weights of a `copy` while the block runs. Until then the copy holds the present ones."""
 
         @torch.no_grad()
         def exchange() -> None:
@@ -163,7 +163,7 @@ class TrainedWeights:
             exchange()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state for a checkpoint: of a full model by names of weights: ranks change their order."""
+        """Return the state for a checkpoint. A full model's is by weight name, because ranks change the order."""
         packed: dict[str, Any] = optimizer.state_dict()
         if self._is_lora:
             return packed
@@ -182,15 +182,15 @@ class TrainedWeights:
         optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
 
     def _ordered(self, optimizer: Any) -> list[tuple[str, nn.Parameter]]:
-        """The optimizer's parameters with their names, in the order that its state dict counts them in."""
+        """The optimizer's parameters with their names, in the order of its state dict."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [(names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
         """Write what vLLM loads. `directory` appears atomically, with a marker file; no weight in memory changes.
 
-        With `merged` it is a full model, with the default adapter merged in. Else it has the adapter `default`, and
-        each other one in a sub-directory of its name; LightningError if there are none.
+        With `merged` it is a full model with the default adapter merged in. Otherwise it has the adapter `default`, and
+        each other adapter in a sub-directory with its name. Raises LightningError if there are none.
         """
         if not merged and not self._is_lora:
             raise LightningError("with trainer.weights: full there is no adapter to write")
@@ -210,7 +210,7 @@ class TrainedWeights:
             (temporary / MARKER).touch()
 
     def _full_state(self) -> Weights:
-        """A weight that two modules share is there once, as transformers writes it."""
+        """A weight that two modules share is written once, as transformers does."""
         named = self.model.named_parameters
         again = {name for name, _ in named(remove_duplicate=False)} - {name for name, _ in named()}
         state = {name: weight for name, weight in self.model.state_dict().items() if name not in again}
@@ -222,7 +222,7 @@ def gathered(
 ) -> Weights:
     """Gather sharded tensors one at a time, and return them as `change` makes them; nothing if they are not kept.
 
-    Every process has to take part. What was gathered is in the machine's own memory then.
+    Every process has to take part. Gathered tensors are in CPU memory.
     """
     found: Weights = {}
     for name, part in tensors.items():
@@ -268,7 +268,7 @@ def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
 def language_targets(model: PreTrainedModel) -> list[str]:
     """Return the linear modules in the layers of the language model, without experts, routers and other towers.
 
-    They are named by their last part where that means no other module of the model. ConfigError if there are none.
+    They are named by their last part if no other module of the model ends so. ConfigError if there are none.
     """
     modules, decoder = dict(model.named_modules()), model.get_decoder()
     language = next((f"{name}." for name, module in modules.items() if module is decoder and name), "")
@@ -287,7 +287,7 @@ def language_targets(model: PreTrainedModel) -> list[str]:
 
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model of its own architecture on the CPU; the trainer moves it to its one device."""
+    """Load a model with its own architecture on the CPU; the trainer moves it to its device."""
     names = AutoConfig.from_pretrained(path).architectures or [""]
     architecture = getattr(transformers, names[0], AutoModelForCausalLM)
     model = architecture.from_pretrained(path, dtype=dtype)
@@ -296,14 +296,14 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def compute_dtype(config: TrainerConfig) -> torch.dtype:
-    """Return the dtype that the model is computed in, and that vLLM is given its weights in."""
+    """Return the dtype that the model computes in and that weights for vLLM have."""
     if config.dtype == "auto":
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
 def weight_dtype(config: TrainerConfig) -> torch.dtype:
-    """Return the dtype of the model's weights. Trained ones are float32: bfloat16 would round small updates away."""
+    """Return the dtype of the model's weights. Trained weights are float32: bfloat16 would lose small updates."""
     return torch.float32 if config.weights == "full" else compute_dtype(config)
 
 

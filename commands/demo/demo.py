@@ -139,7 +139,7 @@ def resumed(directory: Path) -> DemoOptions:
         kept = DemoOptions.model_validate_json((directory / OPTIONS).read_bytes())
         if kept.directory == directory.absolute():
             return kept
-    raise ConfigError(f"no demo was begun in {directory}: choose another --dir")
+    raise ConfigError(f"{directory} has no demo to resume: choose another --dir")
 
 
 def settings(model: Path, steps: int) -> Json:

@@ -208,10 +208,10 @@ async def probe_store(config: StoreConfig) -> str:
     directory, is_there = next(parent for parent in path.parents if parent.exists()), path.exists()
     can_write = directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)
     if not is_there and not can_write:
-        raise Finding(f"{path} cannot be made: {directory} is not writable", "set store.url to another place")
+        raise Finding(f"{path} cannot be created: {directory} is not writable", "set store.url to another place")
     free = shutil.disk_usage(directory).free
     if free < ROOM or (can_write and not has_room(directory)):
-        raise Finding(f"{directory}: the disk is full", "make room: calls and rewards are refused with 503")
+        raise Finding(f"{directory}: the disk is full", "free some space: calls and rewards are refused with 503")
     if is_there:
         await _require_writable(config)
     found = "writable" if is_there else "not there yet: the first start makes it"
@@ -261,7 +261,7 @@ async def probe_server(session: aiohttp.ClientSession, upstream: UpstreamConfig,
         why = without_secrets(str(error)) or "no answer in time"
         raise Finding(f"{shown(url)} is not reachable: {why}") from None
     if status in REFUSED and upstream.api_key is None:
-        return f"{shown(url)} wants a key: the agents' own keys are passed on"
+        return f"{shown(url)} needs a key: the agents' own keys are passed on"
     if status >= 400:
         raise Finding(f"{shown(url)}/models answers HTTP {status}", "correct its base_url or api_key")
     return shown(url)
@@ -272,7 +272,7 @@ async def probe_mode(config: Config, api: ApiClient) -> str:
     mode, kept, policy = publish_mode(config), first_value(config.store, DECIDED), await api.policy()
     others = {"the running proxy": policy["publish"], "the store": kept}
     if wrong := [f"{name} has {other}" for name, other in others.items() if other not in (None, mode)]:
-        raise Finding(f"{mode} by this configuration, but {' and '.join(wrong)}")
+        raise Finding(f"{mode} in this configuration, but {' and '.join(wrong)}")
     return mode
 
 
@@ -319,7 +319,7 @@ async def probe_rewards(api: ApiClient) -> str:
     if rewarded < len(ended) / 2:
         raise Doubt(found)
     if all(r["task_id"] is None for r in ended):
-        raise Doubt(f"{found}, but none names its task", "send X-Task-Id: only rollouts of one task are compared")
+        raise Doubt(f"{found}, but none has a task id", "send X-Task-Id: only rollouts of one task are compared")
     return found
 
 
@@ -336,7 +336,7 @@ async def probe_trainer(config: Config) -> str:
             if not is_free:
                 return "one runs on this store"
     if full_groups(await waiting_groups(config)) >= config.trainer.tasks_per_step:
-        raise Doubt("none runs, and a step could be made")
+        raise Doubt("none runs, though enough rollouts wait for a step")
     return "none runs on this machine; `lightning-proxy train` starts one"
 
 
@@ -390,10 +390,10 @@ class VllmChecks:
         # SGLang gives a prompt's ids in each choice.
         ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content") or []
         if not ids or not (answer.get("prompt_token_ids") or choice.get("prompt_token_ids")):
-            raise Finding("no token ids come back", "use vLLM 0.10 or newer: return_token_ids is not understood")
+            raise Finding("the server returns no token ids", "use vLLM 0.10 or newer, for return_token_ids")
         if not len(ids) == len(logprobs) == (wanted := answer["usage"]["completion_tokens"]):
             raise Finding(f"{len(ids)} token ids and {len(logprobs)} log-probabilities where usage says {wanted}")
-        return "the server says which tokens it wrote, and how likely each was"
+        return "the server returns token ids and log-probabilities"
 
     async def _logprobs(self) -> str:
         """Halving the temperature doubles the gaps between log-probabilities taken after temperature."""
@@ -406,13 +406,13 @@ class VllmChecks:
         warm, cold = tops
         common = sorted(warm.keys() & cold.keys(), key=lambda token: warm[token])
         if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < 0.1:
-            raise Doubt("cannot tell whether they are taken after temperature")
+            raise Doubt("cannot tell whether they are computed after temperature")
         if any(value > 0.001 for value in warm.values()):
-            raise Finding("logits come back instead")
+            raise Finding("the server returns logits instead")
         if (cold[common[-1]] - cold[common[0]]) / gap < 1.5:
             fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
-            raise Finding("they are taken before temperature, not from what was sampled", fix)
-        return "taken after temperature, as training needs them"
+            raise Finding("they are computed before temperature, so they are not what was sampled", fix)
+        return "computed after temperature, as training needs them"
 
     async def _sampling(self) -> str:
         """Check the route that says how an answer was sampled, and takes a next turn as tokens."""
@@ -433,15 +433,15 @@ class VllmChecks:
         first, said, second = [list((await self._answer("/tokenize", **body))["tokens"]) for body in asked]
         if second[: len(first + said)] != first + said:
             fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
-            raise Doubt("a second turn changes tokens before it: a row for each call", fix)
-        return "a second turn begins as the first one was: a conversation is trained on as one row"
+            raise Doubt("a second turn changes the tokens before it: each call is trained on as its own row", fix)
+        return "a second turn keeps the tokens of the first: a conversation is trained on as one row"
 
     async def _tools(self) -> str:
         status, answer = await self._post(CHAT, messages=QUESTION, tools=[TOOL], max_tokens=1)
         if status < 400:
             return "a request with tools is answered"
-        found = f"a request with tools gets HTTP {status}; agents without tools need not care ({str(answer)[:200]})"
-        fix = "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
+        found = f"a request with tools gets HTTP {status}; only agents with tools need it ({str(answer)[:200]})"
+        fix = "for tools, add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
         raise Doubt(found, fix)
 
     async def _publishing(self) -> str:
@@ -452,11 +452,11 @@ class VllmChecks:
             if status in REFUSED:
                 key = key_file(self._config.policy.directory).absolute()
                 fix = "run doctor where vLLM was started, or with the configuration that it was started with"
-                raise Finding(f"the policy server does not know the key in {key}", fix)
+                raise Finding(f"the policy server does not accept the key in {key}", fix)
             # An adapter without a name is refused where adapters can be loaded, and not found where they cannot.
             if lora and status in (404, 405):
                 fix = f"{RESTART}, or set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
-                raise Finding("lora: adapters cannot be loaded", fix)
+                raise Finding("lora: the server cannot load adapters", fix)
             if not lora and status >= 400:
                 fix = f"{RESTART}, or set VLLM_SERVER_DEV_MODE=1 on a server that only this machine reaches"
                 raise Finding(f"merged: {path} answers HTTP {status}", fix)
@@ -467,9 +467,9 @@ class VllmChecks:
         method, path = ("POST", LOAD) if self._publish == "lora" else ("GET", "/is_paused")
         status, _ = await self._send(method, path, {}, {"Origin": "https://page.example"})
         if status in (*REFUSED, 404, 405):
-            return "only we can change its weights"
+            return "only this configuration's key can change its weights"
         found = "a web page, or any program that reaches this vLLM, can replace its weights"
-        raise Doubt(found, f"{RESTART}, or give it our guard (docs/security.md)")
+        raise Doubt(found, f"{RESTART}, or add the operator guard (docs/security.md)")
 
     async def _shared(self) -> str:
         """Have each server look for an adapter in the directory of new weights. Nothing is loaded."""
@@ -488,9 +488,9 @@ class VllmChecks:
                 if status < 400:
                     await self._send("POST", UNLOAD, adapter, root=root)
                 elif status == 404 or "No adapter found" in str(answer):
-                    raise Finding(f"{root} does not see {directory.absolute()}: it can get no new weights", fix)
+                    raise Finding(f"{root} cannot read {directory.absolute()}, so it gets no new weights", fix)
                 elif "contain tensors" not in str(answer):
-                    found = f"{root} cannot say whether it sees {directory}: HTTP {status} {str(answer)[:200]}"
+                    found = f"cannot tell whether {root} can read {directory}: HTTP {status} {str(answer)[:200]}"
                     raise Doubt(found, fix)
         return f"{', '.join(self._roots)} reads adapters from {directory}"
 

@@ -99,7 +99,7 @@ async def _weights(config: Config) -> str:
                     raise Finding(found)
         elif (label := await fleet.weight_version()) != FRESH:
             raise Finding(f"the server has weights of another store ({label})")
-    return "the server's are replaced for some minutes (policy.publish: merged), and put back at the end"
+    return "the server's weights are replaced for some minutes (policy.publish: merged), then restored"
 
 
 Served = tuple[dict[str, str | None], list[Any]]
@@ -137,9 +137,9 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
             forget(journal_path(config), journal)
             apart, others = _apart(before, after), _apart(before, trained)
             if [one[0] for one in before] != [one[0] for one in after] or apart > max(ALIKE, others / NEARER):
-                fix = "`lightning-proxy status` says what is served; a restart of vLLM has its own weights again"
-                raise Finding(f"the server answers otherwise than before, by {apart:.3g} nats", fix)
-            return f"the server answers as before (to {apart:.1g} nats); no weights or rollouts of this check are left"
+                fix = "`lightning-proxy status` says what is served; restarting vLLM restores its original weights"
+                raise Finding(f"the server's answers differ from before by {apart:.3g} nats", fix)
+            return f"the server answers as before (to {apart:.1g} nats); nothing of this check is left"
 
         journal.write(journal_path(config))
         try:

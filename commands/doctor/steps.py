@@ -224,7 +224,7 @@ class LearnStep:
         calls = sum(len(rollout["calls"]) for rollout in self._rollouts)
         if not calls:
             fix = "have it call OPENAI_BASE_URL, which `doctor` and `run` set"
-            raise Finding(f"{len(ended)} runs ended, and made no call through the proxy", fix)
+            raise Finding(f"{len(ended)} runs ended without a call through the proxy", fix)
         lost = "" if len(ended) == len(results) else f"; {len(results) - len(ended)} runs failed"
         return f"{len(ended)} rollouts of {len(self._tasks)} tasks made {calls} calls{lost}"
 
@@ -237,7 +237,7 @@ class LearnStep:
             raise Finding(found, f"have the agent ask for the model {self._core.config.policy.alias!r}")
         reasons = Counter(str(call["untrainable_reason"]) for call in calls if not call["trainable"])
         good = len(calls) - reasons.total()
-        found = f"{good} of {len(calls)} calls have the tokens that were sampled, and how likely each was"
+        found = f"{good} of {len(calls)} calls have their sampled tokens and log-probabilities"
         if reasons:
             raise (Doubt if good else Finding)(f"{found}; the others: {reasons.most_common(1)[0][0]}")
         return found
@@ -269,7 +269,7 @@ class LearnStep:
             dropped = Counter([(await self._api.rollout(rollout))["dropped"] for rollout in self._rewards])
             why = dropped.most_common(1)[0][0]
             alike = "sample at temperature 1, with other tasks: siblings that all answer alike teach nothing"
-            raise Finding(f"there is nothing to learn from: {why}", alike if "equal" in str(why) else None)
+            raise Finding(f"nothing to learn from: {why}", alike if "equal" in str(why) else None)
         self._batch = batch
         nonzero = sum(any(sample.advantages) for sample in batch.samples)
         return f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"
@@ -283,10 +283,10 @@ class LearnStep:
         kl, allowed = metrics.get("kl", 0.0), tolerance(engine.settings, self._core.config.policy)
         mean = f"{metrics['ratio_mean']:.4f} on average"
         if fix := wrong_sampler(kl, allowed):
-            raise Finding(f"with unchanged weights they are not 1, but {mean} ({nats_apart(kl):.2g} nats off)", fix)
+            raise Finding(f"without a change of weights they are not 1 but {mean} ({nats_apart(kl):.2g} nats off)", fix)
         if metrics["skipped"]:
             raise Finding(f"the step was skipped: {engine.skipped_because}")
-        return f"with unchanged weights they are 1: {mean}, {metrics['ratio_max']:.3f} at most"
+        return f"without a change of weights they are 1: {mean}, {metrics['ratio_max']:.3f} at most"
 
     async def _logprobs(self) -> list[float]:
         """Of each row, the log-probability of its sampled tokens by the trainer's present weights."""
@@ -307,8 +307,8 @@ class LearnStep:
         if rate != self._rate:
             gained += f" (yours is {self._rate:g})"
         if nats <= 0 or p > LARGEST_P:
-            raise Finding(f"a step did not make what was rewarded likelier: {gained}")
-        return f"a step made what was rewarded likelier than the rest: {gained}"
+            raise Finding(f"the step did not make rewarded answers likelier: {gained}")
+        return f"the step made rewarded answers likelier than the rest: {gained}"
 
     async def _publish(self) -> str:
         """Check that the server answers with the step's weights, and not with those before."""
@@ -318,13 +318,13 @@ class LearnStep:
                 self._metrics |= await self._loop.verify_live()
         except TimeoutError:
             fix = "the lines above say what it waits for; look at vLLM's log"
-            raise Finding(f"they are not live after {PUBLISH_S:.0f} s", fix) from None
+            raise Finding(f"the new weights are not live after {PUBLISH_S:.0f} s", fix) from None
         apart = float(self._metrics.get("verify_deviations", 0.0))
         shown = f"{apart:.0f} standard deviations apart"
         if apart < SURE:
-            found = f"the server has them by name, and its answers do not tell them from the old ones: {shown}"
-            raise Doubt(found, "the step was small: a larger trainer.learning_rate would show")
-        return f"the server answers with them and not with the old ones: {shown}"
+            found = f"the server names the new weights, but its answers look like the old ones': {shown}"
+            raise Doubt(found, "the step was small: a larger trainer.learning_rate would make it visible")
+        return f"the server answers with the new weights, not the old ones: {shown}"
 
 
 def likelier(groups: Sequence[tuple[Sequence[float], Sequence[float]]], seed: int = 0) -> tuple[float, float]:

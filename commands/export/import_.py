@@ -48,7 +48,7 @@ class ImportedConversation:
 
 
 def import_command(config: Config, file: Path, model: str, reward: float) -> None:
-    """Run `import`. Raises ConfigError, and imports nothing, if a line is no conversation.
+    """Run `import`. Raises ConfigError, and imports nothing, if a line is not a conversation.
 
     A conversation that is in the store already stays unchanged.
     """
@@ -84,22 +84,22 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedCon
         except (InvalidRequest, ValueError) as error:
             raise ConfigError(f"{file}, line {number}: {error}") from None
         except Exception as error:  # a file of others may have anything at any place
-            what = f"it is no conversation: {type(error).__name__} {str(error)[:200]}"
+            what = f"it is not a conversation: {type(error).__name__} {str(error)[:200]}"
             raise ConfigError(f"{file}, line {number}: {what}") from None
 
 
 def _read(line: str, model: str, reward: float) -> ImportedConversation:
-    """Read a line; ValueError or InvalidRequest if it is no conversation."""
+    """Read a line; ValueError or InvalidRequest if it is not a conversation."""
     row = loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-        raise ValueError("it is no object with `messages`")
+        raise ValueError("it is not an object with `messages`")
     messages = [_message(message, i) for i, message in enumerate(row["messages"], 1)]
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and row["messages"][i].get("weight") != 0]
     if not answers or answers[0] == 0:
-        raise ValueError("no message of the assistant answers another one")
+        raise ValueError("no assistant message follows another message")
     mode = row.get("mode") or "train"
     if mode not in get_args(Mode):
-        raise ValueError(f"`mode` is train or eval, got {str(mode)[:50]!r}")
+        raise ValueError(f"`mode` must be train or eval, got {str(mode)[:50]!r}")
     task = None if row.get("task_id") in (None, "") else check_id(str(row["task_id"]), "task_id")
     # The same line is the same rollout, however often it is imported.
     same = dumps([messages, row.get("tools"), row.get("task_id")])
@@ -108,7 +108,7 @@ def _read(line: str, model: str, reward: float) -> ImportedConversation:
     if (given := row.get("reward")) is None:
         given = None if failed else reward  # nobody has judged what failed
     elif isinstance(given, bool) or not isinstance(given, int | float) or not -MOST <= given <= MOST:
-        raise ValueError(f"`reward` is no finite number: {str(given)[:50]}")
+        raise ValueError(f"`reward` is not a finite number: {str(given)[:50]}")
     return ImportedConversation(
         name=RolloutName(f"import-{digest}", task, mode=cast(Mode, mode)),
         model=str(row.get("model") or model),
@@ -123,14 +123,14 @@ def _read(line: str, model: str, reward: float) -> ImportedConversation:
 def _message(message: Any, place: int) -> Json:
     """A message as chat has it; ValueError if it is none."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise ValueError(f"message {place} has no role among {', '.join(ROLES)}")
+        raise ValueError(f"message {place}: `role` must be one of {', '.join(ROLES)}")
     if not isinstance(message.get("content"), str | list | None):
-        raise ValueError(f"message {place}: `content` is neither text nor a list")
+        raise ValueError(f"message {place}: `content` must be text or a list")
     kept = {name: value for name, value in message.items() if name not in ("weight", "tool_calls")}
     made = []
     for i, call in enumerate(message.get("tool_calls") or ()):
         if not isinstance(call, dict) or not isinstance(name := (call.get("function") or {}).get("name"), str):
-            raise ValueError(f"message {place}: `tool_calls` are no calls of functions with names")
+            raise ValueError(f"message {place}: `tool_calls` must be calls of named functions")
         arguments = call["function"].get("arguments")
         text = arguments if isinstance(arguments, str) else dumps(arguments or {})
         function = {"name": name, "arguments": text}

@@ -53,7 +53,7 @@ def run_command(
     """
     trains, trainer, view = mode == "train", config.trainer, ProgressView(Console(stderr=True))
     if ahead is not None and not trains:
-        raise ConfigError("--ahead cannot be used with --mode eval: such rollouts are not trained on")
+        raise ConfigError("--ahead cannot be used with --mode eval: eval rollouts are not trained on")
     every = read_tasks(tasks) * repeat
     runner = runner_for(config, command, preload, view.say)
     size = group_size or (trainer.group_size if trains else 1)

@@ -80,7 +80,7 @@ class Backlog(Observer):
         """Count a rollout no more once its step is live. Return whether new ones are needed in any case."""
         policy = await self._api.policy()
         if collapse := policy["collapse"]:
-            raise PolicyCollapsed(f"no version is published any more: {Collapse(**collapse).story}")
+            raise PolicyCollapsed(f"publishing has stopped: {Collapse(**collapse).story}")
         if policy["test"] is not None:
             return True
         published = 0
@@ -155,10 +155,10 @@ class Budget(Observer):
     def require(self) -> None:
         if self.left_out and self._unpriced:
             raise OverBudget(
-                f"--budget: {self._unpriced} calls have no known cost (`costs --by model` says which): give the "
-                f"model a price in `prices`. No further rollouts were begun; {self.spent:.4g} USD are known to be spent"
+                f"--budget: {self._unpriced} calls have no known cost (see `costs --by model`): give the "
+                f"model a price in `prices`. No more rollouts were started; {self.spent:.4g} USD are known to be spent"
             )
         if self.left_out:
             raise OverBudget(
-                f"--budget: {self.spent:.4g} of {self._most:g} USD are spent. No further rollouts were begun"
+                f"--budget: {self.spent:.4g} of {self._most:g} USD are spent. No more rollouts were started"
             )

@@ -37,9 +37,9 @@ def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             opened = OpenedRollouts(file)
         except BlockingIOError:
-            raise ConfigError(f"--resume: another run has {path}") from None
+            raise ConfigError(f"--resume: another run is using {path}") from None
         except ValueError:
-            raise ConfigError(f"--resume: {path} is no file of results") from None
+            raise ConfigError(f"--resume: {path} is not a results file") from None
         yield opened
 
 
@@ -50,7 +50,7 @@ class OpenedRollouts(Observer):
     """
 
     def __init__(self, file: TextIO) -> None:
-        """Raise ValueError if a line is no rollout. The last line may be cut off: its run was killed."""
+        """Raise ValueError if a line is not a rollout. The last line may be cut off: its run was killed."""
         self._file = file
         file.seek(0)
         *lines, cut_off = file.read().split("\n")

@@ -209,7 +209,7 @@ def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], s
     if config.run.executor == "local":
         return LocalRunner(command, preload, redaction(config), say)
     if preload:
-        raise ConfigError(f"--preload goes with executor local only, not with {config.run.executor}")
+        raise ConfigError(f"--preload needs executor local, not {config.run.executor}")
     for make in brought("executor"):
         if (runner := make(config, command, say)) is not None:
             return runner

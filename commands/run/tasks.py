@@ -28,7 +28,7 @@ def read_tasks(path: Path) -> list[Task]:
     """Read all tasks of a file, without its empty lines. A ConfigError names file, line and fault."""
     tasks = [_task(line, f"{path}:{number}") for number, line in lines(path)]
     if not tasks:
-        raise ConfigError(f"{path} holds no task")
+        raise ConfigError(f"{path} has no tasks")
     return tasks
 
 
@@ -36,7 +36,7 @@ def _task(line: str, where: str) -> Task:
     try:
         data = json.loads(line)
         if not isinstance(data, dict):
-            raise ConfigError(f"{where}: a task is a JSON object, got {type(data).__name__}")
+            raise ConfigError(f"{where}: a task must be a JSON object, got {type(data).__name__}")
         task_id = data.get("task_id")
         if task_id is None:
             canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))

@@ -43,7 +43,7 @@ async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]
         if not ids:
             raise refusal
     if not ids:
-        raise NotFound(f"no rollout {given!r} and no id begins with it")
+        raise NotFound(f"no rollout {given!r}, and no id begins with it")
     if len(ids) > 1:
         few = ", ".join(ids[:SHOWN]) + (", …" if len(ids) > SHOWN else "")
         raise NotFound(f"no rollout {given!r}; several ids begin with it: {few}")
@@ -77,4 +77,4 @@ def since_of(text: str | None) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise ConfigError(f"--since is a date, a date with time, or 90m, 12h, 7d; got {text!r}") from None
+        raise ConfigError(f"--since must be a date, a date with time, or like 90m, 12h, 7d; got {text!r}") from None

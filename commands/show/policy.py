@@ -57,12 +57,12 @@ def promote(
         number = version
         if number == "best":
             if (best := (await api.policy()).get("best")) is None:
-                raise LightningError("no version is the best yet: none that can be served has a reward")
+                raise LightningError("there is no best version yet: no version that can be served has a reward")
             number = best["version"]
         return await api.request("POST", "/policy/promote", {"version": int(number)})
 
     if version != "best" and not version.isdecimal():
-        raise ConfigError(f"a version's number, or `best`, got {version!r}")
+        raise ConfigError(f"expected a version number or `best`, got {version!r}")
     _change(context, change, as_json)
 
 

@@ -50,7 +50,7 @@ class ChildDied(LightningError):
 class ChildSpec:
     """A program to keep running. `health_url` answers 200 once it is healthy; None: as soon as it runs.
 
-    `may_end`: exit code 0 is no fault; `done` is said then. `restarts`: how often it is started again within
+    `may_end`: exit code 0 is not a fault; `done` is said then. `restarts`: how often it is started again within
     `RESTARTS_S` when it dies, but never after exit code 2, which means a wrong configuration. When a `vital` program
     dies more often, the others end with it; another is started again after `RESTARTS_S`. It has also died when its
     port, once open, is closed for `grace_s`: vLLM can wait for ever for calls that its lost worker had.
@@ -231,7 +231,7 @@ def make_directory(path: Path, option: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{option}: cannot make the directory {path}: {error.strerror}") from None
+        raise ConfigError(f"{option}: cannot create the directory {path}: {error.strerror}") from None
     return path.absolute()
 
 

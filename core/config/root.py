@@ -67,7 +67,7 @@ class Config(WithFeatures):
         yield from fallback_faults(self.upstreams)
         trainer, policy = self.trainer, self.policy
         if missing := trainer.plugins - {*self.plugins}:
-            yield f"trainer: {', '.join(sorted(missing))} is no plugin of yours: add it to plugins"
+            yield f"trainer: {', '.join(sorted(missing))} is not one of your plugins: add it to plugins"
         if not any(trainer.reward_weights.values()) and not (trainer.reward_weights and trainer.has_guide):
             yield (
                 "trainer.reward_weights: name at least one reward. Its weight is not 0, unless a feature teaches "

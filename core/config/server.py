@@ -50,13 +50,13 @@ def _pattern(text: str) -> str:
         if re.compile(text).search("") is not None:
             raise ValueError(f"{text!r} matches the empty text")
     except re.error as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+        raise ValueError(f"{text!r} is not a valid regular expression: {error}") from None
     return text
 
 
 def _path(text: str) -> str:
     if re.fullmatch(r"(request|response|metadata)(\.[^.]+)+", text, re.DOTALL) is None:
-        raise ValueError(f"{text!r} is no path such as request.user, response.choices.*.text or metadata.email")
+        raise ValueError(f"{text!r} is not a path such as request.user, response.choices.*.text or metadata.email")
     return text
 
 
@@ -81,7 +81,7 @@ class StoreConfig(Section):
     def path(self) -> Path:
         """Return the file of a `sqlite:///…` URL. Three slashes start a relative path, four an absolute one.
 
-        Raise ConfigError where the store is no file.
+        Raise ConfigError where the store is not a file.
         """
         if self.is_postgres:
             raise ConfigError(f"this needs a store that is a file (store.url sqlite:///FILE), and it is {self.where}")

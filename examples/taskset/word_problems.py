@@ -31,7 +31,7 @@ def value(expression: str) -> int | str:
     try:
         return int(eval(expression))
     except (SyntaxError, TypeError):
-        return "error: this is no expression"
+        return "error: this is not an expression"
 
 
 class WordProblemConfig(vf.TaskConfig):

@@ -28,7 +28,7 @@ from .graph import graph_of
 
 
 def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
-    """Return what becomes of a rollout's calls. An attempt that is left out is no decision: nothing came of it."""
+    """Return what becomes of a rollout's calls. An attempt that is left out is not a decision: nothing came of it."""
     if (graph := graph_of(calls)) is None:
         return Sifted(calls)
     rejected, summaries = graph.rejected(), graph.summaries()

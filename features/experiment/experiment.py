@@ -129,7 +129,7 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
             results[lesson.name] = json.loads(lesson.result.read_text())
             before, now = flat(results[lesson.name]["made_with"]), flat(lesson.made_with)
         except (ValueError, KeyError):
-            raise ConfigError(f"{lesson.result} is no run's result: remove it to do the run again") from None
+            raise ConfigError(f"{lesson.result} is not the result of a run: remove it to do the run again") from None
         changes = [
             f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
             for key in sorted({*before, *now})

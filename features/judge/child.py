@@ -73,9 +73,9 @@ def named(answer: Any, name: str) -> dict[str, float]:
         is_scalar = getattr(given, "shape", None) == () and hasattr(given, "item")
         value = given.item() if is_scalar else given
         if not isinstance(key, str) or not 0 < len(key) <= 200:
-            raise TypeError(f"{key!r} is no name of a reward: 1 to 200 characters are needed")
+            raise TypeError(f"{key!r} is not a reward name: 1 to 200 characters are needed")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise TypeError(f"{value!r:.100} is no reward: a finite number, a dict of numbers or None is needed")
+            raise TypeError(f"{value!r:.100} is not a reward: a finite number, a dict of numbers or None is needed")
         found[key] = float(value)
     return found
 

@@ -220,7 +220,7 @@ class Search:
     async def scores(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
         """Return the version's rewards on the tasks, in their order. Raise BudgetSpent before it runs any.
 
-        `held_out`: it is no part of the search, and not of its budget.
+        `held_out`: it is not part of the search, and not of its budget.
         """
         # By name: gepa pads a batch to its size with a task that it has already.
         missing = {task.task_id: task for task in tasks if (version, task.task_id) not in self._known}

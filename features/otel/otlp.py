@@ -62,7 +62,7 @@ def encoding_of(content_type: str) -> Encoding:
 def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
     """Return an ExportTraceServiceRequest's spans, and the errors of those that cannot be read.
 
-    Raise InvalidRequest for a body that is no such request.
+    Raise InvalidRequest for a body that is not such a request.
     """
     try:
         resources = [*(_export(body, encoding).get("resourceSpans") or ())]

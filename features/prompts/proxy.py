@@ -29,7 +29,7 @@ MOST_CHARACTERS = 1_000_000
 Json = dict[str, Any]
 Place = tuple[str | int, ...]  # the way from a request to a text in it
 _ROLES = {"system": ("system", "developer"), "user": ("user",)}
-# Where an API has a prompt that is no message.
+# Where an API has a prompt that is not a message.
 _OWN = {
     ("messages", "system"): "system", ("responses", "system"): "instructions", ("responses", "user"): "input",
     ("completions", "user"): "prompt",

@@ -132,7 +132,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class TriedOut:
-    """A rollout in which a version was tried by an optimisation. `held_out`: it was no part of the search."""
+    """A rollout in which a version was tried by an optimisation. `held_out`: it was not part of the search."""
 
     rollout_id: str
     version: int

@@ -298,7 +298,7 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
 
 
 class ValueBody(Body):
-    """A state, in which the agent takes the actions that follow, or a note, which is no part of the transitions."""
+    """A state, in which the agent takes the actions that follow, or a note, which is not part of the transitions."""
 
     kind: Literal["state", "note"]
     agent: Id | None = None

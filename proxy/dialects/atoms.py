@@ -128,7 +128,7 @@ def same_text(text: str) -> str:
 
 
 def same_json(text: str) -> str | None:
-    """Return the JSON of a text in a canonical form; None if it is no object and no list."""
+    """Return the JSON of a text in a canonical form; None if it is not a JSON object or list."""
     text = text.strip()
     if fenced := _FENCED.fullmatch(text):
         text = fenced[1].strip()

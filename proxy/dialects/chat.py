@@ -189,8 +189,8 @@ class ChatApi(Dialect):
 class ChatStream(Transcript):
     """A stream of chunks, less what only the proxy asked for. Other chunks keep their exact bytes.
 
-    It ends with [DONE], which is no chunk, and which some servers leave out. Where usage was injected, the chunk with
-    the finish reason is held until the next one: the usage chunk, which is left out, may have something for it.
+    It ends with [DONE], which some servers omit. If usage was injected, the chunk with the finish reason is held until
+    the next one: the usage chunk, which is left out, may have fields that belong to it.
     """
 
     def __init__(self, injection: Injection) -> None:

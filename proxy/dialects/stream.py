@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 # The record of a larger answer has nothing of it.
 MAX_ANSWER_BYTES = 2**26
-# From this many bytes on, an answer that is no stream is read in a thread, though that takes several times as long.
+# From this many bytes on, an answer that is not a stream is read in a thread, though that takes several times as long.
 LARGE_ANSWER = 2**20
 TOO_LARGE = "the answer is larger than 64 MB: the agent got it, and it was not kept"
 # An event that may hold injected fields is held until it ends; no real one is as large as this.
@@ -62,7 +62,7 @@ class Transcript:
         self.held = b""
         self.size = 0
         self.failure: str | None = None  # an error that an event is or has
-        self._garbage: str | None = None  # an event that is no JSON object
+        self._garbage: str | None = None  # an event that is not a JSON object
         self._let_go = False  # an event was too large to look at; it may have been the last one
         self.decoder = SSEDecoder()
 
@@ -154,7 +154,7 @@ class Transcript:
             event = None
         if isinstance(event, dict):
             return self.take(frame.raw, event)
-        self._garbage = self._garbage or f"the upstream sent an event that is no JSON object: {frame.data[:200]!r}"
+        self._garbage = self._garbage or f"the upstream sent an event that is not a JSON object: {frame.data[:200]!r}"
         return self.flush() + frame.raw
 
 
@@ -186,7 +186,7 @@ class Dialect:
 
 
 class BufferedTranscript:
-    """An answer that is no stream. Its last byte that is no blank waits for the record, like a stream's last event.
+    """An answer that is not a stream. Its last non-blank byte waits for the record, like a stream's last event.
 
     `rewrites`: the agent gets other bytes than the upstream sent, which are known at the end. Until then only blanks
     may be sent, by which some servers keep the connection alive.
@@ -241,7 +241,7 @@ class BufferedTranscript:
             body = data.decode(errors="replace") or None
         agents = None
         if not isinstance(body, dict):
-            self.error = self.error or "the upstream's answer is no JSON object"
+            self.error = self.error or "the upstream's answer is not a JSON object"
         elif succeeded:
             if (error := named_error(body)) is not None:
                 self.error = message_of_error(error)

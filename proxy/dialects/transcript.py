@@ -37,7 +37,7 @@ class ChatMessage(dict[str, Any]):
 class ChatTurn(NamedTuple):
     """One call as chat: the messages that the model was `shown`, and its `answer` (empty if it did not answer).
 
-    `unreadable`: why it is no chat; then the messages are as the request has them.
+    `unreadable`: why it is not a chat; then the messages are as the request has them.
     """
 
     shown: list[ChatMessage]

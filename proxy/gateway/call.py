@@ -39,7 +39,7 @@ _CLAUDE_PARENT = "x-claude-code-parent-agent-id"
 _CODEX_KIND, _CODEX_TURN = "x-openai-subagent", "x-codex-turn-metadata"
 _HARNESS = frozenset([_CLAUDE_SESSION, _CLAUDE_AGENT, _CODEX_KIND, _CODEX_TURN])
 _LONGEST = 200  # characters of what a harness says that are kept
-AT_ONCE_S = 0.1  # after which an agent gets what is there of an answer that is no stream
+AT_ONCE_S = 0.1  # after which an agent gets what is there of an answer that is not a stream
 
 
 def model_of(body: dict[str, Any]) -> str | None:
@@ -270,7 +270,7 @@ class CallUnderWay:
             raise UpstreamUnreachable(f"{self.upstream}: the stream ended before its last event")
 
     async def _pass_on_whole(self, answer: Answer) -> None:
-        """Pass on an answer that is no stream: nothing yet if all of it comes at once, as most do."""
+        """Pass on an answer that is not a stream: nothing yet if all of it comes at once, as most do."""
         target, reply, showing = self.attempts.target, self.reply, list[asyncio.Task[None]]()
         transcript = self._transcript = BufferedTranscript(
             self._dialect, target.injection, answer.status, translated=target.translated

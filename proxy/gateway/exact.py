@@ -61,7 +61,7 @@ class ExactTokens:
         self._warned: set[tuple[str, str]] = set()
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json | None) -> ExactCall | None:
-        """Return a call that may continue an earlier one; None if it is no chat or not for the policy."""
+        """Return a call that may continue an earlier one; None if it is not a chat or not for the policy."""
         if start.policy_version is None or upstream.kind != "vllm":
             return None
         if start.endpoint == CHAT_ENDPOINT:

@@ -243,7 +243,7 @@ class Relay:
         )
 
     async def _list_models(self, request: Request, rollout: RolloutName, reply: Reply) -> None:
-        """Answer with the upstream's list and the alias; an answer that is no list goes through unchanged."""
+        """Answer with the upstream's list and the alias; an answer that is not a list goes through unchanged."""
         route = await self._policy.route(rollout, None)
         async with Attempts(self._upstreams, route, request, {}) as answer:
             raw = await answer.read()

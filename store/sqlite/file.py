@@ -31,7 +31,7 @@ def copy_store(source: Path, target: Path) -> None:
     """Copy a store as of one moment. A store that nobody uses is not opened, so SQLite leaves no files next to it."""
     try:
         with closing(only_read(source)) as connection:
-            missing_in(connection, str(source))  # or it is no store of this schema
+            missing_in(connection, str(source))  # or it is not a store of this schema
             make_private(target)
             connection.execute("VACUUM INTO ?", (str(target),))
     except sqlite3.Error as error:
@@ -55,7 +55,7 @@ def restore(backup: Path, store: Path) -> None:
             f"there is a store at {store}: move it away first, with the files next to it, or set store.url"
         )
     if not backup.is_file() or not is_sqlite(backup):
-        raise LightningError(f"{backup} is no backup of a store")
+        raise LightningError(f"{backup} is not a backup of a store")
     store.parent.mkdir(parents=True, exist_ok=True)
     back_up(backup, store)
 
@@ -137,7 +137,7 @@ def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
 
 
 def missing_in(connection: sqlite3.Connection, where: str) -> list[str]:
-    """Return the features whose tables are missing. Raise OtherSchema if the file is no store of this schema."""
+    """Return the features whose tables are missing. Raise OtherSchema if the file is not a store of this schema."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     return missing_parts(where, tables, dict(connection.execute(NUMBERS)) if "schema_numbers" in tables else {})
 

@@ -133,4 +133,4 @@ def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Pat
     (tmp_path / "config.yaml").write_text(json.dumps(settings))
     done = in_a_process("up", "--model", model, "--logs", "config.yaml", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "--logs: cannot make the directory config.yaml" in done.stderr
+    assert "--logs: cannot create the directory config.yaml" in done.stderr

@@ -210,9 +210,9 @@ async def test_a_store_is_moved_only_to_where_there_is_none(on_server: StoreConf
     assert (await migrate(on_server, other)).returncode == 1 and not (tmp_path / "other.db").exists()
     for source, target in ((file, other), (on_server, on_server)):
         refused = await migrate(source, target)
-        assert refused.returncode == 2 and "one of the two has to be" in refused.stderr
+        assert refused.returncode == 2 and "one must be" in refused.stderr
     wrong = await asyncio.to_thread(lightning, "store", "migrate", "store.db", on_server.url)
-    assert wrong.returncode == 2 and "FROM has to be" in wrong.stderr
+    assert wrong.returncode == 2 and "FROM must be" in wrong.stderr
 
 
 async def test_what_another_process_records_meanwhile_is_not_moved(on_server: StoreConfig, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ async def test_what_another_process_records_meanwhile_is_not_moved(on_server: St
 
 async def test_a_file_that_nobody_had_open_and_that_is_written_to_meanwhile_is_not_moved(tmp_path: Path) -> None:
     await filled(in_file(tmp_path / "s.db"))
-    with pytest.raises(LightningError, match="was written to meanwhile"):
+    with pytest.raises(LightningError, match="was written to during the copy"):
         async with file_to_read(in_file(tmp_path / "s.db")), opened(in_file(tmp_path / "s.db")) as database:
             await Store(database).rollouts.open([(RolloutName("later"), "hash")], {})
             await database.checkpoint()
@@ -243,7 +243,7 @@ async def test_a_file_that_nobody_had_open_and_that_is_written_to_meanwhile_is_n
 
 async def test_one_move_at_a_time_makes_a_file(tmp_path: Path) -> None:
     async with new_file(in_file(tmp_path / "s.db")):
-        with pytest.raises(LightningError, match="another process moves a store"):
+        with pytest.raises(LightningError, match="another process is moving a store"):
             async with new_file(in_file(tmp_path / "s.db")):
                 pass
     assert [path.name for path in tmp_path.iterdir()] == ["s.db"]
@@ -322,6 +322,6 @@ async def test_a_row_that_is_read_back_differently_undoes_the_move(
     monkeypatch.setattr(ServerStore, "fill", wrongly)
     refused = await migrate(file, on_server)
     assert refused.returncode == 1
-    assert "a row of rewards was read back differently: reward_id 1. Nothing was moved" in refused.stderr
+    assert "a row of rewards differs in the copy: reward_id 1. Nothing was moved" in refused.stderr
     with pytest.raises(StoreUnavailable, match="it is empty"):
         await open_database(on_server, to_write=False)

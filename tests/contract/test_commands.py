@@ -110,11 +110,11 @@ WRONG = {
     "run --tasks none.jsonl -- true": "none.jsonl",
     "run -- true": "--tasks",
     "run --tasks tasks.jsonl --mode test -- true": "--mode",
-    "run --tasks tasks.jsonl --logs tasks.jsonl -- true": "--logs: cannot make the directory tasks.jsonl",
+    "run --tasks tasks.jsonl --logs tasks.jsonl -- true": "--logs: cannot create the directory tasks.jsonl",
     "run --tasks tasks.jsonl -- ./nowhere": "./nowhere",
-    "run --tasks tasks.jsonl --resume tasks.jsonl -- true": "tasks.jsonl is no file of results",
+    "run --tasks tasks.jsonl --resume tasks.jsonl -- true": "tasks.jsonl is not a results file",
     "eval --tasks tasks.jsonl --models live,live -- true": "each once",
-    "demo --dir tasks.jsonl": "--dir: cannot make the directory tasks.jsonl",
+    "demo --dir tasks.jsonl": "--dir: cannot create the directory tasks.jsonl",
     "plan": "policy.model",
     "train --method x": "--method is rl",
     "train --data x": "--data and --dir need --offline",
@@ -122,7 +122,7 @@ WRONG = {
     "serve --port high": "--port",
     "serve --upstream ftp://h": "upstreams.0: base_url",
     "init new.yaml --upstream ftp://h": "upstreams.0: base_url",
-    "store migrate sqlite:///a.db sqlite:///b.db": "one of the two has to be",
+    "store migrate sqlite:///a.db sqlite:///b.db": "one must be",
     "doctor --tasks tasks.jsonl": "--learn",
     "experiment none.yaml": "none.yaml",
 }
@@ -301,9 +301,9 @@ def test_doctor_passes_a_whole_system_and_leaves_nothing_behind(publish: str, tm
 
 
 FAULTS: list[tuple[str, Any, str, str, str]] = [
-    ("returns_token_ids", False, "tokens", "failed", "no token ids come back"),
+    ("returns_token_ids", False, "tokens", "failed", "the server returns no token ids"),
     ("processed_logprobs", False, "logprobs", "failed", "--logprobs-mode processed_logprobs"),
-    ("stable_template", False, "template", "warning", "a row for each call"),
+    ("stable_template", False, "template", "warning", "trained on as its own row"),
     ("parses_tools", False, "tools", "warning", "--tool-call-parser NAME"),
     ("guarded", False, "operator", "warning", "can replace its weights"),
     ("refuses", {"/weight_info": 404}, "publishing", "failed", "VLLM_SERVER_DEV_MODE=1"),
@@ -329,7 +329,7 @@ def test_doctor_names_a_server_that_cannot_load_adapters(tmp_path: Path) -> None
         assert proxy.vllm is not None
         proxy.vllm.sees_files = False
         shared = checks(proxy)[1]["shared directory"]
-        assert shared["outcome"] == "failed" and f"does not see {tmp_path}/policy" in shared["found"]
+        assert shared["outcome"] == "failed" and f"cannot read {tmp_path}/policy" in shared["found"]
         proxy.vllm.refuses = {"/v1/load_lora_adapter": 404}
         publishing = checks(proxy)[1]["publishing"]
         assert publishing["outcome"] == "failed" and "--enable-lora" in publishing["fix"]

@@ -156,16 +156,16 @@ OPEN = json.dumps(PLAIN)[:-1] + ", "
 
 WRONG: list[tuple[Json | str, str]] = [
     ("{", "line 2: "),
-    ({"prompt": "a"}, "line 2: it is no object with `messages`"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no message of the assistant"),
-    ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: message 1 has no role"),
-    ({**PLAIN, "reward": "good"}, "line 2: `reward` is no finite number"),
-    ({**PLAIN, "reward": 10**400}, "line 2: `reward` is no finite number"),
+    ({"prompt": "a"}, "line 2: it is not an object with `messages`"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no assistant message"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: message 1: `role` must be"),
+    ({**PLAIN, "reward": "good"}, "line 2: `reward` is not a finite number"),
+    ({**PLAIN, "reward": 10**400}, "line 2: `reward` is not a finite number"),
     ({**PLAIN, "reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),
     (f'{OPEN}"reward": NaN}}', "line 2: NaN is not JSON"),
-    (f'{OPEN}"reward": 1e999}}', "line 2: `reward` is no finite number"),
+    (f'{OPEN}"reward": 1e999}}', "line 2: `reward` is not a finite number"),
     ({**PLAIN, "task_id": "a b"}, "line 2: task_id must be"),
-    ({**PLAIN, "mode": "test"}, "line 2: `mode` is train or eval"),
+    ({**PLAIN, "mode": "test"}, "line 2: `mode` must be train or eval"),
     ("[" * 100_000 + "]" * 100_000, "line 2: nested too deeply"),
     (f'{OPEN}"x": {"[" * 5000}{"]" * 5000}}}', "line 2: nested too deeply"),
     ({"messages": [*PLAIN["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "message 3: `tool_ca"),
@@ -195,7 +195,7 @@ def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy(tmp_p
         assert (found["rollouts"], found["calls"], found["rewards"]) == ({"train running": 2}, 2, 0)
     for name in ("config.yaml", "missing.db"):
         refused = other("store", "restore", tmp_path / name)
-        assert (refused.returncode, "is no backup of a store" in refused.stderr) == (1, True)
+        assert (refused.returncode, "is not a backup of a store" in refused.stderr) == (1, True)
     ok(other("store", "restore", copy))
     found = ok(other("store", "info", "--json")).json
     assert (found["rollouts"], found["calls"]) == ({"train running": 1}, 1)

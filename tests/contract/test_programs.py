@@ -209,7 +209,7 @@ def test_a_program_that_ends_without_a_reward_leaves_its_rollout_open_and_is_tol
 def test_a_bad_task_is_named_by_file_and_line(plain: Runs) -> None:
     file = plain.directory / "tasks.jsonl"
     for line, fault in {
-        "[1]": "a task is a JSON object, got list",
+        "[1]": "a task must be a JSON object, got list",
         "{": "not JSON",
         '{"task_id": "a b"}': "task_id must be 1 to 200 characters",
         '{"task_id": true}': "task_id must be a string, got bool",

@@ -104,7 +104,7 @@ async def test_a_proxy_and_a_trainer_that_were_told_otherwise_say_so(
         code, out, _ = await system.lightning("doctor", "--json")
         (check,) = [check for check in json.loads(out) if check["name"] == "publish mode"]
         assert (code, check["outcome"]) == (1, "failed")
-        assert check["found"] == "merged by this configuration, but the store has lora"
+        assert check["found"] == "merged in this configuration, but the store has lora"
 
 
 def test_any_card_is_a_gpu_unless_it_is_hidden_from_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

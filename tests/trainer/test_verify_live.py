@@ -118,5 +118,5 @@ async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
 
     monkeypatch.setattr(Verification, "_ask", tells_nothing)
     async with first_version(base, tmp_path, server=DeafServer) as (_, loop):
-        with pytest.raises(PublishError, match="agents got answers of the previous weights"):
+        with pytest.raises(PublishError, match="agents got answers from the previous weights"):
             await loop.train_once()

@@ -41,12 +41,12 @@ MIN_EARLIER, RUNNING_WINDOW = 4, 32
 
 
 class Collector:
-    """Finds groups that are ready and claims them for a step. `next_batch` is the way from groups to rows:
+    """Finds groups that are ready and claims them for a step. `next_batch` leads from groups to rows:
 
     1. `_read` reads a group's rollouts, and `_trainable` drops those that cannot be trained on
     2. `_compare` turns their rewards into advantages (`credit/`)
     3. `_take_rollout` joins the calls of each into rows (`rows/`)
-    4. `_claim` marks all of it as a step's; `_drop` ends groups that teach nothing
+    4. `_claim` assigns the rollouts to the step; `_drop` discards groups that teach nothing
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Collector:
         sampled: Sampled | None = None,
         hooks: TrainerHooks = NO_HOOKS,
     ) -> None:
-        """`policy` says which agents have adapters of their own; `vocabulary` is the number of the model's tokens.
+        """`policy` says which agents have their own adapters; `vocabulary` is the number of the model's tokens.
 
-        `sampled` says how calls were sampled; by default their requests alone do.
+        `sampled` says how calls were sampled; by default, only their requests say it.
         """
         policy = policy or PolicyConfig()
         self._config, self._store, self._guide = config, store, hooks.guide
@@ -80,11 +80,11 @@ class Collector:
         self._looks_at = 0.0
 
     async def next_batch(self, base: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
-        """Claim the rollouts of the next step, which trains on from version `base`; None while there are too few.
+        """Claim the rollouts of the next step, which starts from version `base`; None while there are too few.
 
         A step takes `tasks_per_step` groups, or fewer once one of them has waited for `group_timeout_s`, or with
-        `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises
-        UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
+        `fewer`. With `since` (Unix time), only groups that have waited since then or longer count. Raises
+        UpstreamUnreachable, and claims nothing, if only a vLLM that is away knows a grammar.
         """
         while groups := await self.waiting.next(fewer=fewer, since=since):
             self._unverified = await self._store.versions.never_verified()
@@ -102,7 +102,7 @@ class Collector:
         return None
 
     async def _read(self, group: Group, base: int) -> Take:
-        """Read a group: siblings are compared with each other, rollouts without a task each with earlier ones."""
+        """Read a group. Siblings are compared with each other, each rollout without a task with earlier ones."""
         take, waiting = Take(base, [group]), self._store.waiting
         if group.task_id is None:
             limit = self._config.rollouts_per_step
@@ -121,7 +121,7 @@ class Collector:
         return take
 
     async def _trainable(self, take: Take, rollouts: Sequence[Rollout]) -> list[TrainableRollout]:
-        """Those of ended rollouts that can be trained on. The others are dropped, with the reason."""
+        """The ended rollouts that can be trained on. The others are dropped with a reason."""
         take.drop("failed or discarded", [rollout for rollout in rollouts if not self._counts(rollout)])
         members = await self._rewarded(rollouts)
         self._roll_call.look(member.sibling.calls for member in members)
@@ -145,7 +145,7 @@ class Collector:
         return [TrainableRollout(rollout, s) for rollout in counted if (s := await self._sibling(rollout))]
 
     async def _sibling(self, rollout: Rollout) -> Sibling | None:
-        """The rollout with its stored and automatic rewards; None if it was deleted meanwhile."""
+        """The rollout with its stored and automatic rewards; None if it has been deleted."""
         with suppress(NotFound):
             posted = await self._store.rewards.of(rollout.rollout_id)
             sifted = self._sift(await self._store.calls.of(rollout.rollout_id))
@@ -154,10 +154,10 @@ class Collector:
         return None
 
     async def _earlier(self, rollout: Rollout, known: dict[str, Sibling | None]) -> list[Sibling]:
-        """The running baseline: earlier rewarded rollouts, of the same task if there are enough, else of all.
+        """The running baseline: earlier rewarded rollouts, from the same task if it has enough, else from all tasks.
 
-        At most RUNNING_WINDOW of them; none if there are fewer than MIN_EARLIER. Only the store is asked, so a
-        restart changes nothing. `known` has the rollouts read for this step so far; those read here are added to it.
+        At most RUNNING_WINDOW of them; none if there are fewer than MIN_EARLIER. All of it comes from the store, so a
+        restart changes nothing. `known` has the rollouts read for this step so far, and gets those read here.
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
             found = await self._store.waiting.earlier(
@@ -170,7 +170,7 @@ class Collector:
         return []
 
     async def _compare(self, take: Take, comparison: ComparedRollouts) -> None:
-        """Compare the members with each other, or a lone one with earlier rollouts, and take those to learn from."""
+        """Compare the members with each other, or a lone one with earlier rollouts. Take those that teach something."""
         members, known, _ = comparison
         if len(members) == 1 and not known and self._config.lone_rollouts == "running":
             known = await self._earlier(members[0].rollout, take.earlier)
@@ -193,7 +193,7 @@ class Collector:
     def _take_rollout(
         self, take: Take, member: TrainableRollout, credit: Sequence[Credited | None], nothing: str | None
     ) -> None:
-        """Add the rows of a rollout to the step. `nothing`: why its rewards teach nothing, where tools' results may."""
+        """Add the rows of a rollout to the step. `nothing`: why its rewards teach nothing, if its tool results may."""
         rollout, calls = member.rollout, member.sibling.calls
         taught = [(call, one) for call, one in zip(calls, credit, strict=True) if one is not None]
         try:
@@ -258,7 +258,7 @@ class Collector:
         )
 
     async def _drop(self, take: Take) -> None:
-        """Drop groups from which nothing can be learned. They are counted in the next step."""
+        """Drop groups that nothing can be learned from. The next step's metrics count them."""
         self._seen.add(take.seen)
         await self._store.steps.drop(take.dropped, take.groups)
         self.waiting.forget(take.waiting)
@@ -275,7 +275,7 @@ class Collector:
             log.warning("%s", found.story)
 
     async def why_no_step(self) -> str | None:
-        """Return what the next step lacks, once rollouts have waited for minutes: for others, or for a reward."""
+        """Return what the next step lacks, once rollouts have waited for minutes: other rollouts, or a reward."""
         if (why := self.waiting.why_none()) is not None:
             return why
         if (now := time.time()) >= self._looks_at:
@@ -290,7 +290,7 @@ class Collector:
         return self._unrewarded
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        """Return the rows of rollouts, without advantages. While vLLM is away, requests alone say how it samples."""
+        """Return the rows of rollouts, without advantages. While vLLM is away, sampling is read from requests alone."""
         found: list[Sample] = []
         for rollout in rollouts:
             with suppress(NotFound):  # deleted meanwhile
@@ -301,7 +301,7 @@ class Collector:
         return found
 
     def _across_tasks(self, takes: Sequence[Take]) -> Take:
-        """One take of all groups: an owner's rollouts are compared, lone ones only with `lone_rollouts: running`."""
+        """One take of all groups: each owner's rollouts are compared, lone ones only with `lone_rollouts: running`."""
         joined = together(takes)
         parts: dict[tuple[str | None, int], ComparedRollouts] = {}
         for take, group in zip(takes, joined.waiting, strict=True):
@@ -315,11 +315,11 @@ class Collector:
         return joined
 
     def _counts(self, rollout: Rollout) -> bool:
-        """Whether a rollout ended in a way that may have a reward."""
+        """Whether a rollout with this status may have a reward."""
         return rollout.status == "completed" or (self._failed_has_reward and rollout.status == "failed")
 
     def _unfit(self, calls: Sequence[ModelCall], base: int) -> str | None:
-        """Why a rollout with these calls is not trained on; None if it is."""
+        """Why a rollout with these calls cannot be trained on; None if it can."""
         trained = self._trained(calls)
         if calls and not trained:
             return "trainer.agents names none of its agents"
@@ -330,7 +330,7 @@ class Collector:
         return STALE if base - _oldest_version(trained, base) > self._config.max_staleness else None
 
     def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:
-        """The calls of trained agents. Other agents' answers are context in the prompts of these calls."""
+        """The calls of trained agents. Answers of other agents appear only as context in their prompts."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
 
@@ -347,7 +347,7 @@ def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
 
 
 def _why_nothing(group: Sequence[Sibling], agents: TrainedAgents) -> str:
-    """Why there is nothing to learn from a group without advantages."""
+    """Why a group has no advantages, so that there is nothing to learn from it."""
     if len(group) < 2:
         return "no siblings"
     took_part = Counter(role for s in group for role in {agents.role(c.agent) for c in s.calls if c.is_decision})
@@ -366,9 +366,9 @@ class TrainableRollout(NamedTuple):
 
 
 class ComparedRollouts(NamedTuple):
-    """Rollouts that are compared with each other. `known` were looked at before: they only count in the baseline.
+    """Rollouts that are compared with each other. `known` were seen before and count in the baseline only.
 
-    `owner`: the key that all were opened with, if it sees only its own.
+    `owner`: the key that opened all of them, if that key sees only its own rollouts.
     """
 
     members: list[TrainableRollout]
@@ -378,9 +378,9 @@ class ComparedRollouts(NamedTuple):
 
 @dataclass(slots=True)
 class Take:
-    """The part of a step that comes from some groups, which are those `waiting` for it, and how these are compared.
+    """The part of a step that comes from the groups `waiting` for it, and how these are compared.
 
-    `base`: the policy version that the step trains on from.
+    `base`: the policy version that the step starts from.
     """
 
     base: int
@@ -407,7 +407,7 @@ class Take:
 
 
 def together(takes: Sequence[Take]) -> Take:
-    """Return several takes, at least one, as one, which has none of their comparisons."""
+    """Join takes (at least one) into one, without their comparisons."""
     joined = Take(takes[0].base)
     for take in takes:
         for name in ("waiting", "samples", "rollouts", "staleness", "groups", "credit"):

@@ -1,4 +1,4 @@
-"""The groups that wait for a step, kept in memory: each look reads only what has changed. And when a step may begin."""
+"""Keeps the groups that wait for a step in memory, and decides when a step may begin. Reads only what has changed."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ class WaitingGroups:
         return sum(group.rewarded for group in found), min((group.oldest for group in found), default=None)
 
     def why_none(self) -> str | None:
-        """Return what the next step lacks, once the rollouts that were there at the last look have waited for long."""
+        """Return what the next step lacks, once the rollouts seen at the last look have waited too long."""
         found = [group for group in chain(*self._tasks.values()) if not group.late]
         if not found or time.time() - min(group.oldest for group in found) < STANDS_S:
             return None
         return what_is_missing(found, self._config)
 
     def forget(self, groups: Iterable[Group]) -> None:
-        """Forget these groups. Rollouts of theirs that are left are read again, as changed ones."""
+        """Forget these groups. Rollouts of them that remain count as changed and are read again."""
         for group in groups:
             if group in (known := self._tasks.get(group.task_id, [])):
                 known.remove(group)
 
     async def _look(self, limit: int = NO_END) -> list[Group]:
-        """All groups; rollouts without a task, at most `limit`, are one. Only those that have changed are read."""
+        """All groups; at most `limit` rollouts without a task form one. Only changed groups are read."""
         await self._store.rewards.use(Rules.of(self._config))
         waiting, grouping = self._store.waiting, Grouping.of(self._config)
         cursor, changed = await waiting.changed(self._cursor)
@@ -75,14 +75,14 @@ class WaitingGroups:
         return [*chain(*self._tasks.values()), *([lone] if lone else [])]
 
     def _is_complete(self, group: Group) -> bool:
-        """Whether nobody need wait for siblings: they are there, or were compared before."""
+        """Whether no siblings are awaited: all have ended, or were compared before."""
         return group.complete or (group.pool is None and group.ended >= self._config.group_size)
 
     def _has_waited(self, group: Group, now: float) -> bool:
         return now - group.oldest >= self._config.group_timeout_s
 
     def _places(self, group: Group) -> int:
-        """1 for a group; rollouts without a task count as one for each `group_size` of them, late siblings as none."""
+        """How many groups it counts as: 1; rollouts without a task 1 per `group_size`; late siblings 0."""
         if group.pool is None:
             return max(1, group.rewarded // self._config.group_size)
         return int(not group.late or group.ended >= self._config.group_size)
@@ -123,7 +123,7 @@ class Schedule:
 
 
 def full_groups(groups: Sequence[Group]) -> int:
-    """Count the groups that a step can take, all siblings of which have ended."""
+    """Count the groups that a step can take: all siblings have ended."""
     return sum(not group.late and group.complete for group in groups)
 
 

@@ -1,4 +1,4 @@
-"""Finds how the policy's vLLM samples with a call's parameters: vLLM is asked, once for each set of them."""
+"""Finds how vLLM sampled a call: asks vLLM once for each set of sampling parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Known = Sampling | str  # how an answer was sampled, or why that cannot be compu
 
 
 class Sampled:
-    """Knows how calls were sampled. Without `vllm`, only from their requests, which show no grammar."""
+    """Knows how calls were sampled. Without `vllm` it knows only their requests, which do not show grammars."""
 
     def __init__(self, vllm: VllmServer | VllmFleet | None = None, as_chat: AsChat | None = None) -> None:
         self._vllm, self._as_chat = vllm, as_chat
@@ -47,7 +47,7 @@ class Sampled:
         self._warned = False
 
     async def look(self, calls: Iterable[ModelCall]) -> None:
-        """Ask vLLM how trainable calls were sampled, unless known. Raise UpstreamUnreachable if a grammar needs it."""
+        """Ask vLLM how trainable calls were sampled. Raise UpstreamUnreachable if it is away and a grammar needs it."""
         for call in calls:
             if call.trainable and (key := self._key(call)) not in self._known and (known := await self._ask(call)):
                 self._known[key] = known
@@ -55,12 +55,12 @@ class Sampled:
             self._known.pop(next(iter(self._known)))
 
     def of(self, call: ModelCall) -> Sampling | None:
-        """Return how the call's answer was sampled, or None if that cannot be computed again."""
+        """Return how the call's answer was sampled, or None if that cannot be recomputed."""
         known = self._of(call)
         return None if isinstance(known, str) else known
 
     def why_not(self, call: ModelCall) -> str | None:
-        """Return why the call is left out for how it was sampled; None if it is not, or for something else."""
+        """Return why the way it was sampled excludes the call; None if it does not, or another reason does."""
         if not call.trainable:
             return call.untrainable_reason if is_not_followed(call.untrainable_reason) else None
         known = self._of(call)
@@ -70,7 +70,7 @@ class Sampled:
         return self._known.get(self._key(call)) or _by_request(call)
 
     async def _ask(self, call: ModelCall) -> Known | None:
-        """By vLLM's answer, or by the request if vLLM has no such route; None while vLLM is away. Grammars wait."""
+        """Ask vLLM; read the request if it has no such route. None while vLLM is away; raise if a grammar needs it."""
         if self._vllm is None:
             return _by_request(call)
         try:
@@ -120,7 +120,7 @@ def _by_request(call: ModelCall) -> Known:
 
 
 def _shortened(request: Json) -> Json:
-    """The request with the shortest conversation in place of its own, which is not needed here."""
+    """The request with a minimal conversation: only its sampling parameters matter here."""
     left_out = ("system", "previous_response_id")
     placeholders = {name: value for name, value in {**_MESSAGE, "input": "0"}.items() if name in request}
     return {name: value for name, value in request.items() if name not in left_out} | placeholders

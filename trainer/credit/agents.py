@@ -1,4 +1,4 @@
-"""Selects the agents of a rollout to train (`trainer.agents`), and warns of names that no call ever had."""
+"""Selects the agents to train (`trainer.agents`), and warns about names that no call ever had."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NO_NAME = "no name (calls without X-Agent-Name)"
 
 
 class TrainedAgents:
-    """The agents that are trained, by name. None means all of them, as one."""
+    """The agents that are trained, by name. None: all of them, treated as one."""
 
     def __init__(self, configured: Sequence[str] | None) -> None:
         self._trained = (OTHERS,) if configured is None else tuple(configured)
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Return the agents that are trained by their own names."""
+        """Return the names of the agents that are trained separately."""
         return tuple(name for name in self._trained if name != OTHERS)
 
     def role(self, agent: str | None) -> str | None:
@@ -33,9 +33,9 @@ class TrainedAgents:
 
 
 class RollCall:
-    """Warns once of each configured agent that no rollout knows: a typo would train nothing.
+    """Warns once about each configured agent that no rollout knows: with a typo, nothing would be trained.
 
-    `others` are agents that other options name, by option.
+    `others`: agents named in other options, by option.
     """
 
     def __init__(self, agents: TrainedAgents, others: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
@@ -43,7 +43,7 @@ class RollCall:
         self._seen, self._missed = set[str](), set[tuple[str, str]]()
 
     def look(self, rollouts: Iterable[Sequence[ModelCall]]) -> None:
-        """Note the agents of these calls. Warn of configured agents still missing while unnamed agents were seen."""
+        """Note the agents of these calls. Warn about configured agents that are missing while others were seen."""
         self._seen |= {call.agent or NO_NAME for calls in rollouts for call in calls}
         trains_all = all(map(self._agents.role, self._seen))
         for option, named in {"trainer.agents": () if trains_all else self._agents.named, **self._others}.items():
@@ -52,6 +52,6 @@ class RollCall:
                 self._missed |= missing
                 nothing = ", so nothing of it is trained" if option == "trainer.agents" else ""
                 log.warning(
-                    "%s: no call of %s so far%s; the agents of the rollouts are: %s",
+                    "%s: no call of %s so far%s; agents seen: %s",
                     option, ", ".join(sorted(name for _, name in missing)), nothing, ", ".join(sorted(self._seen)),
                 )  # fmt: skip

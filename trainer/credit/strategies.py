@@ -48,7 +48,7 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
 
     By default: `uniform`, all agents as one: the rollout's return, compared with its siblings' by `grpo`.
     An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
-    about it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
+    about it, and one baseline for agents with different returns makes training unstable (Dr. MAS, arXiv 2602.08847).
     """
     agents = TrainedAgents(config.agents)
     roles = [[agents.role(call.agent) for call in sibling.calls] for sibling in group]
@@ -74,7 +74,7 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
 def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited]]:
     """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named).
 
-    The return that a user's own function compares is not known: the rollout's stands for it.
+    What a user's own function compares is not known, so the rollout's return is reported.
     """
     advantages: dict[str, Values] = {}
     for name in {*config.credits.values(), "uniform"}:
@@ -98,7 +98,7 @@ def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
 def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3).
 
-    A(call) = A(rollout): all calls had the same share in the result. Returns 1 and 0 make 0.5 and -0.5 by `dr_grpo`.
+    A(call) = A(rollout): all calls share equally in the result. Returns 1 and 0 make 0.5 and -0.5 by `dr_grpo`.
     """
     return _of_rollouts(group, compared(config.baseline, [sibling.rewards.total for sibling in group]))
 
@@ -106,13 +106,13 @@ def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Values:
 def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Compute A_k = R_k - baseline of the siblings' R_k, where R_k is the discounted sum of the rewards from call k on.
 
-    Of two rollouts with rewards 1, 0 and 0, 0 for their calls the returns are 1, 0 and 0, 0: by `dr_grpo` the first
-    calls get 0.5 and -0.5, the second ones 0. What came before a call is not its doing.
+    Example: two rollouts whose calls have rewards 1, 0 and 0, 0 have returns 1, 0 and 0, 0. With `dr_grpo` the first
+    calls get 0.5 and -0.5, the second ones 0. A call gets no credit for earlier rewards.
 
     The k-th decision of an agent is compared with the siblings' k-th decisions of that agent. Such a baseline depends
-    on time and not on any action, so it leaves the gradient's expectation as it is, and its variance is lower than with
-    one baseline for the entire rollout (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A
-    rollout that outlasts its siblings keeps the baseline of the last step that it shared.
+    on time and not on any action, so it does not change the expected gradient, and the variance is lower than with one
+    baseline for the entire rollout (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A rollout
+    that outlasts its siblings keeps the baseline of the last step that it shared.
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     found = [[0.0] * len(sibling.calls) for sibling in group]
@@ -194,15 +194,15 @@ def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> li
         )
     for values, calls in zip(found, (len(sibling.calls) for sibling in group), strict=True):
         if not isinstance(values, Sequence) or len(values) != calls:
-            raise ConfigError(f"{CREDIT} {name}: a rollout of {calls} calls needs as many numbers, got {values!r:.100}")
+            raise ConfigError(f"{CREDIT} {name}: a rollout of {calls} calls needs {calls} numbers, got {values!r:.100}")
         for value in values:
             if not isinstance(value, Real) or not math.isfinite(value):
-                raise ConfigError(f"{CREDIT} {name}: {value!r:.100} is no finite number")
+                raise ConfigError(f"{CREDIT} {name}: {value!r:.100} is not a finite number")
     return [[*map(float, values)] for values in found]
 
 
 def training_rules(config: TrainerConfig) -> Rules:
-    """Return how rewards count in training. A judge's scores count in addition to the return that is shown."""
+    """Return how rewards count in training. A judge's scores are added to the return that is shown."""
     return Rules.of(config)._replace(weights=config.training_weights)
 
 

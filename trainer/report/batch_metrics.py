@@ -25,9 +25,9 @@ COUNTED = ("groups", "samples")  # the groups of metrics of which every count is
 
 @dataclass(slots=True)
 class Seen:
-    """The rewards by task (None: without one) of all rollouts looked at since the step before, and counts.
+    """The rewards by task (None: no task) of all rollouts read since the last step, and counts.
 
-    `not_followed` counts the calls that are left out for how they were sampled, by reason.
+    `not_followed` counts calls that are left out because of how they were sampled, by reason.
     """
 
     rewards: dict[str | None, list[float]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Seen:
 
     @property
     def groups(self) -> int:
-        """Return the number of tasks that were looked at. Rollouts without one are no group."""
+        """Return the number of tasks that were read. Rollouts without a task are not a group."""
         return sum(task_id is not None for task_id in self.rewards)
 
     def reward(self, task_id: str | None, reward: float | None) -> None:
@@ -71,11 +71,11 @@ class Seen:
 
     @property
     def _share(self) -> float:
-        """The share of calls that are left out for how they were sampled."""
+        """The share of calls that are left out because of how they were sampled."""
         return self.counts["calls_not_followed"] / max(1, sum(self.counts[name] for name in CALLS))
 
     def left_out(self) -> str | None:
-        """Return why most calls are left out for how they were sampled; None if they are not."""
+        """Return why most calls are left out because of how they were sampled; None if most are not."""
         if self._share <= MOST or not self.not_followed:
             return None
         why, calls = self.not_followed.most_common(1)[0]

@@ -25,7 +25,7 @@ class Metric:
 
     @property
     def tag(self) -> str:
-        """Return its name in TensorBoard, W&B, MLflow and trackio."""
+        """Return the metric's name in TensorBoard, W&B, MLflow and trackio."""
         return f"{self.group}/{self.name}"
 
 
@@ -76,7 +76,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("calls_untrainable", "count", "calls left out: no token ids, log-probabilities or answer, or temperature 0"),
         ("calls_not_followed", "count", "sampled in a way that the trainer cannot compute again"),
         ("not_followed_share", "share", "`calls_not_followed` among all calls of trained agents"),
-        ("calls_not_finite", "count", "a recorded log-probability is no number"),
+        ("calls_not_finite", "count", "a recorded log-probability is not a number"),
         ("calls_other_tokens", "count", "another model sampled tokens that this one does not have"),
         ("calls_ambiguous", "count", "several answers (n > 1)"),
         ("calls_of_others", "count", "their agents are not in `trainer.agents`"),
@@ -155,7 +155,7 @@ def all_metrics() -> Mapping[str, Metric]:
 
 
 def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return a step's numbers under their trackers' tags."""
+    """Return a step's numbers by their tags in trackers."""
     known = all_metrics()
     return {known[name].tag if name in known else name: value for name, value in scalars(metrics).items()}
 

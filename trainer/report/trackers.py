@@ -1,6 +1,6 @@
-"""Reports steps to the trackers of `trainer.report_to`, which are accelerate's.
+"""Reports steps to the trackers in `trainer.report_to`, through accelerate.
 
-A policy is one run in its trackers, through every restart.
+A policy stays one run in its trackers across restarts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PROJECT = "lightning-proxy"  # trackers file runs under this name
 
 
 class Trackers:
-    """The trackers of a trainer. The run's name, and MLflow's id of it, are kept in a file of the directory.
+    """The trackers of a trainer. A file in the directory keeps the run's name and its MLflow id.
 
-    `step`: the number of the last step, of which numbers are reported.
+    `step`: the number of the last step that was reported.
     """
 
     def __init__(self, config: TrainerConfig, directory: Path) -> None:
-        """Raise ConfigError for a tracker that accelerate does not know, or that is not installed."""
+        """Raise ConfigError for a tracker that accelerate does not know or that is not installed."""
         self.step, self._begun = 0, False
         self._file = directory / "run.json"
         self._run = json.loads(self._file.read_text()) if self._file.is_file() else {}
@@ -56,7 +56,7 @@ class Trackers:
             self.trackers.append(made(projects.get(kind, PROJECT), *where, **options.get(kind, {})))
 
     def begin(self) -> None:
-        """Begin or continue the run, and keep its names for the next start. ConfigError if a tracker cannot."""
+        """Begin or continue the run, and keep its names for the next start. Raise ConfigError if a tracker fails."""
         if self._begun:
             return
         for tracker in self.trackers:
@@ -72,7 +72,7 @@ class Trackers:
             self._file.write_text(json.dumps(self._run))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Send the last step's numbers, by the tags of `metric_schema`. A failure is only logged."""
+        """Send the last step's numbers under their `metric_schema` tags. A failure is only logged."""
         self.begin()
         numbers = {f"train/{tag}": value for tag, value in by_tag(metrics).items()}
         for tracker in self.trackers:

@@ -92,10 +92,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class TreeCost:
-    """The cost of computing a tree, in units of a node's work in the linear layers.
+    """The cost of computing a tree, in units of the work that one node takes in the linear layers.
 
-    `attention` is the work for a node and one that it sees: itself and its ancestors. At most `max_nodes` fit into one
-    pass. Nodes over `comfortable` cost a quarter of their work, for the memory that they take.
+    `attention` is the work for a node and one node that it sees (itself or an ancestor). At most `max_nodes` fit into
+    one pass. Each node beyond `comfortable` costs a quarter more, for the memory that it takes.
     """
 
     attention: float
@@ -110,7 +110,7 @@ class TreeCost:
         return lengths + self.attention * lengths * (lengths + 1) / 2
 
     def memory(self, nodes: Ints) -> NDArray[np.float64]:
-        """Return the price of the memory of passes of this number of nodes."""
+        """Return the price of the memory that passes of this many nodes take."""
         comfortable = self.max_nodes if self.comfortable is None else self.comfortable
         return np.maximum(nodes - comfortable, 0).astype(np.float64) * _MEMORY_COST
 
@@ -119,9 +119,9 @@ def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]
     """Cut `samples` so that as little as possible is computed twice.
 
     In the order of their tokens, samples share most with their neighbours, and a cut costs just what the two samples
-    next to it share; so the best cuts are found one by one. Samples of two adapters share nothing, since each adapter
-    gives the same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a single
-    sample has.
+    next to it share; so the best cuts are found one at a time. Samples of two adapters share nothing, since each
+    adapter gives the same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a
+    single sample has.
     """
     found: list[MicroBatch] = []
     in_order = sorted(samples, key=lambda sample: (sample.adapter, sample.token_ids))
@@ -135,7 +135,7 @@ def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]
 
 
 def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
-    """The starts of groups of rows, and the number of rows. Row i shares its first `shared[i]` nodes with row i - 1."""
+    """Each group's first row, then the number of rows. Row i shares its first `shared[i]` nodes with row i - 1."""
     total = np.concatenate([[0], np.cumsum(lengths - shared)])
     price = cost.prefix(shared) + _PASS_COST
     spent = np.zeros(len(lengths))  # the cost of all passes and cuts up to the one before row i

@@ -42,10 +42,10 @@ NO_PROBABILITY = -9999.0
 
 
 class Placement(NamedTuple):
-    """The row of a call's answer, by its index; None if it is in none.
+    """The index of the row that a call's answer is in; None if it is in none.
 
-    `placed`: `first` of its rollout (or adapter), or the step's metric that counts it without the first word:
-    `merged`, `drift`, …, `too_long`.
+    `placed`: `first` of its rollout (or adapter), or the name of the step metric that counts it, without its first
+    word: `merged`, `drift`, …, `too_long`.
     """
 
     row: int | None
@@ -54,7 +54,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSamples:
-    """The rows of one rollout, counts of its calls by the names of step metrics, and each call's place, in order.
+    """The rows of one rollout, counts of its calls by step metric, and the placement of each call, in order.
 
     `calls` are in a row, `calls_merged` of them after another call. All others are left out: `calls_untrainable` have
     no usable token ids; `calls_not_followed` were sampled in a way that cannot be computed again; `calls_ambiguous`
@@ -69,7 +69,7 @@ class RolloutSamples:
 
 @dataclass(slots=True)
 class _Row:
-    """A row under construction: its calls, each with its advantage. `ids`: the last one's prompt and answer, so all."""
+    """A row under construction: its calls, each with its advantage. `ids`: the row's tokens so far."""
 
     adapter: str
     calls: list[tuple[ModelCall, float, Sampling]] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Row:
 
 
 def _results(calls: Sequence[ModelCall]) -> Iterator[tuple[int, int]]:
-    """Where, between two answers of a row, there are results of tools and nothing else."""
+    """The token ranges between two answers of a row that hold tool results and nothing else."""
     for before, call in pairwise(calls):
         known = 0 if call.request.get("previous_response_id") else len(conversation(before.request))
         if only_results(conversation(call.request)[known:]):
@@ -131,8 +131,8 @@ def rollout_samples(
 
     A call continues the longest row that its prompt begins with and goes beyond; else it opens a new one. Its answer is
     trained on there only; in the prompts of later calls it is context. `vocabulary` is the number of tokens that the
-    model knows (None: any). `adapter_of` says which adapter an agent has: each has rows of its own. `sampled` says how
-    a call's answer was sampled.
+    model knows (None: any). `adapter_of` says which adapter an agent has: each adapter has its own rows. `sampled` says
+    how a call's answer was sampled.
     """
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
@@ -187,7 +187,7 @@ def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocab
 def _place(rows: Sequence[_Row], adapter: str, prompt: Ints, likely: int | None) -> tuple[int, str | None]:
     """The index of the row that a call with this prompt continues, or of a new one; and why (None: the first call).
 
-    `likely` is looked at first: so the work of a call does not grow with the number of rows.
+    The row `likely` is tried first, so that the work of a call does not grow with the number of rows.
     """
 
     def is_continued(index: int, shared: int) -> bool:

@@ -32,10 +32,10 @@ _FORMATS = frozenset({
 
 
 def sampling_of(parameters: Json) -> Sampling | None:
-    """Return how vLLM samples with these parameters, or None if they are of no use.
+    """Return how vLLM samples with these parameters, or None if they cannot be used (invalid, or with `bad_words`).
 
-    They are vLLM's own sampling parameters, or the request, where an absent one is what OpenAI's API says. A request's
-    grammar is not read here: vLLM makes it of more than one field.
+    They are vLLM's own sampling parameters, or a request; absent ones have the defaults of OpenAI's API. A request's
+    grammar is not read here, because vLLM builds it from several fields.
     """
     grammar, allowed = parameters.get("structured_outputs"), parameters.get("allowed_token_ids")
     biases = parameters.get("logit_bias") or {}
@@ -67,7 +67,7 @@ def is_installed() -> bool:
 
 
 def cannot_be_replayed(outputs: dict[str, Any]) -> str | None:
-    """Return why a grammar, as vLLM's structured outputs have it, cannot be replayed; None if it can."""
+    """Return why a grammar (vLLM's structured outputs) cannot be replayed; None if it can."""
     if not is_installed():
         return "xgrammar is not installed"
     if outputs.get("disable_any_whitespace") or outputs.get("whitespace_pattern"):
@@ -80,7 +80,7 @@ def cannot_be_replayed(outputs: dict[str, Any]) -> str | None:
 
 
 def _foreign(schema: Any) -> Iterator[str]:
-    """The keywords for which vLLM takes another engine; a property of such a name counts, too."""
+    """The keywords that make vLLM use another grammar engine; a property with such a name counts too."""
     if isinstance(schema, dict):
         yield from _OF_OTHER_ENGINES & schema.keys()
         if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class TrainingEngine(Protocol):
     """Holds the policy's weights and takes steps on them: `LightningTrainer`, or a service (`features/tinker/`).
 
-    `skipped_because`, `left_out_because`, `warnings` (by name): of the last step.
+    `skipped_because`, `left_out_because` and `warnings` (by name) are about the last step.
 
-    Any method may raise TrainingUnavailable. The state that was not saved is then lost; `load` restores the saved one.
+    Any method may raise TrainingUnavailable. Unsaved state is then lost; `load` restores the saved state.
     """
 
     settings: TrainerConfig
@@ -38,16 +38,16 @@ class TrainingEngine(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of tokens that the model has embeddings of."""
+        """Return the number of tokens that the model has embeddings for."""
 
     def forward_backward(self, batch: Batch) -> None:
-        """Compute a batch's gradients, in place of earlier ones. The weights stay as they are."""
+        """Compute a batch's gradients, replacing earlier ones. The weights do not change."""
 
     def optim_step(self) -> dict[str, float]:
         """Move the weights by the last batch's gradients. Return the step's metrics together with the batch's own."""
 
     def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
-        """Return the log-probabilities of each row's answers, as they were sampled; 0.0 for all other tokens.
+        """Return the log-probabilities of each row's answers under the way they were sampled; 0.0 for all other tokens.
 
         `served`: as in `logprobs`.
         """
@@ -57,8 +57,8 @@ class TrainingEngine(Protocol):
     ) -> list[list[float]]:
         """Return each token's log-probability at temperature 1; 0.0 for the first of each row.
 
-        With `served`, by the weights that were remembered as served. An engine that remembers none takes the present
-        ones; then served answers do not tell new weights from old ones, and their name and files have to.
+        With `served`, use the weights that were remembered as served. An engine that remembers none uses its present
+        ones; then answers cannot tell new weights from old ones, and their name and files must.
         """
 
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
@@ -77,7 +77,7 @@ class TrainingEngine(Protocol):
         """Resume exactly from what `save` wrote; returns the step it was written after."""
 
     def end(self) -> None:
-        """Let other processes end. Not called after an error, which they must take for a failure."""
+        """Let the other processes end. Not called after an error: they must see that as a failure."""
 
     def close(self) -> None:
-        """Let the trackers finish their files, and leave what was taken. Called in any case."""
+        """Let the trackers finish their files, and release resources. Always called."""

@@ -1,10 +1,10 @@
 """The loss of a step: each token's term times its weight, the KL to the base model, entropy bonus and guidance.
 
-The loss does not depend on how calls are merged into rows and how a step is cut into micro-batches. Two things make it
-so. A sequence in TRL's sense is one answer: the action of a call, the unit that has one advantage (arXiv 2508.03680,
-section 3). And the weights of tokens are known before the step begins; TRL divides by what a micro-batch holds.
+The loss does not depend on how calls are merged into rows or how a step is cut into micro-batches, for two reasons.
+What TRL calls a sequence is one answer here: the action of a call, the unit that has one advantage (arXiv 2508.03680,
+section 3). And token weights are known before the step begins, where TRL divides by what a micro-batch holds.
 
-In the formulas r is a token's importance ratio, the policy's probability over that with which it was sampled, or with
+In the formulas, r is a token's importance ratio: the policy's probability over the one it was sampled with, or with
 `importance_level: sequence` the geometric mean of the answer's ratios (GSPO, arXiv 2507.18071). A is its advantage.
 """
 
@@ -35,8 +35,8 @@ class LossInputs:
     """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
 
     `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
-    sampled. `advantages`: the same for every token of an answer, but for what guides add to single tokens. `config`:
-    the section `trainer`. `weights`: what a token's term is multiplied with, before all terms are added up.
+    sampled. `advantages`: the same for every token of an answer, except for what guides add to single tokens. `config`:
+    the section `trainer`. `weights`: the factor of each token's term in the sum.
     """
 
     logprobs: Tensor
@@ -53,7 +53,7 @@ class LossInputs:
 
     @property
     def level_ratios(self) -> Tensor:
-        """Return the ratios r of the formulas, with a gradient."""
+        """Return the ratios r in the formulas, with a gradient."""
         log_ratios = self.logprobs - self.sampled_logprobs
         if self.config.importance_level == "sequence":
             means = (log_ratios * self.mask).sum(1, keepdim=True) / self.mask.sum(1, keepdim=True).clamp(min=1)
@@ -61,7 +61,7 @@ class LossInputs:
         return log_ratios.exp()
 
     def total(self, terms: Tensor) -> Tensor:
-        """Return what (A, L) terms add to the loss."""
+        """Return what these (A, L) terms add to the loss."""
         return (torch.where(self.mask.bool(), terms, 0.0) * self.weights).sum()
 
 
@@ -91,9 +91,9 @@ def cispo(given: LossInputs) -> Tensor:
 def sapo(given: LossInputs) -> Tensor:
     """Return SAPO's -(4 / τ) σ(τ (r - 1)) A (arXiv 2511.20347).
 
-    τ is 1, or 1.05 where A <= 0, as the paper has it. It assumes that trust in a token fades with its distance from
-    r = 1 on both sides, faster at a higher τ.
-    By hand: r = 1: slope -A. r = 3, A = 1, τ = 1: -4 · 0.881 = -3.52, slope -4 · 0.105 · 3 = -1.26.
+    τ is 1, or 1.05 where A <= 0, as the paper has it. It assumes that trust in a token fades with the distance of r
+    from 1 on both sides, faster at a higher τ. By hand: r = 1: slope -A. r = 3, A = 1, τ = 1: -4 · 0.881 = -3.52, slope
+    -4 · 0.105 · 3 = -1.26.
     """
     tau = torch.where(given.advantages > 0, 1.0, 1.05)
     return -torch.sigmoid(tau * (given.level_ratios - 1)) * 4 / tau * given.advantages
@@ -102,9 +102,9 @@ def sapo(given: LossInputs) -> Tensor:
 def vespo(given: LossInputs) -> Tensor:
     """Return VESPO's -sg(w^k e^(λ (1 - w))) A log p; w is the product of an answer's ratios (arXiv 2602.10693).
 
-    k and λ are 2 and 3, or 3 and 2 where A < 0, as in TRL. It assumes that entire answers are likely or not
-    under the policy, and weighs those down that became much likelier or less likely. The weight stays under 1.3.
-    By hand: w = 1: slope -A. w = 2, A = 1, k = 2, λ = 3: 4 · e^-3 = 0.2, slope -0.2.
+    k and λ are 2 and 3, or 3 and 2 where A < 0, as in TRL. It assumes that the policy finds entire answers likely or
+    not, and gives less weight to answers that became much likelier or less likely. The weight stays under 1.3. By hand:
+    w = 1: slope -A. w = 2, A = 1, k = 2, λ = 3: 4 · e^-3 = 0.2, slope -0.2.
     """
     good = given.advantages >= 0
     log_ratios = (given.logprobs - given.sampled_logprobs).detach().clamp(-20.0, 20.0)
@@ -132,11 +132,11 @@ WEIGHTINGS = {"token": "mean", "rollout": "own", "sequence": "mean"}
 
 
 def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: int = 0) -> dict[str, float]:
-    """Return the weight of each trained token in the step's loss, by rollout, without rollouts that have no tokens.
+    """Return the weight of each trained token in the step's loss, by rollout. Rollouts without tokens are left out.
 
-    The loss is averaged over `compared` rollouts, also such that teach nothing; 0 stands for the ones in `samples`.
-    With `weighting: sequence` it is the weight of each answer, which its tokens share.
-    By hand: rollouts of 3 and of 6 tokens weigh them by 1/6 and 1/12 (`own`), or by 1/9 each (`mean`).
+    The loss is averaged over `compared` rollouts, including those that teach nothing; 0 means the ones in `samples`.
+    With `weighting: sequence` it is the weight of an answer, which its tokens share. By hand: rollouts of 3 and of 6
+    tokens weigh them by 1/6 and 1/12 (`own`), or by 1/9 each (`mean`).
     """
     counts: Counter[str] = Counter()
     for sample in samples:
@@ -152,7 +152,7 @@ def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: in
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The places of the A answers of B samples in (B, T) tensors. Each becomes a row of length L."""
+    """The positions of the A answers of B samples in (B, T) tensors. Each becomes a row of length L."""
 
     rows: Tensor  # (A, 1)
     columns: Tensor  # (A, L)
@@ -190,8 +190,8 @@ def loss_inputs(
 ) -> LossInputs:
     """Return the inputs of the loss. `logprobs`: the policy's, (A, L); `weights`: by rollout (`token_weights`).
 
-    Tokens of log-probability -inf are taken out: the policy that is trained would not sample them, as its top_p
-    and the like leave them out under the present weights. The tokens that stay keep their weights.
+    Tokens with log-probability -inf are removed: under the present weights, top_p and the like exclude them, so the
+    trained policy would not sample them. The remaining tokens keep their weights.
     """
     outside = logprobs.detach().isneginf()
     shares = torch.tensor([weights[sample.rollout_id] for sample in samples], device=logprobs.device)[answers.rows]
@@ -206,7 +206,7 @@ def loss_inputs(
 def policy_loss(given: LossInputs) -> Tensor:
     """Return the weighted sum of the tokens' terms, by `loss_type` or by the user's own `loss`.
 
-    Raise ConfigError if the user's function returns another shape than (A, L).
+    Raise ConfigError if the user's function returns a shape other than (A, L).
     """
     if given.config.loss is None:
         return given.total(LOSSES[given.config.loss_type][0](given))
@@ -221,7 +221,7 @@ def policy_loss(given: LossInputs) -> Tensor:
 
 
 def masked_tokens(loss: Tensor, given: LossInputs) -> Tensor:
-    """Return (A, L): tokens with an advantage to which an own loss gives no gradient. ConfigError if it has none."""
+    """Return (A, L): tokens with an advantage but no gradient from a user's loss. ConfigError if the loss has none."""
     return (given.advantages != 0) & (_gradient(OWN_LOSS, given.config.loss, loss, given.logprobs) == 0)
 
 
@@ -236,7 +236,7 @@ def _gradient(setting: str, name: str | None, loss: Tensor, logprobs: Tensor) ->
 
 
 def check_gradients(config: TrainerConfig) -> None:
-    """Raise ConfigError if a loss of the user's own fails on two short answers, or has no gradient there."""
+    """Raise ConfigError if a user's own loss fails on two short answers, or has no gradient there."""
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     logprobs = (mask * torch.tensor([[-1.0], [-0.5]])).requires_grad_()
     given = LossInputs(
@@ -255,7 +255,7 @@ def kl_penalty(given: LossInputs, reference: Tensor) -> Tensor:
     """Return the KL to the base model, weighted like the loss. With d = log p - log p_base of a token:
 
     `kl_estimator: k2`: sg(min(ratio, cap)) d² / 2. Its gradient, ratio · d · ∇log p, is that of TRL's ratio · k3
-    (`use_bias_correction_kl`; DeepSeek-V3.2, arXiv 2512.02556): but for the cap, the reverse KL's, without bias.
+    (`use_bias_correction_kl`; DeepSeek-V3.2, arXiv 2512.02556): apart from the cap, the reverse KL's, without bias.
     `k3`: e^-d - 1 + d, as GRPO has it (arXiv 2402.03300). Its gradient, (1 - e^-d) ∇log p, is that of the forward KL.
     By hand, at d = 1 and a ratio of 1: k2 is 0.5 with the slope 1; k3 is 0.37 with the slope 0.63.
     """
@@ -269,7 +269,7 @@ class EntropyBonus:
     """Decides the weight of the mean entropy in the loss, as TRL does (`entropy_coef`, `use_adaptive_entropy`).
 
     With a target, the weight grows by DELTA after each step with an entropy at or below the target, and shrinks after
-    the others. It counts only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
+    the others. It applies only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
     """
 
     DELTA, MOST = 0.005, 1.0
@@ -290,7 +290,7 @@ class EntropyBonus:
         return {"coef": self._coef, "is_low": self._is_low}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint. A fixed weight is the configured one."""
+        """Resume from a checkpoint. A fixed weight comes from the configuration instead."""
         if self._target is not None and state:
             self._coef, self._is_low = state["coef"], state["is_low"]
 
@@ -299,7 +299,7 @@ GUIDE_LIMIT = 5.0  # nats at one token
 
 
 class Guided(NamedTuple):
-    """What guides add, (A, L): where they spoke, the clipped difference there, and what it adds to the advantage."""
+    """What guides add, (A, L): where they have values, the clipped difference, and its part of the advantage."""
 
     there: Tensor
     gap: Tensor
@@ -309,7 +309,7 @@ class Guided(NamedTuple):
 def guided(given: LossInputs, samples: Sequence[Sample], answers: Answers) -> tuple[LossInputs, Guided]:
     """Add weight · clip(guide's log-probability - the policy's, -GUIDE_LIMIT, GUIDE_LIMIT) to the advantages.
 
-    Such an advantage is that of the reverse KL: its policy gradient brings the policy nearer to the guide (MiniLLM,
+    This is the advantage of the reverse KL: its policy gradient moves the policy towards the guide (MiniLLM,
     arXiv 2306.08543).
     """
     guide = answers.take_lists([s.guidance.logprobs if s.guidance else (math.nan,) * len(s.mask) for s in samples])
@@ -323,8 +323,8 @@ def guided(given: LossInputs, samples: Sequence[Sample], answers: Answers) -> tu
 def context_loss(logprobs: Tensor, samples: Sequence[Sample], results: int, config: TrainerConfig) -> Tensor:
     """Return what the function adds to the loss for the tokens that tools wrote; 0 without any.
 
-    `logprobs`: (B, T), of all tokens of the B samples that are scored. The function gets the K results'.
-    `results`: how many such tokens the step has.
+    `logprobs`: (B, T), of all scored tokens of the B samples. The function gets those of the K tool tokens. `results`:
+    how many such tokens the step has.
     """
     places = [(row, i) for row, s in enumerate(samples) for span in s.results for i in range(*span)]
     if not places:

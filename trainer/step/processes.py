@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Pass(NamedTuple):
     """A forward and backward pass over a micro-batch.
 
-    `counts` is false where another process needs this one's part of the model for a pass of its own.
+    `counts` is false if the pass is made only because another process needs this one's part of the model.
     """
 
     micro_batch: MicroBatch
@@ -31,8 +31,8 @@ class Pass(NamedTuple):
 class Processes:
     """A single process. Several processes override these methods (`distributed.ranks.Ranks`).
 
-    Process 0 leads: it alone talks to the store and to vLLM. If the model is `sharded`, all processes must make the
-    same passes.
+    Process 0 leads: only it talks to the store and to vLLM. If the model is `sharded`, all processes must make the same
+    number of passes.
     """
 
     rank = 0
@@ -73,7 +73,7 @@ class Processes:
 
 
 def on_every_process(method: F, *, only_if_sharded: bool = False) -> F:
-    """Run a trainer's method in all processes at the same time, with the arguments that process 0 calls it with."""
+    """Run a trainer's method in all processes at once, with the arguments that process 0 passes."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens under a causal language model, without keeping all logits.
 
-Every shared prefix is computed once.
+Each shared prefix is computed once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LEAST = -1e4  # in place of a log-probability of -inf in an entropy, where it i
 
 
 class ScoredTokens(NamedTuple):
-    """Scores of tokens, (B, T), with zeros where a token is not scored. `entropies` have a gradient if asked for.
+    """Scores of tokens, (B, T); 0 where a token is not scored. `entropies` have a gradient if requested.
 
-    A log-probability is -inf where the way of sampling leaves the token out under these weights.
+    A log-probability is -inf if the way of sampling excludes the token under these weights.
     """
 
     logprobs: Tensor
@@ -46,8 +46,8 @@ def score(
 ) -> ScoredTokens:
     """Score the trained tokens of `samples` with one forward pass over `tree`, which has all but their last tokens.
 
-    `results`: score what tools wrote, too.
-    `model` is the bare causal LM, perhaps with LoRA layers. Without `shaper` there is nothing but temperatures.
+    `results`: also score what tools wrote. `model` is the bare causal LM, perhaps with LoRA layers. Without `shaper`,
+    only temperatures are applied.
     """
     hidden = _hidden_states(model, tree)
     # Siblings that sampled the same token in the same place in the same way share one score.
@@ -66,10 +66,10 @@ def score(
 def _places(
     samples: Sequence[Sample], tree: PrefixTree, *, results: bool
 ) -> Iterator[tuple[tuple[int, int, float, int], int, int]]:
-    """What decides the score of each token to score, and its place in (B, T).
+    """Yields a key for the score of each token to score, and the token's place in (B, T). Equal keys share one score.
 
-    It is the node that predicts it, the token, the temperature, and a number for the way in which and the place from
-    which its answer was sampled: 0 where there is only a temperature.
+    The key is the node that predicts the token, the token, the temperature, and a number for how and where its answer
+    was sampled (0 if only by temperature).
     """
     known: dict[tuple[int, Sampling], int] = {}
     for row, (sample, path) in enumerate(zip(samples, tree.paths, strict=True)):
@@ -93,14 +93,14 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
 
 
 def longest_sample(config: PreTrainedConfig, wanted: int | None) -> int:
-    """Return the longest sample by the model's context; without a `wanted` length, by its attention window too."""
+    """Return the longest sample that the model's context allows, and without a `wanted` length its attention window."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     limits = [wanted, context] if wanted else [context, _window(config)]
     return min((limit for limit in limits if limit), default=DEFAULT_SAMPLE)
 
 
 def _window(config: PreTrainedConfig) -> int | None:
-    """The tokens that a sliding window of some layers has."""
+    """The size in tokens of the sliding window that some layers have."""
     text = config.get_text_config()
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
     window: int | None = getattr(text, "sliding_window", None) if slides else None
@@ -108,7 +108,7 @@ def _window(config: PreTrainedConfig) -> int | None:
 
 
 def attention_cost(config: PreTrainedConfig, linear_parameters: int) -> float:
-    """Return the work of attending from one node to one other, in units of a node's work in the linear layers."""
+    """Return the work of attending from one node to another, in units of a node's work in the linear layers."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * text.num_attention_heads * head_dim / linear_parameters
@@ -133,7 +133,7 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
 
 
 class _Tokens(NamedTuple):
-    """(K,) next tokens and temperatures, and where they were sampled if it was in more than a temperature's way."""
+    """(K,) next tokens and temperatures, and where tokens were sampled if more than a temperature shaped them."""
 
     labels: Tensor
     temperatures: Tensor
@@ -146,8 +146,8 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """Turn the (K, H) hidden states before tokens into (K,) log-probabilities and entropies, in float32.
 
-    The entropies have a gradient if it is asked for. No logits are kept. A trained head's gradient sums over
-    tokens, so its logits are computed once more in the backward pass.
+    The entropies have a gradient if requested. No logits are kept. A trained head's gradient sums over tokens, so its
+    logits are recomputed in the backward pass.
     """
     compute: Callable[..., tuple[Tensor, Tensor]] = _scores
     if torch.is_grad_enabled():
@@ -167,10 +167,10 @@ def token_scores(
 def _scores_and_slopes(
     model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Each score depends on its own row alone, so its gradient by the hidden state is found at once.
+    """Each score depends on its own row alone, so its gradient with respect to the hidden state is computed at once.
 
-    The score is returned as a linear function of the hidden state with this slope. That of the entropies costs one more
-    pass through the head.
+    The score is returned as a linear function of the hidden state with this slope. The slope of the entropies costs one
+    more pass through the head.
     """
     states = hidden.detach().requires_grad_()
     logprobs, entropies = _scores(model, states, tokens, entropy_gradient)
@@ -192,11 +192,11 @@ def _scores(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gra
 
 
 class _Scores(torch.autograd.Function):
-    """Scores of (K, V) logits. Autograd would pass over all logits several times more to find the same slopes.
+    """Scores of (K, V) logits. Autograd would read all logits several times more for the same slopes.
 
-    By a logit over the temperature, a log-probability has the slope 1 for its token minus p, an entropy H has
-    -p (log p + H). Tokens that the way of sampling leaves out have p = 0. The slope of a log-probability of -inf means
-    nothing: the loss takes such tokens out.
+    With respect to a logit over the temperature, a log-probability has the slope 1 for its token minus p, an entropy H
+    has -p (log p + H). Tokens that the way of sampling excludes have p = 0. The slope of a log-probability of -inf
+    means nothing: the loss removes such tokens.
     """
 
     @staticmethod
@@ -237,7 +237,7 @@ def _head(model: PreTrainedModel) -> nn.Module:
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The head's output as in the model's own forward pass: Cohere and Granite scale it, Gemma caps it."""
+    """The head's output, as in the model's own forward pass: Cohere and Granite scale it, Gemma caps it."""
     head = _head(model)
     config = model.config.get_text_config()
     logits: Tensor = head(hidden.to(next(head.parameters()).dtype))

@@ -1,7 +1,7 @@
 """Shapes logits as vLLM's sampler shaped them before it sampled: penalties, biases, grammars, truncation.
 
-The trained policy is then the distribution that was really sampled, under the weights of now. All of it is a function
-of the tokens before and of the logits; the order is that of vLLM 0.32 (`vllm/v1/sample/sampler.py`).
+The trained policy is then the distribution that was really sampled, under the present weights. All of it is a function
+of the earlier tokens and the logits; the order is that of vLLM 0.32 (`vllm/v1/sample/sampler.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KEPT_GRAMMARS = 100  # compiled, each may take megabytes
 
 
 class SampledPlace(NamedTuple):
-    """Where a token was sampled: how, after which prompt and answer so far, and what a grammar allowed there.
+    """Where a token was sampled: how, after which prompt and partial answer, and what a grammar allowed there.
 
-    `allowed` is (1, V/32) bits. It has no row where the grammar's replay came to its end before: nothing is known.
+    `allowed` is (1, V/32) bits. It has no row if the replay of the grammar ended before: nothing is known there.
     """
 
     sampling: Sampling
@@ -53,7 +53,7 @@ class Shaper:
         self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
 
     def places(self, samples: Sequence[Sample], places: Sequence[tuple[int, int]]) -> list[SampledPlace | None]:
-        """Return where the tokens at (row, column) were sampled; None for those that only have a temperature."""
+        """Return where the tokens at (row, column) were sampled; None for tokens that only have a temperature."""
         answers: dict[tuple[int, int], tuple[Ints, Tensor | None]] = {}
         found: list[SampledPlace | None] = []
         for row, column in places:
@@ -71,7 +71,7 @@ class Shaper:
         return found
 
     def before_temperature(self, logits: Tensor, places: Sequence[SampledPlace | None]) -> Tensor:
-        """Return (K, V) logits with masks, biases and penalties. What a gradient flows through stays in the graph."""
+        """Return (K, V) logits with masks, biases and penalties applied, as part of autograd's graph."""
         if not any(place is not None and _changes_logits(place) for place in places):
             return logits
         return torch.stack([row if p is None else self._shaped(row, p) for row, p in zip(logits, places, strict=True)])
@@ -84,7 +84,7 @@ class Shaper:
         return _penalised(logits, place)
 
     def _forbidden(self, logits: Tensor, place: SampledPlace) -> Tensor:
-        """The tokens that cannot come here, as a mask."""
+        """The tokens that cannot be sampled here, as a mask."""
         sampling, size = place.sampling, len(logits)
         forbidden = torch.zeros(size, dtype=torch.bool, device=logits.device)
         if place.allowed is not None and not place.is_lost:
@@ -99,7 +99,7 @@ class Shaper:
         return forbidden
 
     def masks(self, sampling: Sampling, answer: Sequence[int]) -> Tensor | None:
-        """Return what its grammar allowed at each token of an answer, as bits (N, V/32), up to the first one refused.
+        """Return what the grammar allowed at each token of an answer, as bits (N, V/32), up to the first refused token.
 
         None without a grammar; no rows if it cannot be compiled.
         """
@@ -137,7 +137,7 @@ class Shaper:
 
 
 def truncate(logprobs: Tensor, places: Sequence[SampledPlace | None]) -> Tensor:
-    """Return (K, V) log-probabilities after temperature, renormalised over what min_p, top_k and top_p leave."""
+    """Return (K, V) log-probabilities after temperature, renormalised over what min_p, top_k and top_p keep."""
     alike: dict[tuple[float, int, float], list[int]] = {}
     for row, place in enumerate(places):
         if place is not None:

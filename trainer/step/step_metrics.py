@@ -1,4 +1,4 @@
-"""The numbers of a training step, summed over its passes, and the reasons to skip it: not finite, wrong sampler.
+"""The numbers of a training step, summed over its passes, and the reasons to skip it (not finite, wrong sampler).
 
 They are reported under the names of `metric_schema`.
 """
@@ -32,7 +32,7 @@ SAMPLER_TOKENS = 256  # a step judges its sampler by no fewer
 
 @dataclass(slots=True)
 class Numbers:
-    """What passes add up to, in one process or in all. `fault`: why the step is skipped; no number decides that."""
+    """The sums over passes, in one process or in all. `fault`: why the step is skipped."""
 
     sums: Counter[str] = field(default_factory=Counter)
     ratio_max: float = 0.0
@@ -61,13 +61,13 @@ def numbers_of(
     version: int | None,
     sums: Mapping[str, Tensor],
 ) -> Numbers:
-    """Return the numbers of a pass, with the `sums` that are known.
+    """Return the numbers of a pass, together with the `sums` that are known.
 
-    Tensors are (A, L), one row an answer; `rows`, (A, 1): the sample that it is in.
+    Tensors are (A, L), one row per answer; `rows`, (A, 1), is the sample of each answer.
 
-    `clipped` counts tokens as TRL does: their importance ratio, at `trainer.importance_level`, is outside of the loss's
+    `clipped` counts tokens as TRL does: their importance ratio, at `trainer.importance_level`, is outside the loss's
     limits on the side that their advantage pulls them to. `kl` is to the policies that sampled the answers, `kl_base`
-    to the base model, where it is computed. `fresh` tokens are in rows that `version` alone sampled.
+    to the base model, if computed. `fresh` tokens are in rows that only `version` sampled.
     """
     config, mask = given.config, given.mask.bool()
     advantages, ratios, levels = given.advantages[mask], given.ratios[mask], given.level_ratios[mask]
@@ -128,7 +128,7 @@ class StepMetrics:
         return self.numbers.mean("fresh_kl", "fresh_tokens")
 
     def warnings(self, tolerance: float) -> dict[str, str]:
-        """Return what is wrong with the step's tokens, by name. `tolerance`: as in `wrong_sampler`."""
+        """Return what is wrong with the step's tokens, by name of the problem. `tolerance`: as in `wrong_sampler`."""
         sums, found = self.numbers.sums, dict[str, str]()
         sampled = sums["trained_tokens"] + sums["outside_tokens"]
         if sums["fresh_tokens"] >= SAMPLER_TOKENS and (why := wrong_sampler(self.fresh_kl, tolerance)):
@@ -142,7 +142,7 @@ class StepMetrics:
         return found
 
     def too_large(self) -> str | None:
-        """Return in words which rollouts have rows that did not fit."""
+        """Return a text that says which rollouts have rows that did not fit."""
         if not (rows := self.numbers.too_large):
             return None
         of = f"{len(rows)} row{'s' if len(rows) != 1 else ''} of {some_rollouts(rows)}"
@@ -181,21 +181,21 @@ class StepMetrics:
 
 
 def peak_memory_gib() -> float:
-    """Return the memory of this process at its peak: what torch took of its GPU, or without one all of it."""
+    """Return the peak memory of this process in GiB: torch's on its GPU, or without a GPU the process's."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def nats_apart(kl: float) -> float:
-    """Return about how far apart log-probabilities are (root mean square) where two distributions have this KL."""
+    """Return the root mean square difference of log-probabilities, in nats, that this KL divergence implies."""
     return math.sqrt(2 * max(0.0, kl))
 
 
 def wrong_sampler(kl: float, tolerance: float) -> str | None:
-    """Return why tokens cannot be samples of the weights that they should be of; None where rounding explains the KL.
+    """Return why tokens cannot be samples from the weights that served them; None if rounding explains the KL.
 
-    `kl`: of the server's distribution from the trainer's, by tokens that the same weights sampled. `tolerance`: the
+    `kl`: between the server's distribution and the trainer's, on tokens that the same weights sampled. `tolerance`: the
     largest mean difference of log-probabilities that rounding explains.
     """
     apart = nats_apart(kl)
@@ -211,7 +211,7 @@ def wrong_sampler(kl: float, tolerance: float) -> str | None:
 
 
 def fault_of_loss(rollout_ids: Sequence[str], given: LossInputs) -> str:
-    """Return the first part of the loss that is not finite, or else the loss. Parts are (A, L), a row per id."""
+    """Return what is not finite: the first such part of the loss, or the loss. Parts are (A, L), a row per id."""
     parts = {
         "captured log-probabilities": given.sampled_logprobs,
         "advantages": given.advantages,

@@ -60,7 +60,7 @@ State = dict[str, Any]
 
 
 class StepTotals(NamedTuple):
-    """What a pass has to know of its adapter's whole step: weights of tokens by rollout, tokens trained, of tools."""
+    """What a pass must know about its adapter's whole step: token weights by rollout, trained tokens, tool tokens."""
 
     weights: dict[str, float]
     trained: int
@@ -137,8 +137,8 @@ class LightningTrainer:
     def forward_backward(self, batch: Batch) -> None:
         """Compute the gradients of `batch`.
 
-        Each adapter gets those that its own samples alone would give it; without any, it has none.
-        A pass that memory runs out in is made in halves.
+        Each adapter gets the gradients of its own samples only; without samples it has none. A pass that runs out of
+        memory is made in halves.
         """
         metrics = StepMetrics(self.settings, self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
@@ -163,9 +163,9 @@ class LightningTrainer:
     def optim_step(self) -> dict[str, float]:
         """Move the weights by the last batch's gradients.
 
-        If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
-        `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
-        `left_out_because` names rollouts with a row too large alone; `warnings` say what else is wrong with the tokens.
+        If a loss or gradient is not finite, weights, optimizer and scheduler do not change and `skipped` is 1.
+        `skipped_because` then says what is not finite, and in which rollouts; metrics that are not finite are left out.
+        `left_out_because` names rollouts with a row that does not fit; `warnings` say what else is wrong.
         """
         assert self._computed is not None, "forward_backward comes first"
         (batch, metrics), self._computed = self._computed, None
@@ -282,7 +282,7 @@ class LightningTrainer:
 
     @torch.no_grad()
     def _reference(self, micro_batch: MicroBatch) -> Tensor:
-        """(B, T) log-probabilities under the base model, by the same pass."""
+        """Return (B, T) log-probabilities under the base model, for the same pass."""
         self.model.eval()
         with self.weight_sets.reference() as base:
             logprobs = self._score(micro_batch, base).logprobs
@@ -296,7 +296,7 @@ class LightningTrainer:
         return self.weight_sets.weights(name)
 
     def adopt(self, step: int) -> None:
-        """Note that the adapter was trained by other means, as `step`: the optimizer's old moments go."""
+        """Note that the adapter was trained by other means, as `step`. The optimizer's old moments are dropped."""
         self.optimizer.state.clear()
         self.trackers.step = step
 
@@ -319,7 +319,7 @@ class LightningTrainer:
     def load(self, directory: Path) -> int:
         """Resume from what `save` wrote.
 
-        A learning rate that is set counts; `auto` keeps the checkpoint's. Raises ConfigError, and changes nothing, if
+        A configured learning rate wins; `auto` keeps the checkpoint's. Raises ConfigError, and changes nothing, if
         the checkpoint is damaged, or belongs to other adapters or to another base model than configured.
         """
         changed = config_changes(directory, self._saved_config)
@@ -341,7 +341,7 @@ class LightningTrainer:
 
     @on_every_process
     def _restore(self, state: State, rate: Rate) -> None:
-        """Take the state and the rate; without the optimizer's state, its moments and the schedule start again."""
+        """Load the state and the rate. Without the optimizer's state, its moments and the schedule start again."""
         state = self._read or state
         self.weight_sets.set(state["adapters"])
         self.weight_sets.load_optimizer_state(self.optimizer, state.get("optimizer", {}))
@@ -365,9 +365,9 @@ class LightningTrainer:
 
 
 def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Switch dropout off, and let layers compute their activations again in the backward pass where this is configured.
+    """Switch dropout off, and let layers recompute their activations in the backward pass if configured.
 
-    The latter acts in training mode only: scoring without gradients keeps nothing anyway.
+    Recomputing acts in training mode only: scoring without gradients keeps no activations anyway.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -1,9 +1,9 @@
-"""Attention over a prefix tree, as an attention implementation of transformers. A node sees its ancestors and itself.
+"""Attention over a prefix tree, as an attention implementation of transformers. A node sees itself and its ancestors.
 
-On a GPU it is FlexAttention: a mask by blocks of nodes, and one kernel for all sizes of trees. On a CPU it is PyTorch's
-flash kernel, block by block (`attention_plan`). Where the kernel lacks what the model needs (capped scores, values of
-another width) it is a plain masked softmax. Importing this module registers it; `use_tree_attention` switches a model
-over. Without a tree it is SDPA.
+On a GPU it is FlexAttention, with a mask by blocks of nodes and one kernel for all tree sizes. On a CPU it is PyTorch's
+flash kernel, block by block (`attention_plan`). If that lacks what the model needs (capped scores, values of another
+width), it is a plain masked softmax. Importing this module registers it; `use_tree_attention` switches a model over.
+Without a tree it is SDPA.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ FLEX_BLOCK = 128  # nodes of FlexAttention's blocks; trees are padded to full on
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Holds which of a tree's N nodes see each other, in each implementation's form. Made when first used."""
+    """Which of a tree's N nodes see each other, in each implementation's form. Built when first used."""
 
     tree: PrefixTree
     device: torch.device
 
     @cached_property
     def visible(self) -> Tensor:
-        """Return (N, N), true where a row's node sees a column's: its ancestors and itself."""
+        """Return (N, N), true where a row's node sees a column's node: itself or an ancestor."""
         return self._among(0, len(self.tree))
 
     @cached_property
     def blocks(self) -> list[tuple[Block, Tensor | None]]:
-        """Return the plan's blocks; with kind `tree`, what is added to its scores: 0 or -inf, (1, 1, n, n)."""
+        """Return the plan's blocks; for kind `tree` with what is added to the scores: 0 or -inf, (1, 1, n, n)."""
         found: list[tuple[Block, Tensor | None]] = []
         for block in attention_plan(self.tree):
             added = self._among(*block.keys).float().log()[None, None] if block.kind == "tree" else None
@@ -76,7 +76,7 @@ def use_tree_attention(model: PreTrainedModel) -> None:
         return
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
-        raise ConfigError(f"policy.model: {type(model).__name__} has an attention of its own, which cannot be replaced")
+        raise ConfigError(f"policy.model: {type(model).__name__} has its own attention, which cannot be replaced")
 
 
 def tree_attention_forward(
@@ -201,8 +201,8 @@ def attention_plan(tree: PrefixTree) -> list[Block]:
 
     In preorder the descendants of an unbranched run of nodes [a, b) are one interval [b, end). So their attention to
     the run is a plain rectangle without a mask: keys [a, b), queries [b, end). Within [a, b) attention is causal. A
-    query's results from several blocks are merged by their log-sum-exp. Small subtrees side by side are one square with
-    a mask, because more kernel calls would cost more than they save.
+    query's results from several blocks are merged by their log-sum-exp. Adjacent small subtrees share one square with a
+    mask, because more kernel calls would cost more than they save.
     """
     ends = tree.ends
     run_ends = np.flatnonzero(np.diff(ends, append=-1)) + 1  # an only child's subtree ends where its parent's ends
@@ -226,10 +226,10 @@ def attention_plan(tree: PrefixTree) -> list[Block]:
 
 
 def block_mask(ends: Tensor) -> BlockMask:
-    """Return the mask of a tree in preorder, (N,). Two blocks of nodes cost one number, and no pair of nodes does.
+    """Return FlexAttention's mask of a tree in preorder, `ends` (N,), block by block: never (N, N).
 
-    Node q sees node k if k <= q < ends[k]. Of an earlier block of keys, the first query of a block sees some key if it
-    sees the one with the subtree that ends last; all queries see all keys if the last one sees the one that ends first.
+    Node q sees node k if k <= q < ends[k]. In an earlier block of keys, the first query of a block sees some key if it
+    sees the one that ends last; all queries see all keys if the last query sees the one that ends first.
     """
     n, device = len(ends), ends.device
     by_block = nn.functional.pad(ends, (0, -n % FLEX_BLOCK), value=n).view(-1, FLEX_BLOCK)
@@ -260,12 +260,12 @@ def flex(
 
 @cache
 def _compiled_flex() -> Callable[..., Any]:
-    """Compile once: the second size of a tree makes it a kernel for all sizes."""
+    """Compile once: the second tree size makes the kernel fit all sizes."""
     return torch.compile(flex_attention)
 
 
 def _lists(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, B) -> how many blocks of keys each block of queries sees, (1, 1, B), and first of all these, (1, 1, B, B)."""
+    """(B, B) -> how many key blocks each query block sees, (1, 1, B), and their indices, first, (1, 1, B, B)."""
     order = seen.int().argsort(dim=1, descending=True, stable=True)
     return seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()
 

@@ -47,7 +47,7 @@ export const remove = (path) => ask("DELETE", address(path));
 // Whether the key sees all rollouts, by the answer of `/status`. Not before that is known.
 export const seesAll = (status) => Boolean(status?.verified);
 
-// Whether the proxy can answer calls. It says so with a 503 as well, which is no error here.
+// Whether the proxy can answer calls. It says so with a 503 as well, which is not an error here.
 export const readiness = () => fetch("readyz").then((response) => response.json()).catch(() => ({ status: "away" }));
 
 // The data of a route: what is there stays until the next answer has come. It is read again when an event of one of
@@ -125,7 +125,7 @@ export async function startFeed() {
   }
 }
 
-// Reads until the connection ends. Returns the status of an answer that is no feed.
+// Reads until the connection ends. Returns the status of an answer that is not a feed.
 async function read(signal) {
   const response = await fetch(address("/feed", { cursor }), { headers: authorization(), signal });
   if (!response.ok) return response.status;

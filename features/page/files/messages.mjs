@@ -43,7 +43,7 @@ function messageOf(message) {
   return { role: text(message.role) || "message", blocks };
 }
 
-// An item of the Responses API that is no message.
+// An item of the Responses API that is not a message.
 function itemOf(item) {
   if (item.type === "function_call") return { role: "assistant", blocks: [callOf(item.name, item.arguments)] };
   if (item.type === "function_call_output") return { role: "tool", blocks: [block("result", text(plain(item.output)), item.call_id ?? "")] };

@@ -17,7 +17,7 @@ const PLACED = {
   untrainable: "left out: no token ids, log-probabilities or answer, or temperature 0",
   not_followed: "left out: sampled in a way that the trainer cannot compute again",
   ambiguous: "left out: several answers, so the reward belongs to none",
-  not_finite: "left out: a recorded log-probability is no number",
+  not_finite: "left out: a recorded log-probability is not a number",
   other_tokens: "left out: another model sampled tokens that this one does not have",
   too_long: "left out: the row is longer than the trainer takes",
 };

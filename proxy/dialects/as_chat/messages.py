@@ -227,7 +227,7 @@ class MessagesTranslator(Translator):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """A tool's input that is no object, as where max_tokens cut it, is kept as Anthropic suggests."""
+        """A tool's input that is not an object, as where max_tokens cut it, is kept as Anthropic suggests."""
         stream = MessagesStream()
         for event in events:
             stream.take(b"", event)

@@ -189,7 +189,7 @@ def _tools(given: Json) -> Json:
         if choice["type"] not in ("function", "custom") or "structured_outputs" in given:
             raise Untranslatable(f"tool_choice {choice['type']}, or structured_outputs with it")
         if all(tool["function"]["name"] != choice["name"] for tool in tools):
-            raise Untranslatable(f"tool_choice names {choice['name']}, which is no tool")
+            raise Untranslatable(f"tool_choice names {choice['name']}, which is not a tool")
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return {"tools": tools, "tool_choice": choice}
 

@@ -141,7 +141,7 @@ class Translator(ChatApi, ABC):
         return TranslatedStream(self)
 
     def agents(self, body: Json, injection: Injection) -> Json:
-        """Return the agent's answer; raise UpstreamUnreachable if this is no chat completion."""
+        """Return the agent's answer; raise UpstreamUnreachable if this is not a chat completion."""
         try:
             return self.answer(body)
         except MALFORMED as error:
@@ -175,7 +175,7 @@ class Translator(ChatApi, ABC):
         yield from self.ended()
 
     def answer(self, chat: Json) -> Json:
-        """Return a chat answer that is no stream as the agent's API has it."""
+        """Return a chat answer that is not a stream as the agent's API has it."""
         choice = chat["choices"][0]
         message = choice["message"]
         delta = {kind: message.get(kind) or None for kind in self.kinds}
@@ -285,4 +285,4 @@ class TranslatedStream(ChatStream):
 
 
 def _unreadable(error: Exception) -> UpstreamUnreachable:
-    return UpstreamUnreachable(f"the upstream's answer is no chat completion: {error!r}"[:1000])
+    return UpstreamUnreachable(f"the upstream's answer is not a chat completion: {error!r}"[:1000])

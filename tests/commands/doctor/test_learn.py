@@ -311,7 +311,7 @@ async def test_weights_that_are_not_put_back_are_told(
     monkeypatch.setattr("lightning_proxy.commands.doctor.learn.put_back", nothing)
     async with patient(base, tmp_path, "merged") as one:
         found = (await one.checks())["as before"]
-    assert (found.outcome, "the server answers otherwise than before" in found.found) == ("failed", True)
+    assert (found.outcome, "the server's answers differ from before" in found.found) == ("failed", True)
 
 
 @pytest.mark.parametrize("publish", ["lora", pytest.param("merged", marks=pytest.mark.long)])

@@ -51,7 +51,7 @@ async def test_a_run_stops_in_order_once_its_budget_is_spent(running: Running, t
         summary = json.loads(done.stdout)
         assert (done.returncode, summary["rollouts"], summary["failed"]) == (3, 2, 0), done.stderr
         assert summary["usd"] == 0.6
-        assert "0.6 of 0.5 USD are spent. No further rollouts were begun" in done.stderr
+        assert "0.6 of 0.5 USD are spent. No more rollouts were started" in done.stderr
 
 
 async def test_a_run_within_its_budget_says_what_it_spent(running: Running, tmp_path: Path) -> None:

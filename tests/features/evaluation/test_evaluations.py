@@ -171,7 +171,7 @@ async def test_an_own_keys_rewards_make_no_version_the_best(running: Running, tm
 async def test_the_best_version_is_named_and_promoted(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         code, _, err = await system.lightning("policy", "promote", "best")
-        assert (code, err.count("\n")) == (1, 1) and "none that can be served has a reward" in err
+        assert (code, err.count("\n")) == (1, 1) and "no version that can be served has a reward" in err
         for _ in range(3):
             await store.versions.verified(await system.earlier_version(store, tmp_path))
         await evaluated(store, 2, 0.71)

@@ -172,7 +172,7 @@ def test_it_resumes_after_a_kill_also_elsewhere_and_refuses_another_file(place: 
     write(place)
     broken = other / "lightning-experiments/compare/uniform/seed-0/result.json"
     broken.write_text(broken.read_text()[:99])
-    assert f"{broken} is no run's result" in lightning("experiment", "compare.yaml", cwd=other).stderr
+    assert f"{broken} is not the result of a run" in lightning("experiment", "compare.yaml", cwd=other).stderr
     (place / "agent.py").write_text("print(1)")
     assert "files.agent.py was" in lightning("experiment", "compare.yaml").stderr
 

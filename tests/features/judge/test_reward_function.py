@@ -45,7 +45,7 @@ async def until(found: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def test_a_completed_rollout_gets_what_the_function_returns(running: Running, tmp_path: Path) -> None:
-    """A number has the function's name; a dict has several; None is no reward. What it prints is for the log."""
+    """A number has the function's name; a dict has several; None is not a reward. What it prints is for the log."""
     body = """
 import asyncio, numpy
 print('{"values": {}}', flush=True)
@@ -105,9 +105,9 @@ FAULTS = {
     "sys.exit(3)": "SystemExit: 3 (scoring.py:8)",
     "os._exit(7)": "its process ended (exit code 7)",
     "time.sleep(60)": "no answer within 0.5 s",
-    "'much'": "'much' is no reward: a finite number, a dict of numbers or None is needed",
-    "float('nan')": "nan is no reward",
-    "{1: 0.5}": "1 is no name of a reward",
+    "'much'": "'much' is not a reward: a finite number, a dict of numbers or None is needed",
+    "float('nan')": "nan is not a reward",
+    "{1: 0.5}": "1 is not a reward name",
     "{'style': 1.0, 'reward': -1e300}": "reward: -1e+300 is outside of rewards.range, -10000 to 10000",
 }
 

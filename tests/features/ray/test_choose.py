@@ -31,7 +31,7 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(mo
 
 
 def test_what_does_not_go_with_other_machines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--preload goes with executor local only"):
+    with pytest.raises(ConfigError, match="--preload needs executor local"):
         runner_for(RAY, ["python", "agent.py"], ["json"], print)
     with pytest.raises(ConfigError, match="no command given"):
         runner_for(RAY, [], [], print)

@@ -429,7 +429,7 @@ async def test_an_offline_runs_directory_is_of_one_store(recorded: Path, base: P
     ("text", "what"),
     [
         ("", "is empty"),
-        ("{not json", "line 1 is no JSON"),
+        ("{not json", "line 1 is not JSON"),
         ('{"messages": []}', "row 1: no rollout_id; what can be trained on is a store, or an export with --kind"),
     ],
 )

@@ -89,7 +89,7 @@ async def test_rollouts_without_a_trained_agent_are_dropped_and_a_wrong_name_is_
         assert await traffic.batch(agents=["planer"]) is None
     assert (await traffic.store.rollouts.get("a")).dropped == "trainer.agents names none of its agents"
     assert "trainer.agents: no call of planer so far" in caplog.text
-    assert "the agents of the rollouts are: no name (calls without X-Agent-Name), planner" in caplog.text
+    assert "agents seen: no name (calls without X-Agent-Name), planner" in caplog.text
 
 
 async def test_a_group_in_which_no_agent_has_a_sibling_is_dropped_for_that(traffic: Traffic) -> None:

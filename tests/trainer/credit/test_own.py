@@ -51,9 +51,9 @@ def test_the_example_gives_credit_to_one_call() -> None:
     ("body", "told"),
     [
         ("return [[0.0] * 3]", "one list for each of the 2 rollouts is needed, got [[0.0, 0.0, 0.0]]"),
-        ("return [[0.0] * 3, [0.0]]", "a rollout of 2 calls needs as many numbers, got [0.0]"),
-        ("return [[0.0] * 3, [0.0, float('nan')]]", "nan is no finite number"),
-        ("return [[0.0] * 3, [0.0, 'x']]", "'x' is no finite number"),
+        ("return [[0.0] * 3, [0.0]]", "a rollout of 2 calls needs 2 numbers, got [0.0]"),
+        ("return [[0.0] * 3, [0.0, float('nan')]]", "nan is not a finite number"),
+        ("return [[0.0] * 3, [0.0, 'x']]", "'x' is not a finite number"),
         ("return group[9]", "IndexError: list index out of range (line 2)"),
     ],
 )
