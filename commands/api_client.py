@@ -1,4 +1,4 @@
-"""A client of the proxy's control API, for commands; or of the store alone, where no proxy runs."""
+"""A client of the proxy's control API for commands, or of the store alone if no proxy runs."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class OpenRollout:
 class ApiClient:
     """`async with ApiClient(url) as api:`; every method raises ApiError.
 
-    Once it has reached the proxy, it retries for `patience_s` seconds while the proxy is away or cannot write, or the
-    key is over its limits.
+    Once it has reached the proxy, it retries for `patience_s` seconds while the proxy is away, cannot write, or limits
+    the key.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class ApiClient:
 
     @classmethod
     def of(cls, config: Config, *, patience_s: float = 0.0) -> ApiClient:
-        """Return a client of this configuration's proxy. Its key is LIGHTNING_API_KEY, else the first configured."""
+        """Return a client of the configured proxy. Its key is LIGHTNING_API_KEY, or else the first configured key."""
         proxy = config.proxy
         configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
         # A key read from a file may end with a line break.
@@ -86,7 +86,7 @@ class ApiClient:
             await self._session.close()
 
     async def open_rollouts(self, task_id: str, mode: Mode, n: int, **choice: Any) -> list[OpenRollout]:
-        """Open `n` sibling rollouts. `choice` is `policy_version` or `model`, if not the live version answers them."""
+        """Open `n` sibling rollouts. `choice`: the `policy_version` or `model` to use instead of the live version."""
         answer = await self.request("POST", "/rollouts", {"task_id": task_id, "mode": mode, "n": n, **choice})
         return [OpenRollout(one["rollout_id"], one["base_url"], one["api_key"]) for one in answer]
 
@@ -101,7 +101,7 @@ class ApiClient:
         return await self.request("GET", "/rollouts", params=params)
 
     async def every_rollout(self, page: int = 1000, **filters: str | None) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the rollouts, the newest first, asking for a page at a time."""
+        """Yield the rollouts, newest first, fetching a page at a time."""
         cursor: str | None = None
         while True:
             found = await self.rollouts(**filters, limit=page, cursor=cursor)
@@ -160,7 +160,7 @@ class ApiClient:
 
 
 def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
-    """Do `work` with a client of this configuration's proxy, until it is done or a signal arrives."""
+    """Do `work` with a client of the configured proxy, until it is done or a signal arrives."""
 
     async def run() -> T:
         async with ApiClient.of(config) as api:
@@ -170,7 +170,7 @@ def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
 
 
 def look(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
-    """Do `work`, which only reads, with a client of the proxy; of its store, if no proxy is there."""
+    """Do `work`, which only reads, with a client of the proxy, or of its store if no proxy runs."""
     try:
         return ask(config, work)
     except ProxyNotThere as error:
@@ -187,7 +187,7 @@ def look(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
 
 
 class StoreClient(ApiClient):
-    """A client of the routes that read, in this process. Whoever can read the store needs no key."""
+    """Calls the routes that read, in this process. No key is needed: the caller can read the store anyway."""
 
     def __init__(self, config: Config) -> None:
         from pydantic import SecretStr

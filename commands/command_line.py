@@ -1,4 +1,4 @@
-"""What commands' definitions share: groups in `--help`, the configuration, and what features bring."""
+"""What command definitions share: groups in `--help`, the configuration, and additions of features."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OFF = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_S
 
 
 class Commands(TyperGroup):
-    """Lists its commands in groups. Shows our own errors as one line and ends with their exit code."""
+    """Lists its commands in groups. Shows our errors in one line and exits with their exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         from ..core.errors import LightningError
@@ -63,13 +63,13 @@ def configuration(context: typer.Context, overrides: dict[str, Any] | None = Non
 
 
 def config_file(given: Path | None) -> Path | None:
-    """Return the configuration's file: what `--config` names, else ./config.yaml if it is there."""
+    """Return the configuration file: the one that `--config` names, else ./config.yaml if it exists."""
     here = Path("config.yaml")
     return given or (here if here.is_file() else None)
 
 
 def variables(proxy_url: str, rollout: OpenRollout) -> dict[str, str]:
-    """Return what features add to the variables of a program that works on a rollout."""
+    """Return the environment variables that features add for a program that works on a rollout."""
     found: dict[str, str] = {}
     for of_feature in brought("variables"):
         found |= of_feature(proxy_url, rollout)
@@ -81,5 +81,5 @@ def brought(name: str) -> list[Callable[..., Any]]:
 
 
 def telemetry_off() -> dict[str, str]:
-    """Return the variables to set before the libraries are imported: those that are not set yet."""
+    """Return the variables, less those already set, that keep libraries from sending telemetry. Set them first."""
     return {name: value for name, value in OFF.items() if name not in os.environ}

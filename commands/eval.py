@@ -1,7 +1,7 @@
-"""The `eval` command: held-out tasks with one model after another, a table at the end, and a file with all numbers.
+"""The `eval` command: runs held-out tasks with one model after another, then prints a table and writes all numbers.
 
 A rollout without a reward counts as reward 0 and as not passed, since an agent that gave no answer has not solved its
-task. The tables also show how many these are.
+task. The tables also show their number.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def eval_command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the command. What is known is shown and saved, however it ends.
+    """Run the command. Results so far are shown and saved, however it ends.
 
     Raise LightningError if it fails, or if every program failed.
     """
@@ -122,11 +122,11 @@ async def evaluate(
     *,
     promote: bool,
 ) -> None:
-    """Run all tasks, one row after another: vLLM on a CPU mixes up base model and adapters that share a batch.
+    """Run all tasks, one model after another: on a CPU, vLLM confuses base model and adapters within a batch.
 
-    Raises before anything starts if a model cannot answer, and at once if another model answered. However it ends, the
-    results are in `rows`, and the version that was live before is live again. `promote`: make versions live one after
-    the other if they are not served side by side.
+    Raises before anything starts if a model cannot answer, and at once if the wrong model answered. However it ends,
+    the results are in `rows`, and the version that was live before is live again. `promote`: make versions live one
+    after another if they are not served side by side.
     """
     policy = await api.policy()
     alias, before = policy["alias"], int(policy["live_version"])
@@ -176,7 +176,7 @@ async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
 
 
 def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:
-    """Return the result with what answered for the alias alone: other calls belong to agents that are not trained.
+    """Return the result with only what answered for the alias: other calls belong to agents that are not trained.
 
     Raise LightningError if another model answered: the agent asked for it by name, or the live version changed.
     """
@@ -197,7 +197,7 @@ def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResu
 
 
 def report(rows: Sequence[EvalRow], about: Json) -> Json:
-    """Return plain data of all rows that have begun, each compared with the first. `about` describes the run."""
+    """Return plain data of all rows that were started, each compared with the first. `about` describes the run."""
     found = [_summary(row) for row in rows if row.results]
     for summary in found[1:]:
         summary["versus"] = _versus(summary, found[0])
@@ -241,7 +241,7 @@ def _summary(row: EvalRow) -> Json:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased chance that at least one of k <= n rollouts passes, if c of n did.
+    """Return the unbiased estimate of pass@k: the chance that at least one of k <= n rollouts passes, if c of n did.
 
     Chen et al. 2021, arXiv 2107.03374, equation 1.
     """
@@ -254,7 +254,7 @@ def ks(samples: int) -> list[int]:
 
 
 def _versus(row: Json, first: Json) -> Json | None:
-    """The comparison with the first row, on the tasks that both have; None without any."""
+    """The comparison with the first row on the tasks that both have; None if they have none."""
     both = [task for task in row["by_task"] if task in first["by_task"]]
     if not both:
         return None
@@ -265,7 +265,7 @@ def _versus(row: Json, first: Json) -> Json | None:
 def print_tables(found: Json) -> None:
     """Print a table of the rows, one of their rewards by name, and one of the comparisons with the first row.
 
-    Of pass@k there are the first and the last; the file has all of them.
+    It shows the first and last pass@k; the file has all.
     """
     console = Console()
     if not console.is_terminal:
@@ -304,7 +304,7 @@ def _between(interval: Json) -> str:
 
 
 def _share(chance: Json | None, *, with_interval: bool) -> str:
-    """A share in percent; of more than one k, an interval would leave no room at 80 columns."""
+    """A share in percent, with an interval if there is only one k: 80 columns have no room for more."""
     if chance is None:
         return "-"
     low, high = (100 * chance["interval"][end] for end in ("low", "high"))

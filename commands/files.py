@@ -1,4 +1,4 @@
-"""Files that commands read line by line, and files and directories that appear only once they are whole."""
+"""Reads files line by line, and writes files and directories that appear only once complete."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..core.errors import ConfigError, LightningError
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield each row of a file with its number, as JSON text: the lines that are not empty, or the rows of Parquet.
+    """Yield each row of a file as JSON text, with its number: non-empty lines, or rows of Parquet.
 
-    Lines end at line breaks only: JSON strings may hold U+2028, where `splitlines` would split them. ConfigError if
-    the file cannot be read.
+    Lines end at line feeds only: `splitlines` would also split at U+2028, which JSON strings may hold. Raise
+    ConfigError if the file cannot be read.
     """
     try:
         with path.open("rb") as start:
@@ -59,7 +59,7 @@ def pyarrow() -> Any:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether it is written in place: standard output (`-`), a pipe or a device."""
+    """Whether the target is written in place: standard output (`-`), a pipe or a device."""
     return str(path) == "-" or (path.exists() and not path.is_file() and not path.is_dir())
 
 
@@ -67,7 +67,7 @@ def is_stream(path: Path) -> bool:
 def written(target: Path) -> Iterator[Path]:
     """Yield where to write a file or a directory, which becomes `target` if the block ends without an error.
 
-    Raise LightningError if it cannot be written. BrokenPipeError passes: the reader of a pipe has closed it.
+    Raise LightningError if it cannot be written. BrokenPipeError is passed on: the reader has closed the pipe.
     """
     part = target if is_stream(target) else target.with_name(f".{target.name}.{os.getpid()}.part")
     try:

@@ -1,4 +1,4 @@
-"""Formats numbers, times and texts for a person at a terminal, and JSON for programs."""
+"""Formats numbers, times and texts for people at a terminal, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document on one line, whatever is in it and whatever characters the terminal has."""
+    """Print a JSON document on one line, whatever it holds and whatever characters the terminal supports."""
     print(dumps_readable(value, sys.stdout.encoding or "utf-8"), flush=True)
 
 
@@ -37,7 +37,7 @@ def progress_bar() -> Progress:
 
 
 def table(*left: str, right: Sequence[str] = (), rows: Iterable[Sequence[Any]] = (), **options: Any) -> Table:
-    """Return a table without lines: columns for words, then columns for numbers, which end at the right."""
+    """Return a table without rules: text columns, then right-aligned number columns."""
     from rich.table import Table
 
     made = Table(**{"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), **options})
@@ -51,7 +51,7 @@ def table(*left: str, right: Sequence[str] = (), rows: Iterable[Sequence[Any]] =
 
 
 def facts(rows: Iterable[tuple[str, Text | str]]) -> Table:
-    """Return names, each with a value that may take several lines."""
+    """Return a two-column table of names and values; a value may take several lines."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 2))  # fits 80 columns
@@ -95,14 +95,14 @@ def duration(seconds: float) -> str:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return an exit code in words; a negative one is the signal that killed the process."""
+    """Return an exit code in words; a negative code is the signal that killed the process."""
     if code is None or code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in {*signal.Signals} else -code}"
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Return a recorded text to show: markup is not applied and control characters are escaped."""
+    """Return a recorded text for display: markup is not applied, and control characters are escaped."""
     from rich.text import Text
 
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))

@@ -79,7 +79,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def revoke(context: typer.Context, name: Name) -> None:
-    """End a key and the rollout keys that were made with it."""
+    """Revoke a key and the rollout keys that were made with it."""
     from ..core.errors import NotFound
 
     async def work(ring: Keyring) -> list[StoredKey]:
@@ -115,7 +115,7 @@ def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]
 
 
 def _has_store(context: typer.Context) -> bool:
-    """Whether there is a store to look at. Only commands that write to it make one."""
+    """Whether there is a store. Only commands that write create one."""
     return configuration(context).store.may_be_there
 
 

@@ -1,4 +1,4 @@
-"""Prints log lines of a running server, as text or JSON; calls one by one on a terminal, elsewhere counted."""
+"""Prints the log of a running server as text or JSON. A terminal shows each call; elsewhere calls are counted."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class _Json(logging.Formatter):
 
 
 def time_format(on_terminal: bool) -> str:
-    """Return how a line's time is written: with the date where it is kept."""
+    """Return the format of a line's time, with the date if the line is kept in a file."""
     return "%H:%M:%S" if on_terminal else "%Y-%m-%d %H:%M:%S"
 
 
 class _Once(logging.Filter):
-    """Lets a line that every worker has pass in one of them: the first, and after its death another."""
+    """Filters lines that every worker logs, so that only one worker prints them; another takes over if it dies."""
 
     def __init__(self, shared: Path) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Once(logging.Filter):
 
 
 def set_up(format: LogFormat, shared: Path | None = None) -> None:
-    """Send all that is logged to stderr, in this format. `shared`: the directory of several workers."""
+    """Send all logging to stderr, in this format. `shared`: the directory that several workers share."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if format == "json" else _Text())
     if shared is not None:
@@ -78,9 +78,9 @@ def say(message: str, **fields: Any) -> None:
 
 
 class CallLines:
-    """Logs calls that have ended: the first ones of each second and status, and the number of all.
+    """Logs ended calls: the first few of each second and status, and how many there were.
 
-    `each`: calls that did not fail get lines, too. `redacted` takes secrets out of what an upstream says of an error.
+    `each`: successful calls get lines too. `redacted` removes secrets from an upstream's error text.
     """
 
     def __init__(self, redacted: Callable[[str], str] = str, *, each: bool = True) -> None:
@@ -127,7 +127,7 @@ def call_line(start: CallStart, end: CallEnd, redacted: Callable[[str], str] = s
 
 
 def _reason(end: CallEnd) -> str:
-    """The upstream's own words, if it refused the call and said why."""
+    """The upstream's reason, if it refused the call and gave one."""
     said = end.response if (end.http_status or 0) >= 400 else None
     if isinstance(said, dict):
         return message_of_error(named_error(said) or said).removeprefix(SAID)

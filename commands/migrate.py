@@ -64,15 +64,15 @@ class Table:
         return f"SELECT {self.listed} FROM {self.name} ORDER BY {order}"
 
     def insert(self, place: str) -> str:
-        """The statement that adds a row; `place` is a value's, in which {} is its number."""
+        """The statement that adds a row. `place`: the placeholder of a value; {} stands for its number."""
         places = ", ".join(place.format(number) for number in range(1, len(self.columns) + 1))
         return f"INSERT INTO {self.name} ({self.listed}) VALUES ({places})"
 
 
 async def move(from_url: str, to_url: str) -> int:
-    """Move a store to an address where there is none; return how many rows it has. The source is not changed.
+    """Copy a store to an address that has none, and return how many rows it has. The source is not changed.
 
-    Raise LightningError where that cannot be done. Then there is nothing at the target.
+    Raise LightningError if that fails. Then nothing is left at the target.
     """
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # a line for each write to a lost server
     source, target = _place(from_url, "FROM"), _place(to_url, "TO")
@@ -106,7 +106,7 @@ def _place(url: str, name: str) -> StoreConfig:
 
 
 def all_tables() -> list[Table]:
-    """Return the tables of a store, but for `schema_numbers`, which each store has for itself."""
+    """Return the tables of a store except `schema_numbers`, which every new store gets anyway."""
     names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'schema_numbers' ORDER BY rowid"
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as schema:
         sqlite_file.make_tables(schema, "")
@@ -119,7 +119,7 @@ def all_tables() -> list[Table]:
 
 
 async def _compared(table: Table, source: FileStore | ServerStore, target: FileStore | ServerStore) -> int:
-    """Compare the rows of a table in both, in their order. Return how many they are."""
+    """Compare the rows of a table in both stores, in order. Return their number."""
     there, rows = target.read(table), 0
     async for batch in source.read(table):
         rows += len(batch)
@@ -137,7 +137,7 @@ async def _compared(table: Table, source: FileStore | ServerStore, target: FileS
 
 
 class FileStore:
-    """A store in a file as it was at one moment, or a new one."""
+    """A store in a file: a snapshot, or a new store."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -156,7 +156,7 @@ class FileStore:
 
 @asynccontextmanager
 async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
-    """Yield a snapshot of the store; others may keep writing to one that is open already."""
+    """Yield a snapshot of the store. Processes that already have it open may keep writing."""
     path = config.path.absolute()
     if not path.is_file():
         raise LightningError(f"there is no store at {path}")
@@ -171,7 +171,7 @@ async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
 
 @asynccontextmanager
 async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
-    """Yield an empty store, which gets its name after the block. Raise LightningError where there is one."""
+    """Yield an empty store, which gets its name after the block. Raise LightningError if the file exists."""
     path = config.path.absolute()
     _require_none(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def _require_none(path: Path) -> None:
 
 
 class ServerStore:
-    """A store on a server: a transaction on a connection to it, which sees one moment."""
+    """A store on a server: one transaction, which sees a snapshot."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
@@ -250,7 +250,7 @@ async def server_to_read(config: StoreConfig) -> AsyncIterator[ServerStore]:
 
 @asynccontextmanager
 async def new_on_server(config: StoreConfig) -> AsyncIterator[ServerStore]:
-    """Yield an empty store, which others see after the block. Raise LightningError where there is one."""
+    """Yield an empty store, which others see after the block. Raise LightningError if the database has tables."""
     from ..store.postgres import database
 
     async with _connected(config) as connection, connection.transaction():

@@ -1,4 +1,4 @@
-"""`plan`: shows how the memory of GPUs is shared out, for this machine or one that one does not have."""
+"""`plan`: shows how GPU memory is divided, on this machine or one that `--gpus` describes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
 
 
 def plan_tables(plan: Plan) -> tuple[Table, Table]:
-    """Return a table of the memory of one card each, in GiB, and one of the settings."""
+    """Return a table of memory per card, in GiB, and a table of settings."""
     memory = table("GiB a card", right=("vLLM", "trainer"), padding=(0, 2), pad_edge=True)
     for name in dict.fromkeys((*plan.vllm, *plan.trainer)):
         memory.add_row(name, *(f"{side[name]:.1f}" if name in side else "" for side in (plan.vllm, plan.trainer)))

@@ -1,4 +1,4 @@
-"""Keeps next to the store what `doctor --learn` has changed on servers, and puts it back, also after a kill."""
+"""Records what `doctor --learn` changed on servers, next to the store, and restores it, even after a kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FRESH = "default"  # vLLM's label of the weights that it was started with
 
 @dataclass(frozen=True, slots=True)
 class LearnJournal:
-    """What may have to be put back: adapters with names that begin with `name`, or all weights; and directories."""
+    """What may have to be undone: adapters with names that begin with `name`, or replaced weights; and directories."""
 
     name: str
     merged: bool
@@ -42,14 +42,14 @@ def journal_path(config: Config) -> Path:
 
 
 async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
-    """Put back what a doctor left that was killed. ConfigError while one is at work."""
+    """Undo what a killed doctor left. Raise ConfigError while a doctor is at work."""
     if journal_path(config).is_file():
         async with alone(config):
             await put_back_if_left(config, say)
 
 
 async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
-    """Put back what a doctor left. Whoever calls it is alone on the store."""
+    """Undo what a doctor left, if anything. The caller must hold the store's locks."""
     path, killed = journal_path(config), "a doctor was killed while it tried whether this system learns"
     if not path.is_file():
         return
@@ -72,7 +72,7 @@ def forget(path: Path, journal: LearnJournal) -> None:
 
 
 async def put_back(config: Config, journal: LearnJournal) -> None:
-    """Unload the doctor's adapters, or load the live weights again. Raises LightningError if a server does not."""
+    """Unload the doctor's adapters, or load the live weights again. Raises LightningError if a server fails to."""
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if journal.merged and config.store.may_be_there:
@@ -93,7 +93,7 @@ async def put_back(config: Config, journal: LearnJournal) -> None:
 
 @asynccontextmanager
 async def alone(config: Config) -> AsyncIterator[None]:
-    """Keep trainers and other doctors away; ConfigError while one is at work."""
+    """Lock out trainers and other doctors. Raise ConfigError while one is at work."""
     file = None if config.store.is_postgres else config.store.path
     with only_trainer(config.policy.directory, file):
         if file is not None:

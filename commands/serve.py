@@ -1,4 +1,4 @@
-"""`serve`: the proxy in one uvicorn, or in several over one store."""
+"""`serve`: runs the proxy in one uvicorn process, or in several over one store."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def uvicorn_options(proxy: ProxyConfig) -> dict[str, Any]:
 def serve(config: Config, log_format: LogFormat = "text") -> None:
     """Serve until SIGINT or SIGTERM.
 
-    LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
+    Raise LightningError if the port is taken, keys are needed but missing, or a worker cannot start.
     """
     from ..proxy.plugins import check_plugins
     from ..store.keys import require_keys
@@ -98,7 +98,7 @@ def _serve_here(config: Config, log_format: LogFormat) -> None:
 
 
 def _serve_in_workers(config: Config, worker: Callable[[], ASGIApp]) -> None:
-    """Serve in several workers, under uvicorn's supervisor, which starts one again that dies."""
+    """Serve in several workers under uvicorn's supervisor, which replaces a worker that dies."""
     uvicorn = Uvicorn(worker, factory=True, workers=config.proxy.workers, **uvicorn_options(config.proxy))
     listener = uvicorn.bind_socket()
     listener.listen(uvicorn.backlog)  # clients that come before the workers do wait for them
@@ -149,7 +149,7 @@ def _app(config: Config, lines: CallLines) -> ASGIApp:
 
 
 def _plain(app: ASGIApp) -> ASGIApp:
-    """The app. If it cannot start for an error of ours, one line says why."""
+    """The app. If one of our errors keeps it from starting, one line says why."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         async def tell(message: Message) -> None:
@@ -165,9 +165,9 @@ def _plain(app: ASGIApp) -> ASGIApp:
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """False for a call that is cut off because the proxy ends: it is recorded, and needs no traceback of uvicorn's.
+    """Whether a log record is worth showing. A call cut off by the proxy's end is recorded, and needs no traceback.
 
-    Nor is there anything to add to the reason why it could not start.
+    Nor does a failed start, which has said its reason.
     """
     if record.msg == "Application startup failed. Exiting.":
         return False
@@ -175,7 +175,7 @@ def _is_fault(record: logging.LogRecord) -> bool:
 
 
 class OneServer(Server):
-    """A server in this process, which says when it serves, and that it stops."""
+    """A server in this process, which reports when it serves and when it stops."""
 
     def __init__(self, uvicorn: Uvicorn, config: Config) -> None:
         super().__init__(uvicorn)

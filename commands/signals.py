@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Interrupted(LightningError):
-    """The user or the system asked the command to stop, and everything that it had started is stopped."""
+    """The user or the system asked the command to stop, and everything that it started has stopped."""
 
     exit_code = 130
 

@@ -34,7 +34,7 @@ def info(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def compact(context: typer.Context) -> None:
-    """Give the space of deleted rollouts back to the disk, in small steps. The proxy may keep serving."""
+    """Return the space of deleted rollouts to the disk, in small steps. The proxy may keep serving."""
     from .signals import run_until_signal
 
     before, after = run_until_signal(shorten(_store_of(context)))
@@ -52,7 +52,7 @@ def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a 
 
 @app.command()
 def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="what `store backup` made")]) -> None:
-    """Make the store from a backup. There must be none at store.url yet."""
+    """Restore the store from a backup. There must be no store at store.url yet."""
     from ..store.sqlite.file import restore as run
 
     path = configuration(context).store.path.absolute()
@@ -67,8 +67,8 @@ def migrate_store(
 ) -> None:
     """Move a store from SQLite to PostgreSQL, or back, and compare each row.
 
-    Stop the proxies and the trainer first: what they record after the beginning is not moved. TO is there complete at
-    the end, or not at all.
+    Stop the proxies and the trainer first: what they record during the move is not copied. TO is complete at the end,
+    or not there at all.
     """
     from .migrate import move
     from .signals import run_until_signal
@@ -115,7 +115,7 @@ def info_text(found: dict[str, Any]) -> str:
 
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
-    """Give free space back, and return the file's size before and after."""
+    """Return free space to the disk. Return the file's size before and after."""
     from ..store.opening import opened
     from ..store.retention import give_back, read_pages
 

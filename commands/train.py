@@ -30,7 +30,7 @@ M_ARENA_MAX = -8  # of malloc.h
 def train(config: Config, run: Run) -> None:
     """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
 
-    Methods other than rl are one run, which SIGINT and SIGTERM interrupt; the next start resumes it.
+    Other methods than rl are one run. SIGINT and SIGTERM interrupt it, and the next start resumes it.
     """
     run = replace(run, launched=_has_launcher())
     config = prepared(config, run)
@@ -66,16 +66,16 @@ def prepared(config: Config, run: Run) -> Config:
 
 
 def one_heap() -> None:
-    """Have all threads take memory from one heap. By itself glibc gives autograd's thread another.
+    """Make all threads allocate from one heap. By default, glibc gives autograd's thread its own.
 
-    Each heap keeps what a pass took: passes of 2,048 tokens came to 11 GiB with two, and come to 6 with one.
+    Each heap keeps the memory of a pass: passes of 2,048 tokens took 11 GiB with two heaps and take 6 with one.
     """
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def quiet() -> None:
-    """Keep libraries from drawing bars between the lines of the steps."""
+    """Keep libraries from drawing progress bars between the step lines."""
     from datasets import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
@@ -118,7 +118,7 @@ async def _train(config: Config, run: Run) -> None:
 
 
 async def _stop_without_launcher(stop: asyncio.Event) -> None:
-    """The launcher of several trainer processes passes signals on; when it is killed there is nobody who would."""
+    """Stop when the launcher is gone: it passes signals on to its trainer processes, and a killed launcher cannot."""
     launcher = os.getppid()
     while os.getppid() == launcher:  # noqa: ASYNC110 - nothing notifies of a parent's end
         await asyncio.sleep(LAUNCHER_POLL_S)

@@ -1,4 +1,4 @@
-"""A trial: held-out tasks, training, and held-out tasks again. `demo` makes one, `experiment` one for each seed."""
+"""A trial: an evaluation, training, and an evaluation again. `demo` runs one, `experiment` one for each seed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_STEP = ("reward_mean", "rollouts", "groups_equal", "entropy", "staleness_mean
 
 
 class Work(Section):
-    """What agents do in a trial, as `run` has it. `samples` is rollouts per held-out task and evaluation."""
+    """What agents do in a trial, with the options of `run`. `samples`: rollouts per held-out task and evaluation."""
 
     agent: Annotated[
         list[str],
@@ -50,9 +50,9 @@ class Work(Section):
 
 
 class Trial:
-    """Runs in a directory with a config.yaml and a tasks.jsonl, each part as a process of its own.
+    """Runs a trial in a directory with a config.yaml and a tasks.jsonl, each part as a separate process.
 
-    `env`: of its processes, such as which GPUs they see. `passes`: over the tasks.
+    `env`: variables for its processes, such as the visible GPUs. `passes`: how often the tasks are repeated.
     """
 
     passes = 1
@@ -66,7 +66,7 @@ class Trial:
         self.minutes: dict[str, float] = {}
 
     async def run(self) -> Json:
-        """Return what is kept of the trial. LightningError has the reason from a log."""
+        """Run the trial and return its result. LightningError has the reason from a log."""
         config = load_config(self.launch.path)
         async with AsyncExitStack() as stack:
             with self.timed("start"):
@@ -75,7 +75,7 @@ class Trial:
             return await system.guard(self.stages(config))
 
     async def stages(self, config: Config) -> Json:
-        """Do all that is done while vLLM and proxy serve, and return what is kept."""
+        """Evaluate, train and evaluate again while vLLM and proxy run. Return the result."""
         before = await self.evaluate("before")
         self.say(f"held out {before['mean_reward']:.3f}; training")
         async with ApiClient.of(config, patience_s=60) as api:
@@ -90,7 +90,7 @@ class Trial:
     async def evaluate(self, name: str) -> Json:
         """Return the held-out tasks' mean reward with the live version, and each task's own.
 
-        An evaluation that is there already, complete, is not made again.
+        A complete evaluation is not repeated.
         """
         out = self.directory / f"{name}.json"
         with self.timed("evaluations"):
@@ -105,9 +105,9 @@ class Trial:
         return {key: row[key] for key in OF_EVALUATION} | {"passed": passed, "by_task": by_task}
 
     async def train(self, api: ApiClient) -> None:
-        """Let agents work and the trainer learn, until the tasks are used up, the trainer is done, or `ended` says so.
+        """Let agents work and the trainer learn until the tasks are used up, the trainer is done, or `ended` returns.
 
-        Where tasks are used up, what is left of their rollouts is trained on.
+        If the tasks are used up, the remaining rollouts are trained on.
         """
         options = ["--tasks", str(self.directory / "tasks.jsonl"), "--ahead", str(self.work.ahead)]
         options += ["--repeat", str(self.passes), *self.agent()]
@@ -134,11 +134,11 @@ class Trial:
             await self.done("trainer-rest", "train", "--once")
 
     async def ended(self, api: ApiClient) -> None:
-        """Return once training is to end before the tasks are used up."""
+        """Return when training should end before the tasks are used up."""
         raise NotImplementedError
 
     async def found(self, api: ApiClient) -> Json:
-        """Return what the proxy knows of the training."""
+        """Return what the proxy knows about the training."""
         policy = await api.policy()
         best = policy.get("best") or {}
         steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]
@@ -156,7 +156,7 @@ class Trial:
         }
 
     def prepare(self, settings: Json, seed: int, groups: int) -> None:
-        """Write tasks.jsonl, in another order in each pass, and config.yaml, with what is this trial's own."""
+        """Write tasks.jsonl, shuffled for each pass, and config.yaml, with this trial's own ports, paths and seed."""
         lines, order = [task.line for task in read_tasks(self.work.tasks)], random.Random(seed)
         shuffled = chain.from_iterable(order.sample(lines, len(lines)) for _ in repeat(None))
         (self.directory / "tasks.jsonl").write_text("".join(f"{line}\n" for line in islice(shuffled, groups)))
@@ -174,12 +174,12 @@ class Trial:
         (self.directory / "config.yaml").write_text(yaml.safe_dump(merged(settings, own), sort_keys=False))
 
     def agent(self, concurrency: int | None = None) -> list[str]:
-        """Return how `run` and `eval` start it."""
+        """Return the arguments with which `run` and `eval` start the agent."""
         preload = ["--preload", self.work.preload] if self.work.preload else []
         return [*preload, "--concurrency", str(concurrency or self.work.concurrency), "--", *self.work.agent]
 
     def spec(self, name: str, *command: str, restarts: int = 0) -> ChildSpec:
-        """Return a command of lightning-proxy as a child, which logs to NAME.log."""
+        """Return a lightning-proxy command as a child process that logs to NAME.log."""
         return ChildSpec(name, self.launch.argv(*command), self.launch.env(), may_end=True, restarts=restarts)
 
     async def done(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> None:
@@ -190,7 +190,7 @@ class Trial:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Count the block's minutes."""
+        """Add the block's duration to `minutes`."""
         started = time.monotonic()
         yield
         self.minutes[name] = round(self.minutes.get(name, 0.0) + (time.monotonic() - started) / 60, 2)
@@ -206,13 +206,13 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
 
 
 def evaluation(file: Path) -> Json | None:
-    """Return the numbers of an evaluation that got to its end, and in which not every program failed."""
+    """Return the numbers of a finished evaluation; None if it is unfinished or every program failed."""
     row: Json | None = json.loads(file.read_text())["rows"][0] if file.is_file() else None
     return row if row and row["complete"] and row["failed"] < row["rollouts"] else None
 
 
 def draw(results: Sequence[Json], path: Path) -> None:
-    """Save the curves: the rewards of each step, over the rollouts so far; rings: held-out tasks. LightningError."""
+    """Save a plot of each step's reward over the rollouts so far; rings are evaluations. May raise LightningError."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""`vllm`: starts vLLM with the command line and environment that the configuration asks for, and the model needs."""
+"""`vllm`: starts vLLM with the command line and environment that the configuration and the model need."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ WRITTEN = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command line, and the variables that it needs beyond our environment."""
+    """A command line, and the variables that it needs in addition to our environment."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
 
 
 def served_model(config: Config) -> str:
-    """Return the name that vLLM serves the base model under: the model id, or the name of its directory."""
+    """Return the name under which vLLM serves the base model: the model id, or the name of its directory."""
     model = require_model(config)
     return Path(model).resolve().name if Path(model).is_dir() else model
 
@@ -106,7 +106,7 @@ def require_model(config: Config) -> str:
 def vllm_program(config: Config, *, alone: bool = False) -> Program:
     """Return the command that starts vLLM. Raise LightningError if it is missing, ConfigError without a model.
 
-    `alone`: where it leaves no room for a trainer, that is somewhere else.
+    `alone`: vLLM may take all memory; any trainer runs elsewhere.
     """
     model = require_model(config)
     check_base_model(config)
@@ -154,7 +154,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
 
 
 def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
-    """Return the variables by which a process sees these GPUs alone; without any, it sees what we see."""
+    """Return the variables that limit a process to these GPUs; with no GPUs given, it sees what we see."""
     if not devices:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -173,7 +173,7 @@ def without_tools(config: Config) -> str | None:
 
 
 def other_port(config: Config) -> str | None:
-    """Return a line if the proxy looks for vLLM on this machine, and not at the port where we start it."""
+    """Return a warning if the proxy expects vLLM on this machine at another port than the one it starts on."""
     upstream, port = config.policy_upstream, config.vllm.port
     addresses = [urlsplit(url) for url in upstream.published_to] if upstream is not None else []
     here = [address.port for address in addresses if address.hostname in LOOPBACK]
@@ -221,7 +221,7 @@ def parsers_of(model: str, extra_args: Sequence[str]) -> tuple[list[str], str | 
 
 
 def _known(model: Path) -> tuple[str | None, str | None]:
-    """Return the tool parser and the reasoning parser by the model's name, else by its chat template."""
+    """Return the tool parser and the reasoning parser, found by the model's name or else by its chat template."""
     name = model.resolve().name.lower()
     for pattern, tool, reasoning in FAMILIES:
         if re.search(pattern, name):

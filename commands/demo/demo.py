@@ -1,4 +1,4 @@
-"""`demo`: the main loop on a small real model, run with the same commands that a user has."""
+"""`demo`: the main loop on a small real model, run with the commands that users have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POLL_S = 2.0
 
 
 class DemoOptions(Section):
-    """The agent speaks `api`."""
+    """The options of `demo`. `api`: the API that the agent uses."""
 
     steps: int = 90
     directory: Path = Path("lightning-demo")
@@ -53,7 +53,7 @@ class DemoOptions(Section):
 def demo(options: DemoOptions, *, resume: bool = False) -> None:
     """Prepare model, tasks and configuration, run the loop, then show and save the result.
 
-    `resume`: go on in a directory where a demo was stopped or killed, with that demo's options.
+    `resume`: continue in a directory where a demo was stopped or killed, with that demo's options.
     """
     console = Console()
     require_packages()
@@ -87,7 +87,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
 
 
 class Demo(Trial):
-    """The trial, under a progress bar. The agent works on tasks without end, until nothing is left to learn."""
+    """The trial, with a progress bar. The agent works on endless tasks until nothing is left to learn."""
 
     passes = 100  # more than are needed
 
@@ -121,7 +121,7 @@ class Demo(Trial):
 def begin(options: DemoOptions) -> DemoOptions:
     """Make the demo's directory, or empty it if an earlier demo worked there, and keep the options for `resumed`.
 
-    ConfigError if it holds anything else.
+    Raise ConfigError if it holds anything else.
     """
     directory = make_directory(options.directory, "--dir")
     if any(directory.iterdir()):
@@ -134,7 +134,7 @@ def begin(options: DemoOptions) -> DemoOptions:
 
 
 def resumed(directory: Path) -> DemoOptions:
-    """Return the options with which the demo in `directory` began. ConfigError if none did."""
+    """Return the options that the demo in `directory` began with. Raise ConfigError if it has no demo."""
     with suppress(OSError, ValueError):
         kept = DemoOptions.model_validate_json((directory / OPTIONS).read_bytes())
         if kept.directory == directory.absolute():
@@ -143,7 +143,7 @@ def resumed(directory: Path) -> DemoOptions:
 
 
 def settings(model: Path, steps: int) -> Json:
-    """Return the system's configuration, but for what each trial has of its own."""
+    """Return the system's configuration, except for what each trial sets itself."""
     return {
         "policy": {"model": str(model), "publish": "merged"},
         "vllm": {"max_model_len": 512, "kv_cache_gib": 1.0},

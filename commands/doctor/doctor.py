@@ -1,6 +1,6 @@
 """`doctor`: checks every link, from the configuration to the next step, and says what to fix.
 
-A row has a name, a probe that says what it found, and what to do if that is not well.
+A check has a name, a probe that returns what it found, and a fix for when the probe fails.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Check:
 
 
 class Finding(Exception):
-    """What a probe found that is not well. `fix`: in place of its row's."""
+    """Raised by a probe that fails. `fix` replaces the check's own."""
 
     outcome: Outcome = "failed"
 
@@ -90,24 +90,24 @@ class Finding(Exception):
 
 
 class Doubt(Finding):
-    """What is not well, and breaks nothing."""
+    """A finding that is only a warning."""
 
     outcome = "warning"
 
 
 class Broken(Exception):
-    """A check failed, and later ones would say nothing."""
+    """A check failed, and later checks would be meaningless."""
 
 
 class Report:
-    """Makes checks, shows each at once, or all as JSON at the end. `stops`: a check that fails raises Broken."""
+    """Makes checks, and shows each at once, or all as JSON at the end. `stops`: a failed check raises Broken."""
 
     def __init__(self, *, as_json: bool, stops: bool = False) -> None:
         self.checks: list[Check] = []
         self._as_json, self._stops = as_json, stops
 
     async def check(self, name: str, probe: Awaitable[str], fix: str) -> Check:
-        """Make a row's check. What the probe returns is well; errors mean that it failed."""
+        """Run a probe. What it returns is good news; an error means that the check failed."""
         outcome: Outcome = "failed"
         mend: str | None = fix
         try:
@@ -138,7 +138,7 @@ class Report:
             raise Broken
 
     def end(self) -> bool:
-        """Print the JSON, if it is wanted, and return whether no check failed."""
+        """Print the JSON if requested, and return whether no check failed."""
         if self._as_json:
             print_json([asdict(check) for check in self.checks])
         return all(check.outcome != "failed" for check in self.checks)
@@ -152,7 +152,7 @@ def doctor(path: Path | None, *, as_json: bool) -> bool:
 
 
 async def run_checks(path: Path | None, report: Report) -> None:
-    """Make all checks that are possible, and none behind a broken link."""
+    """Make all checks that are possible, up to the first broken link."""
     try:
         config = load_config(path)
     except ConfigError as error:
@@ -174,7 +174,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def check_running(config: Config, session: aiohttp.ClientSession, api: ApiClient, report: Report) -> None:
-    """Check what has been started: the proxy, model servers, the policy's among them, and what is trained on."""
+    """Check what is running: the proxy, the model servers (the policy's too), and the trainer with its input."""
     wrong = "use the configuration that the proxy was started with"
     proxy = await report.check("proxy", probe_proxy(api, config.store), wrong)
     if OTHER_STORE in proxy.found:
@@ -200,7 +200,7 @@ async def check_running(config: Config, session: aiohttp.ClientSession, api: Api
 
 
 async def probe_store(config: StoreConfig) -> str:
-    """Check that the store can be opened and written, or made, on a disk with room."""
+    """Check that the store can be opened and written, or created, and that the disk has room."""
     if config.is_postgres:
         await _require_writable(config)
         return f"{config.where}, writable"
@@ -226,7 +226,7 @@ async def _require_writable(config: StoreConfig) -> None:
 
 
 async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
-    """Check that the proxy answers, accepts this configuration's key and can have its store."""
+    """Check that the proxy answers, accepts the configured key, and may use the configured store."""
     try:
         policy = await api.policy()
     except ProxyNotThere:
@@ -277,7 +277,7 @@ async def probe_mode(config: Config, api: ApiClient) -> str:
 
 
 async def probe_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> str:
-    """Check that a call for the policy alias is answered and recorded well enough to train on. It is deleted again."""
+    """Check that a call for the policy alias is answered and can be trained on. The call is deleted afterwards."""
     alias, rollout, left = config.policy.alias, f"doctor-{uuid4().hex}", ""
     # Rollouts in mode eval are never trained on.
     headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
@@ -329,7 +329,7 @@ async def waiting_groups(config: Config) -> Any:
 
 
 async def probe_trainer(config: Config) -> str:
-    """Check that a trainer runs where a step could be made. One on this machine holds the lock of the store's file."""
+    """Check that a trainer runs if a step could be made. A trainer on this machine locks the store's file."""
     path = None if config.store.is_postgres else config.store.path.resolve()
     if path is not None and Path(f"{path}-trainer").exists():
         with lock_file(path, "trainer") as is_free:
@@ -356,7 +356,7 @@ class VllmChecks:
         self._model = ""
 
     async def run(self, report: Report) -> None:
-        """Make each check; only the first if the server serves no model."""
+        """Make all checks, or only the first if the server serves no model."""
         first = await report.check("policy server", self._length(), RESTART)
         if first.outcome == "failed":
             return
@@ -415,7 +415,7 @@ class VllmChecks:
         return "computed after temperature, as training needs them"
 
     async def _sampling(self) -> str:
-        """Check the route that says how an answer was sampled, and takes a next turn as tokens."""
+        """Check the route that says how an answer was sampled and that accepts a next turn as tokens."""
         status, _ = await self._post(RENDER, messages=QUESTION)
         if status >= 400:
             found = f"{RENDER} answers HTTP {status}: calls with a grammar are not trained on"
@@ -445,7 +445,7 @@ class VllmChecks:
         raise Doubt(found, fix)
 
     async def _publishing(self) -> str:
-        """Check the routes by which new weights are loaded, and that they are open to us."""
+        """Check the routes that load new weights, and that we may use them."""
         lora = self._publish == "lora"
         for method, path in [("POST", LOAD)] if lora else [("GET", "/weight_info"), ("GET", "/is_paused")]:
             status, _ = await self._send(method, path, {} if lora else None)
@@ -472,7 +472,7 @@ class VllmChecks:
         raise Doubt(found, f"{RESTART}, or add the operator guard (docs/security.md)")
 
     async def _shared(self) -> str:
-        """Have each server look for an adapter in the directory of new weights. Nothing is loaded."""
+        """Have each server look for an adapter in the directory for new weights. Nothing is loaded."""
         directory = self._config.policy.directory
         fix = "share policy.directory with the server, under the same path (docs/running.md)"
         try:
@@ -511,7 +511,7 @@ class VllmChecks:
     async def _send(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, root: str = ""
     ) -> tuple[int, Any]:
-        """Return the answer's status and body. `headers`: in place of those with our keys; `root`: another server."""
+        """Return the answer's status and body. `headers` replace those with our keys; `root`: another server."""
         url, sent = (root or self._roots[0]) + path, self._headers if headers is None else headers
         async with self._session.request(method, url, json=body, headers=sent) as answer:
             is_json = "json" in answer.content_type

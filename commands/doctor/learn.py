@@ -1,4 +1,4 @@
-"""`doctor --learn`: sees whether the user's own stack learns, by a training step in a second system."""
+"""`doctor --learn`: checks that the user's own stack learns, with a training step in a second system."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def learn_command(path: Path | None, tasks: Path | None, command: Sequence[str],
 
 
 async def learn(config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report) -> None:
-    """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back.
+    """Make all checks in order. Raise Broken at the first that fails; everything changed is restored.
 
-    Without a `command` a built-in agent works.
+    Without a `command`, a built-in agent works.
     """
     if (upstream := config.policy_upstream) is None:
         names = ", ".join(upstream.name for upstream in config.upstreams)
@@ -85,7 +85,7 @@ async def learn(config: Config, tasks: Sequence[Task], command: Sequence[str], r
 
 
 async def _weights(config: Config) -> str:
-    """Check that the server's weights, which will be others for a while, are those to come back to, and not in use."""
+    """Check that the server's weights, which are replaced for a while, can be restored and are not in use."""
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if config.store.may_be_there:
@@ -106,9 +106,9 @@ Served = tuple[dict[str, str | None], list[Any]]
 
 
 async def _served(fleet: VllmFleet, model: str | None = None) -> list[Served]:
-    """Return of each server that answers its models with their files, and its answer to a fixed question.
+    """For each reachable server, return its models with their files, and its answer to a fixed question.
 
-    The answer is that of `model`, or else of the base model.
+    The question goes to `model`, or else to the base model.
     """
     return [
         (await server.adapters(), await server.probe(model or await server.base_model()))
@@ -117,12 +117,12 @@ async def _served(fleet: VllmFleet, model: str | None = None) -> list[Served]:
 
 
 def _apart(some: list[Served], others: list[Served]) -> float:
-    """Return by how many nats the servers' answers differ at most."""
+    """Return the largest difference between the servers' answers, in nats."""
     return max((difference(one[1], other[1]) for one, other in zip(some, others, strict=False)), default=0.0)
 
 
 async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report) -> None:
-    """Take the step in a second system, and put everything back."""
+    """Take the step in a second system, and restore everything."""
     from .steps import second_system, take_step
 
     async with AsyncExitStack() as stack:
@@ -131,7 +131,7 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
         before, trained = await _served(fleet), list[Served]()
 
         async def undo() -> str:
-            """Put everything back, and check that it is."""
+            """Restore everything, and check the result."""
             await put_back(config, journal)
             after = await _served(fleet)
             forget(journal_path(config), journal)

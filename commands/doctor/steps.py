@@ -1,6 +1,6 @@
-"""A second system next to the user's, and a training step in it on a synthetic reward. Needs torch.
+"""A second system next to the user's, which takes a training step on a synthetic reward. Needs torch.
 
-Each link is checked. The proxy, the store and the policy directory are the second system's own.
+Each link is checked. The second system has its own proxy, store and policy directory.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ Json = dict[str, Any]
 
 @contextmanager
 def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, LearnJournal]]:
-    """Make the directories and the configuration, and remove the directories at the end.
+    """Make the directories and the configuration. The directories are removed at the end.
 
-    The store is next to the user's, and weights are below `policy.directory`, which the policy's servers see.
-    `own_agent`: the user's agent works, so its name and credit count.
+    The store is next to the user's; weights are below `policy.directory`, which the policy's servers can read.
+    `own_agent`: the user's agent works, so its name and credit apply.
     """
     name = f"lightning-doctor-{secrets.token_hex(2)}"
     place = config.policy.directory if config.store.is_postgres else config.store.path.parent
@@ -97,9 +97,9 @@ def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, 
 
 
 def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) -> Config:
-    """The user's configuration, but for what would reach the user's own store, servers' names or trackers.
+    """The user's configuration, changed so that nothing reaches the user's store, served names or trackers.
 
-    Of the features' sections only that of a service that trains is kept: no judge, teacher, gate or telemetry.
+    Of the features' sections, only that of a training service is kept: no judge, teacher, gate or telemetry.
     """
     services = {section.name for section in config.sections if not section.trains_here}
     sections: dict[str, Any] = config.model_dump(include={*Config.model_fields, *services})
@@ -143,13 +143,13 @@ async def served(config: Config) -> AsyncIterator[None]:
 
 
 class BuiltInAgent:
-    """A Runner with an agent in this process, which makes one call of `model`."""
+    """A Runner with an agent in this process, which makes one call to `model`."""
 
     def __init__(self, model: str, session: aiohttp.ClientSession) -> None:
         self._model, self._session = model, session
 
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
-        """Return 1, and write the reason to the log, if the call fails."""
+        """Return 0; if the call fails, return 1 and write the reason to the log."""
         messages = [{"role": "user", "content": json.loads(env["LIGHTNING_TASK"])["prompt"]}]
         body = {"model": self._model, "messages": messages, "max_tokens": TOKENS, "temperature": 1.0}
         url, headers = env["OPENAI_BASE_URL"], {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"}
@@ -166,7 +166,7 @@ class BuiltInAgent:
 async def take_step(
     config: Config, second: Config, name: str, command: Sequence[str], tasks: Sequence[Task], report: Report
 ) -> str:
-    """Start the second system, and take a step. Return the name that the trained weights are served under.
+    """Start the second system and take a step. Return the name under which the trained weights are served.
 
     `config`: the user's; `name`: of its adapters.
     """
@@ -188,7 +188,7 @@ async def take_step(
 
 
 class LearnStep:
-    """A step of a second system. `core` is its trainer, `rate` the user's learning rate."""
+    """A step in the second system. `core` is its trainer, `rate` the user's learning rate."""
 
     def __init__(
         self, core: TrainerCore, api: ApiClient, runner: Runner, tasks: Sequence[Task], loop: TrainingLoop, rate: float
@@ -289,13 +289,13 @@ class LearnStep:
         return f"without a change of weights they are 1: {mean}, {metrics['ratio_max']:.3f} at most"
 
     async def _logprobs(self) -> list[float]:
-        """Of each row, the log-probability of its sampled tokens by the trainer's present weights."""
+        """For each row, the log-probability of its sampled tokens under the trainer's present weights."""
         samples = self._batch.samples
         found = await in_thread(self._core.engine.logprobs, [sample.token_ids for sample in samples])
         return [math.fsum(np.multiply(row, sample.mask)) for row, sample in zip(found, samples, strict=True)]
 
     async def _likelier(self) -> str:
-        """Check that the step made what was rewarded likelier than its siblings."""
+        """Check that the step made rewarded answers likelier than their siblings."""
         changes: dict[str, dict[str, float]] = {}
         after = await self._logprobs()
         for sample, old, new in zip(self._batch.samples, self._before, after, strict=True):
@@ -311,7 +311,7 @@ class LearnStep:
         return f"the step made rewarded answers likelier than the rest: {gained}"
 
     async def _publish(self) -> str:
-        """Check that the server answers with the step's weights, and not with those before."""
+        """Check that the server answers with the step's weights and not with the earlier ones."""
         try:
             async with asyncio.timeout(PUBLISH_S):
                 await self._loop.conclude(self._batch, self._metrics)
@@ -328,10 +328,10 @@ class LearnStep:
 
 
 def likelier(groups: Sequence[tuple[Sequence[float], Sequence[float]]], seed: int = 0) -> tuple[float, float]:
-    """Return by how many nats an answer gained on its siblings for each point of reward, and the p-value of that.
+    """Return how many nats an answer gained on its siblings per point of reward, and the p-value of that.
 
-    Each group has rewards, and the changes of the answers' log-probabilities. The p-value is from a permutation
-    test: how often rewards that are shuffled among siblings do as well.
+    Each group has rewards and the changes of the answers' log-probabilities. The p-value is from a permutation test:
+    how often rewards shuffled among siblings do as well.
 
     >>> likelier([([1, 0, 1, 0], [0.5, 0.1, 0.5, 0.1])])[0]
     0.4

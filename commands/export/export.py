@@ -62,9 +62,9 @@ COLUMNS: dict[str, dict[str, Sequence[str]]] = {
 
 
 def export_command(config: Config, target: Path, kind: str, **filters: Any) -> None:
-    """Run `export`: a file is written atomically. Raises ConfigError for a wrong option, LightningError if it fails.
+    """Run `export`, which writes a file atomically. Raises ConfigError for a wrong option, LightningError if it fails.
 
-    `filters` are the control API's, with `since` as the option has it.
+    `filters`: the control API's, but `since` as given on the command line.
     """
     format = "jsonl" if is_stream(target) else target.suffix.removeprefix(".")
     if format not in FORMATS:
@@ -99,7 +99,7 @@ def export_command(config: Config, target: Path, kind: str, **filters: Any) -> N
 
 
 async def _rollouts(store: Store, filters: Json) -> AsyncIterator[Rollout]:
-    """The rollouts that fit, newest first, with a progress bar."""
+    """The matching rollouts, newest first, with a progress bar."""
     total = None if filters else sum((await store.rollouts.counts()).values())
     with progress_bar() as progress:
         bar = progress.add_task("rollouts", total=total)
@@ -113,7 +113,7 @@ async def _rollouts(store: Store, filters: Json) -> AsyncIterator[Rollout]:
 
 
 async def _rows(store: Store, rollout: Rollout, kind: str, left_out: Counter[str]) -> list[Json]:
-    """The rollout's rows of this kind; none if it was deleted meanwhile, for its age perhaps."""
+    """The rollout's rows of this kind; none if it has been deleted, by retention for example."""
     name = rollout.rollout_id
     try:
         calls = await store.calls.of(name, short=kind == "sft")
@@ -131,9 +131,9 @@ async def _rows(store: Store, rollout: Rollout, kind: str, left_out: Counter[str
 
 
 def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
-    """Yield a row for each conversation of a rollout, which ends where no later call continues or repeats it.
+    """Yield a row for each conversation of a rollout. A conversation ends where no later call continues or repeats it.
 
-    Count in `left_out` each that cannot be a row, by reason.
+    Conversations that cannot be a row are counted in `left_out`, by reason.
     """
     turns = [
         (call, turn, fields)
@@ -161,7 +161,7 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
 def _transitions(
     rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward], credit: Sequence[Row]
 ) -> Iterator[Json]:
-    """Yield a row for each transition. The first one holds the rollout's rewards, the newest of each name and call."""
+    """Yield a row for each transition. The first has the rollout's rewards: the newest of each name and call."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()
     by_id = {call.call_id: call for call in calls}
     credits = {row["call_id"]: row for row in credit}
@@ -191,7 +191,7 @@ def _transitions(
 
 
 def _without_ids(value: Any) -> Any:
-    """Drop the token ids of a state or action: they have columns of their own."""
+    """Drop the token ids of a state or action: they have their own columns."""
     if not isinstance(value, dict):
         return value
     return {name: part for name, part in value.items() if name not in ("prompt_token_ids", "token_ids")}
@@ -199,7 +199,7 @@ def _without_ids(value: Any) -> Any:
 
 @contextmanager
 def _json_lines(path: Path) -> Iterator[Callable[[Json], None]]:
-    """Yield what writes a row: a JSON object a line."""
+    """Yield a function that writes a row as one line of JSON."""
     if is_private := str(path) != "-":
         make_private(path)
     file: AbstractContextManager[Any] = path.open("w", encoding="utf-8") if is_private else nullcontext(sys.stdout)
@@ -210,7 +210,7 @@ def _json_lines(path: Path) -> Iterator[Callable[[Json], None]]:
 
 @contextmanager
 def _parquet(path: Path, kind: str) -> Iterator[Callable[[Json], None]]:
-    """Yield what writes a row, and holds a group of rows in memory."""
+    """Yield a function that writes a row. It keeps one group of rows in memory."""
     pa = pyarrow()
     make_private(path)
     # What Hugging Face's `datasets` takes the columns for: JSON becomes objects there.

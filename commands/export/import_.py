@@ -1,4 +1,4 @@
-"""`import`: records conversations of others, as rollouts that another model answered. The proxy need not run."""
+"""`import`: records conversations from elsewhere, as rollouts that another model answered. The proxy need not run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UPSTREAM = SOURCE = "import"
 
 @dataclass(frozen=True, slots=True)
 class ImportedConversation:
-    """One line. `answers`: the places of the assistant's messages."""
+    """One line of the file. `answers`: the indices of the assistant's messages."""
 
     name: RolloutName
     model: str
@@ -50,7 +50,7 @@ class ImportedConversation:
 def import_command(config: Config, file: Path, model: str, reward: float) -> None:
     """Run `import`. Raises ConfigError, and imports nothing, if a line is not a conversation.
 
-    A conversation that is in the store already stays unchanged.
+    A conversation that is already in the store stays unchanged.
     """
     if not math.isfinite(reward):
         raise ConfigError(f"--reward must be a finite number, got {reward}")
@@ -77,7 +77,7 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
 
 
 def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedConversation]:
-    """Yield the file's conversations; ConfigError with the line's number for one that is none."""
+    """Yield the file's conversations. Raise ConfigError with the number of a line that is not one."""
     for number, line in lines(file):
         try:
             yield _read(line, model, reward)
@@ -121,7 +121,7 @@ def _read(line: str, model: str, reward: float) -> ImportedConversation:
 
 
 def _message(message: Any, place: int) -> Json:
-    """A message as chat has it; ValueError if it is none."""
+    """Return the message in chat's form. Raise ValueError if it is not a message."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"message {place}: `role` must be one of {', '.join(ROLES)}")
     if not isinstance(message.get("content"), str | list | None):
@@ -139,9 +139,9 @@ def _message(message: Any, place: int) -> Json:
 
 
 async def _record(store: Store, recorder: Recorder, conversation: ImportedConversation) -> bool:
-    """Record a call for each answer, as if a model had been called, and end the rollout; False if it is there already.
+    """Record a call for each answer, as if a model had been called, and end the rollout. False if it exists already.
 
-    Of an import that broke off the calls that are recorded are skipped.
+    Calls that an interrupted import has recorded are skipped.
     """
     rollout_id = conversation.name.rollout_id
     try:

@@ -26,9 +26,9 @@ TAGS = {"rl": "reinforcement-learning"}  # on model hubs; other methods of train
 
 
 async def export_policy(config: Config, number: int, target: Path, form: Form | None) -> Form:
-    """Write version `number` to `target`, atomically, and return its form: by default as it was published.
+    """Write version `number` to `target`, atomically, and return the form written: by default the published one.
 
-    Only its owner may read it: weights hold users' conversations.
+    Only the owner may read it: weights can reveal users' conversations.
     """
     target = target.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -58,9 +58,9 @@ async def export_policy(config: Config, number: int, target: Path, form: Form | 
 
 
 async def where(config: Config, options: str = "") -> str | None:
-    """Say where the newest trained weights are, and how to take them out; None if none were published.
+    """Say where the newest trained weights are and how to export them; None if none were published.
 
-    `options`: what the command that takes them out needs before its name.
+    `options`: what the export command needs before its name.
     """
     if not config.store.may_be_there:
         return None
@@ -95,7 +95,7 @@ def _files(version: PolicyVersion, versions: Sequence[PolicyVersion], config: Co
 
 
 def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], target: Path) -> None:
-    """Make the other form of a version: that which it was not published in."""
+    """Make the form of a version (adapter or merged) that it was not published in."""
     try:
         import torch
         from peft import PeftModel, get_peft_model, set_peft_model_state_dict
@@ -128,7 +128,7 @@ def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], tar
 
 
 async def _card(store: Store, config: Config, version: PolicyVersion, form: Form, steps: Sequence[Step]) -> str:
-    """Return the model card, with the header that model hubs read. `steps`: from the base model to this version."""
+    """Return the model card, with the header that model hubs read. `steps`: from the base model to the version."""
     base, n = config.policy.model or "the base model", version.version
     hub_name = None if Path(base).exists() else base  # a directory of this machine is nobody's name of a model
     name = Path(base).name

@@ -48,8 +48,8 @@ def run_command(
 ) -> None:
     """Run the command. Raise LightningError if it fails, or if every program failed.
 
-    `group_size` None means the trainer's, or 1 in mode eval. `ahead`: how many of the trainer's steps the rollouts may
-    be ahead of the live version; None: any number. `resume`: the file that keeps which rollouts were opened.
+    `group_size` None means the trainer's, or 1 in mode eval. `ahead`: how many training steps the rollouts may be ahead
+    of the live version; None: any number. `resume`: the file that lists the rollouts that were opened.
     """
     trains, trainer, view = mode == "train", config.trainer, ProgressView(Console(stderr=True))
     if ahead is not None and not trains:
@@ -100,7 +100,7 @@ def run_command(
 
 
 def run_options(config: Config, group_size: int, concurrency: int, mode: Mode, logs: Path | None) -> RunOptions:
-    """Return the options of a command that runs programs, and make the directory for their output."""
+    """Return the options of a run, and create the directory for the programs' output."""
     longest = config.longest_wait_s
     return RunOptions(
         group_size,
@@ -114,7 +114,7 @@ def run_options(config: Config, group_size: int, concurrency: int, mode: Mode, l
 
 @asynccontextmanager
 async def programs(api: ApiClient, runner: Runner, view: ProgressView) -> AsyncIterator[None]:
-    """Let programs run while bars are shown, and end what they leave."""
+    """Show progress bars while programs run, and clean up after them."""
     with view:
         async with api:
             try:
@@ -124,7 +124,7 @@ async def programs(api: ApiClient, runner: Runner, view: ProgressView) -> AsyncI
 
 
 def standing(status: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why no step comes of what there is, if none does."""
+    """Yield the reasons why the recorded rollouts lead to no training step, if they do not."""
     if standstill := status.get("standstill"):
         yield standstill["story"]
     if missing := status.get("unrewarded"):
@@ -135,10 +135,10 @@ def standing(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def problem(config: TrainerConfig, tasks: Sequence[Task], group_size: int, waiting: int = 0) -> str | None:
-    """Return why no step, or a late one, comes of these tasks, and its fix; None if nothing is wrong.
+    """Return why these tasks lead to no training step, or to a late one, with the fix; None if all is well.
 
-    Rollouts that are opened together are a group. Single ones become groups of `trainer.group_size` of a task.
-    `waiting`: rollouts of complete groups that wait for the trainer already.
+    Rollouts that are opened together are a group. Single rollouts of a task become groups of `trainer.group_size`.
+    `waiting`: rollouts in complete groups that already wait for the trainer.
     """
     passes = Counter(task.task_id for task in tasks).values()
     siblings, needed, patience = group_size * min(passes), config.group_size, duration(config.group_timeout_s)

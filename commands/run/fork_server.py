@@ -1,11 +1,10 @@
-"""A server that forks agent programs, `python fork_server.py GUARD [SCRIPT MODULE…]`, warm if it imports modules first.
+"""A server that forks agent programs, after importing any modules: `python fork_server.py GUARD [SCRIPT MODULE…]`.
 
-The agent's own interpreter runs it, so it needs only the standard library. `GUARD` is core/guard.py: every program
-has a guard of its own. It reads one JSON object a line on stdin: {"id", "argv", "cwd", "env", "log"} starts a program
-with the file `log` as its stdout and stderr, {"kill": id} ends one. With a SCRIPT, the program is that script, run in
-the fork; without one, it is the command `argv`.
-It writes {"id", "started": true}, and {"id", "code"} at the end; a negative code is the signal that killed it.
-When its stdin closes, it ends all programs and itself.
+The agent's own interpreter runs it, so it uses only the standard library. `GUARD` is core/guard.py: each program has
+its own guard. It reads one JSON object a line on stdin: {"id", "argv", "cwd", "env", "log"} starts a program with the
+file `log` as its stdout and stderr, {"kill": id} ends one. With a SCRIPT, the program is that script, run in the fork;
+without one, it is the command `argv`. It writes {"id", "started": true}, and {"id", "code"} at the end; a negative code
+is the signal that killed it. When its stdin closes, it ends all programs and itself.
 """
 
 from __future__ import annotations

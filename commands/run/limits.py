@@ -1,4 +1,4 @@
-"""What observes a run and limits the rollouts that it begins: `--ahead` of the policy, and `--budget`."""
+"""Limits how many rollouts a run starts: `--ahead` and `--budget`."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ Json = Mapping[str, Any]
 
 
 class Observer:
-    """Sees each rollout of a run, and says whether more may begin. This one lets all begin."""
+    """Sees each rollout of a run, and decides whether more may start. This base class allows all."""
 
     async def wait(self) -> bool:
-        """Return when one more group may be opened, or False if none will be any more."""
+        """Wait until one more group may be opened and return True, or return False if none may be opened any more."""
         return True
 
     def opened(self, rollout_ids: Sequence[str], sibling_of: str | None) -> None:
-        """Note that these were opened, as siblings of an earlier one or as a group of their own."""
+        """Note that these were opened, as siblings of an earlier rollout or as a new group."""
 
     def ended(self, rollout: Json) -> None:
-        """Note that its program ended. Its reward has arrived, if there is one."""
+        """Note that the rollout's program ended. Its reward has arrived, if it gets one."""
 
 
 class PolicyCollapsed(LightningError):
-    """Publication is stopped, so no version will ever be trained on the agents' new rollouts."""
+    """Publishing has stopped, so no new version will be trained on further rollouts."""
 
 
 class Backlog(Observer):
     """Opens no group while `limit` of the opened rollouts are not yet in the live weights.
 
-    A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it ended and
-    nobody will reward it, when the trainer will not take it, or when the version of the step that took it is live.
-    A rollout that the trainer dropped counts until the trainer's next step is live: a rollout opened earlier in its
-    place would be answered by the old weights.
+    A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it has ended
+    and nobody will reward it, when the trainer will not take it, or when the version of the step that took it is live.
+    A rollout that the trainer dropped counts until the trainer's next step is live: a replacement opened earlier would
+    be answered by the old weights.
 
-    Behind a gate (`promotion.mode: gated`) a step counts as live once it is taken, and a test that is under way holds
-    nothing back: it is decided by new rollouts.
+    Behind a gate (`promotion.mode: gated`) a step counts as live once it is taken, and a running test holds nothing
+    back, because new rollouts decide it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Backlog(Observer):
         self._ended.add(rollout["rollout_id"])
 
     async def wait(self) -> bool:
-        """Return when there is room for one more group; PolicyCollapsed if there will be none."""
+        """Wait until there is room for one more group. Raise PolicyCollapsed if there never will be."""
         say_at = time.monotonic() + PATIENCE_S
         while not self._has_room() and not await self._forget_published() and not self._has_room():
             if not self._running and time.monotonic() > say_at:
@@ -77,7 +77,7 @@ class Backlog(Observer):
         return len(self._running) + len(self._ended) + self._group_size <= self._limit
 
     async def _forget_published(self) -> bool:
-        """Count a rollout no more once its step is live. Return whether new ones are needed in any case."""
+        """Stop counting rollouts once their step is live. Return whether new rollouts are needed in any case."""
         policy = await self._api.policy()
         if collapse := policy["collapse"]:
             raise PolicyCollapsed(f"publishing has stopped: {Collapse(**collapse).story}")
@@ -109,15 +109,15 @@ def _is_waited_for(rollout: Json, published: int) -> bool:
 
 
 class OverBudget(LightningError):
-    """A run stopped before its last task: what was begun has ended, and nothing further began."""
+    """A run stopped before its last task. Rollouts that had started were finished, and no more were started."""
 
     exit_code = 3
 
 
 class Budget(Observer):
-    """USD that a run may cost: the calls of its rollouts, and what rewarders spend meanwhile. None: any amount.
+    """Limits a run's cost in USD: the calls of its rollouts, and what rewarders spend meanwhile. None: no limit.
 
-    `earlier`: what the run that is resumed has cost. `left_out`: whether tasks were.
+    `earlier`: the cost so far of the run that is resumed. `left_out`: whether tasks were left out.
     """
 
     def __init__(self, api: ApiClient, usd: float | None) -> None:
@@ -132,13 +132,13 @@ class Budget(Observer):
         return self.earlier + self._calls + self._rewarders
 
     async def wait(self) -> bool:
-        """Return whether a group may begin: not if too much is spent, or calls that ended well have no known cost."""
+        """Return whether a group may start: not if the budget is spent, or if successful calls have no known cost."""
         await self.look()
         self.left_out = self._most is not None and (self.spent >= self._most or self._unpriced > 0)
         return not self.left_out
 
     async def look(self) -> None:
-        """See what rewarders have spent, from the first look on."""
+        """Read what rewarders have spent since the first look."""
         if self._most is None:
             return
         status = await self._api.request("GET", "/status")

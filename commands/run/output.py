@@ -1,4 +1,4 @@
-"""The file of a program's output: bounded in size, and redacted as records are (`recording.redact`)."""
+"""Writes a program's output to a file: limited in size, and redacted as records are (`recording.redact`)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MARK = 100  # bytes for the line that counts the bytes left out
 
 
 def redaction(config: Config) -> Redact | None:
-    """Return what redacts a program's output; None if nothing is redacted."""
+    """Return the function that redacts a program's output; None if nothing is redacted."""
     redactor = Redactor(config.recording.redact, config.keys())
     return redactor.text if redactor else None
 
 
 class ProgramLog:
-    """Keeps the beginning and the last piece of more output than `most` bytes. Redacts whole lines as they come."""
+    """Keeps the beginning and the end of output that exceeds `most` bytes. Redacts whole lines as they come."""
 
     def __init__(self, path: Path, redact: Redact | None = None, most: int = MOST) -> None:
         make_private(path)
@@ -49,7 +49,7 @@ class ProgramLog:
         self._line = data[end:]
 
     def close(self) -> None:
-        """Write the end. Secrets that span pieces are redacted now."""
+        """Write the rest. Secrets that span two pieces are redacted now."""
         self._keep(self._redacted(self._line))
         if self._left_out:
             self._file.write(f"\n[{self._left_out} bytes left out]\n".encode())
@@ -75,7 +75,7 @@ class ProgramLog:
 
 @asynccontextmanager
 async def piped(path: Path, redact: Redact | None) -> AsyncIterator[Path]:
-    """Yield a named pipe: what programs write to it gets into the log. At the end takes what is still in the pipe."""
+    """Yield a named pipe: what programs write to it goes to the log. At the end, reads what is left in the pipe."""
     loop, log = asyncio.get_running_loop(), ProgramLog(path, redact)
     with TemporaryDirectory(prefix="lightning-output-") as directory:
         pipe = Path(directory) / "pipe"

@@ -1,4 +1,4 @@
-"""Shows a run to a person: progress as bars or lines, then the summary: totals, and numbers by task."""
+"""Shows a run to people: progress as bars or lines, then a summary with totals and numbers by task."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ProgressView:
 
 
 class Bar:
-    """Shows how far one piece of work is: as a bar, elsewhere than on a terminal as lines.
+    """Shows the progress of one piece of work: as a bar on a terminal, else as lines.
 
     `add` counts rollouts; `show` sets a count made elsewhere.
     """
@@ -75,10 +75,10 @@ class Bar:
 
 
 def totals(results: Sequence[RolloutResult]) -> dict[str, Any]:
-    """Return what `run` says of these results.
+    """Return the totals that `run` reports for these results.
 
-    `mean_reward` and `solved`, the share with a reward of at least 1, are over the rollouts with a reward.
-    `without_call`: how many programs ran, but made no call through the proxy.
+    `mean_reward` and `solved` (the share with a reward of at least 1) are over the rollouts with a reward.
+    `without_call`: how many programs made no call through the proxy.
     """
     rewards = [result.reward for result in results if result.reward is not None]
     return {
@@ -105,7 +105,7 @@ def summarize(results: Sequence[RolloutResult]) -> dict[str, Any]:
 
 
 def by_name(results: Sequence[RolloutResult]) -> dict[str, dict[str, float]]:
-    """Return the mean and the number of the rewards of each further name, such as that of a game's seat."""
+    """Return the mean and the number of rewards for each additional name, such as a game's seat."""
     rewards: dict[str, list[float]] = {}
     for result in results:
         for name, reward in result.named.items():
@@ -114,7 +114,7 @@ def by_name(results: Sequence[RolloutResult]) -> dict[str, dict[str, float]]:
 
 
 def names_table(models: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table | None:
-    """Return a table of what `by_name` found for each model; None without any further name."""
+    """Return a table of `by_name` for each model; None if there are no additional names."""
     shown = table("model", "reward by name", right=("mean", "rollouts"))
     for model, names in models.items():
         for name, given in names.items():
@@ -130,7 +130,7 @@ def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
 
 
 def sentences(results: Sequence[RolloutResult]) -> tuple[str, list[str]]:
-    """Return the summary in one line for a person, with the first failure in another, and warnings: what to check."""
+    """Return the summary for people: one line, the first failure in another, and warnings about what to check."""
     total, warnings = totals(results), []
     mean = "no reward" if total["mean_reward"] is None else f"mean reward {total['mean_reward']:.3f}"
     counts = f"{total['failed']} failed, {total['without_reward']} without a reward so far"

@@ -1,4 +1,4 @@
-"""`--resume FILE`: keeps which rollouts were opened, so that none that has its reward is run again."""
+"""`--resume FILE`: keeps a list of opened rollouts, so that rollouts with a reward are not run again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GONE = 404
 
 @contextmanager
 def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
-    """Open the file for one run at a time; None: keep nothing. ConfigError if it cannot be used."""
+    """Open the file for one run at a time; None: keep nothing. Raise ConfigError if it cannot be used."""
     if path is None:
         yield OpenedRollouts(StringIO())
         return
@@ -44,13 +44,13 @@ def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
 
 
 class OpenedRollouts(Observer):
-    """A line for each rollout of the runs that had this file: its id, and that of the first of its group.
+    """A line for each rollout of the runs that used this file: its id, and the id of its group's first rollout.
 
-    `results`: of those that have a reward, or await one. `usd`: what all rollouts of earlier runs have cost.
+    `results`: of the rollouts that have a reward or await one. `usd`: the cost of all rollouts of earlier runs.
     """
 
     def __init__(self, file: TextIO) -> None:
-        """Raise ValueError if a line is not a rollout. The last line may be cut off: its run was killed."""
+        """Raise ValueError if a line is not a rollout. The last line may be cut off if its run was killed."""
         self._file = file
         file.seek(0)
         *lines, cut_off = file.read().split("\n")
@@ -63,9 +63,9 @@ class OpenedRollouts(Observer):
         self.usd = 0.0
 
     async def look(self, api: ApiClient) -> int:
-        """Add the results of those that have a reward, or await one.
+        """Add the results of rollouts that have a reward or await one.
 
-        Fail what still runs without a reward, since a sibling takes its place. Return how many these are.
+        Fail rollouts that still run without a reward: new siblings replace them. Return their number.
         """
         failed = 0
         for name in self._groups:
@@ -92,9 +92,9 @@ class OpenedRollouts(Observer):
         self._file.flush()
 
     def left(self, tasks: Sequence[Task], group_size: int) -> list[Task]:
-        """Return the tasks whose groups have fewer siblings with a result; each names its siblings so far.
+        """Return the tasks that have too few siblings with a result; each has the siblings so far.
 
-        Results of other tasks are forgotten.
+        Results of other tasks are dropped.
         """
         known = {task.task_id for task in tasks}
         self.results = [result for result in self.results if result.task_id in known]

@@ -31,11 +31,11 @@ LATE = 124  # that of a program that ran for too long, as of timeout(1)
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """The outcome of one run of the program. `reward` is None while no reward of the rollout has arrived.
+    """The outcome of one run of the program. `reward` is None until a reward has arrived.
 
-    `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
-    a model outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, of whatever status.
-    `named`: its rewards of other names, such as the seats of a game. `usd`: what its calls cost.
+    `answers` maps each requested model to the policy versions that answered, in order. A version is None for a model
+    outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, whatever their status.
+    `named`: rewards with other names, such as the seats of a game. `usd`: the cost of its calls.
     """
 
     rollout_id: str
@@ -59,18 +59,18 @@ class RolloutResult:
 
 
 def require_success(results: Sequence[RolloutResult]) -> None:
-    """Raise LightningError if every program failed; it has the reason of the first."""
+    """Raise LightningError, with the first program's reason, if every program failed."""
     if all(result.failed for result in results):
         raise LightningError(f"every program failed, the first with {results[0].reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The siblings per task, the programs at once, and the directory of their output (None: thrown away).
+    """The siblings per task, the number of programs at once, and the directory for their output (None: discard it).
 
-    `choice` is `policy_version` or `model` of POST /rollouts, if not the live version answers the rollouts.
-    `score_timeout_s`: a function of the proxy gives the rewards, in about this time; None: somebody posts them.
-    `timeout_s`: how long each program may run; None: as long as it likes.
+    `choice`: `policy_version` or `model` for POST /rollouts, to answer rollouts with something other than the live
+    version. `score_timeout_s`: the proxy's reward function takes about this long; None: rewards are posted.
+    `timeout_s`: how long each program may run; None: no limit.
     """
 
     group_size: int = 1
@@ -92,7 +92,7 @@ async def run_tasks(
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `tasks` may never end.
 
-    When it is cancelled, it stops the programs and discards their rollouts.
+    If cancelled, it stops the programs and discards their rollouts.
     """
     with tempfile.TemporaryDirectory(prefix="lightning-run-") as scratch:
         logs = options.logs or Path(scratch)
@@ -134,7 +134,7 @@ class _TaskRun:
         return self.results
 
     async def jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[tuple[Task, OpenRollout], None]:
-        """Yield each run to come. A group is opened only when its first sibling can start."""
+        """Yield the runs to do. A group is opened only when its first sibling can start."""
         for task in tasks:
             for observer in self.observers:
                 if not await observer.wait():
@@ -183,7 +183,7 @@ class _TaskRun:
         self.on_result(self.results[-1])
 
     async def run_program(self, task: Task, rollout: OpenRollout) -> tuple[int, str | None]:
-        """Run it to its end. Return its exit code, and why it failed."""
+        """Run the program to its end. Return its exit code, and why it failed."""
         limit_s, log = self.options.timeout_s, self.logs / f"{rollout.rollout_id}.log"
         env = names_of(self.api.url, rollout.base_url, rollout.api_key, rollout.rollout_id)
         env |= {"LIGHTNING_TASK": task.line, **variables(self.api.url, rollout)}
@@ -199,7 +199,7 @@ class _TaskRun:
                 log.unlink(missing_ok=True)
 
     async def scored(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        """Return the rollout with its reward, if a function gives it and is not late."""
+        """Return the rollout, with its reward if a function gives one in time."""
         until, pause_s = time.monotonic() + (self.options.score_timeout_s or 0), SCORE_POLL_S
         while rollout.get("awaits_reward") and time.monotonic() < until:
             await asyncio.sleep(pause_s)

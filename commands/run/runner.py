@@ -1,4 +1,4 @@
-"""Runs the agent program: on this machine, each run forked from a server; or where `run.executor` says."""
+"""Runs the agent program: on this machine, forked from a server, or wherever `run.executor` says."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ SERVER = Path(__file__).with_name("fork_server.py")
 
 
 class ServerDied(LightningError):
-    """The process of ours that had started the program died, or its machine went away, and the program with it."""
+    """The process that started the program died, or its machine went away, and the program with it."""
 
 
 class RunTimedOut(LightningError):
-    """The program ran longer than its time limit, and was ended."""
+    """The program exceeded its time limit and was stopped."""
 
 
 class Runner(Protocol):
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
-        """Run it once and return its exit code, negative for a signal. Cancelling the call kills it.
+        """Run the program once and return its exit code, negative for a signal. Cancelling the call kills it.
 
-        `log` gets its stdout and stderr. A program that runs for `limit_s` gets SIGTERM with its process group,
-        and SIGKILL a little later. Raise RunTimedOut then, ServerDied if the machine or a process of ours goes away,
-        LightningError if no run can continue. Nothing that it started is left at the end.
+        `log` gets its stdout and stderr. After `limit_s`, its process group gets SIGTERM, then SIGKILL, and RunTimedOut
+        is raised. Raises ServerDied if the machine or one of our processes goes away, LightningError if no run can
+        continue. Nothing that the program started is left running.
         """
 
     async def close(self) -> None: ...
@@ -56,7 +56,7 @@ class _Run:
 
 
 class ServedRunner(ABC):
-    """The parent's side. The child is started by the first run, and ends when its stdin closes.
+    """Runs programs through a child process. The first run starts the child, which ends when its stdin closes.
 
     The child's first line says that it is ready, or {"failed": why}. It then gets a request with an `id` for each run,
     or {"kill": id}. Its reports are {"id", "started"}, {"id", "code"}, {"id", "lost": why}, {"say": what} for a person,
@@ -77,10 +77,10 @@ class ServedRunner(ABC):
 
     @abstractmethod
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
-        """Return the request to the child for a run."""
+        """Return the request that starts a run in the child."""
 
     def _ready(self, report: Mapping[str, Any]) -> None:  # noqa: B027 - most need nothing of it
-        """Take the child's first line."""
+        """Read the child's first line."""
 
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         loop, name = asyncio.get_running_loop(), str(next(self._ids))
@@ -115,7 +115,7 @@ class ServedRunner(ABC):
             await asyncio.wait({self._life})
 
     async def _live(self, ready: asyncio.Future[None]) -> LightningError:
-        """Start a child and take its reports to its end. Then fail what it was running, and return the error."""
+        """Start a child and read its reports until it ends. Then fail its runs, and return the error."""
         with TemporaryDirectory(prefix="lightning-server-") as directory:
             log = Path(directory) / "output.log"
             async with piped(log, self._redact) as pipe:
@@ -147,7 +147,7 @@ class ServedRunner(ABC):
         return error
 
     async def _read(self, reports: asyncio.StreamReader, ready: asyncio.Future[None]) -> str | None:
-        """Take reports until the child ends. Return why no run can go on, if it says so."""
+        """Read reports until the child ends. Return the reason if it says that no run can continue."""
         async for line in reports:
             report = json.loads(line)
             run = self._runs.get(report.get("id", ""))
@@ -174,9 +174,9 @@ class ServedRunner(ABC):
 
 
 class LocalRunner(ServedRunner):
-    """Starts the command once for each run; or, with `modules`, forks `python script.py …` once they are imported.
+    """Starts the command for each run. With `modules`, forks `python script.py …` after importing them once.
 
-    ConfigError if there is no such program, or no such script.
+    Raise ConfigError if there is no such program or script.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class LocalRunner(ServedRunner):
 
 
 def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], say: Callable[[str], None]) -> Runner:
-    """Make the runner for a command line. ConfigError if it cannot work. `say` prints what the run waits for."""
+    """Make the runner for a command line. Raise ConfigError if it cannot work. `say` prints what the run waits for."""
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
     if config.run.executor == "local":

@@ -1,4 +1,4 @@
-"""Task files in JSON Lines or Parquet. The `task_id` of a line or row, or else its hash, names the group."""
+"""Reads task files in JSON Lines or Parquet. The `task_id` of a line or row, or else its hash, names the group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..files import lines
 class Task:
     """One line of a task file. The agent program sees it in LIGHTNING_TASK.
 
-    `siblings`: rollouts of its group that an earlier run has ended.
+    `siblings`: rollouts of its group that ended in an earlier run.
     """
 
     task_id: str
@@ -25,7 +25,7 @@ class Task:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Read all tasks of a file, without its empty lines. A ConfigError names file, line and fault."""
+    """Read all tasks of a file, skipping empty lines. A ConfigError names the file, the line and the problem."""
     tasks = [_task(line, f"{path}:{number}") for number, line in lines(path)]
     if not tasks:
         raise ConfigError(f"{path} has no tasks")

@@ -24,10 +24,10 @@ _NO_PATH = (".", "..")  # with one of these a path would name another route
 
 
 async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]], *, changes: bool = False) -> T:
-    """Do `work` with the rollout of this id; if there is none, with the only one that has an id which begins so.
+    """Do `work` with the rollout of this id, or else with the only rollout whose id begins so.
 
-    `…` may end the id. What `changes` a rollout needs its full id, unless it is one that the proxy made, or `…` ends
-    it: a rollout of another name must not be changed because the one that was meant is gone.
+    The id may end in `…`. Work that `changes` a rollout needs the full id, unless the proxy made the id or it ends in
+    `…`: no other rollout must be changed because the intended one is gone.
     """
     start, refusal = check_id(CUT.sub("", given), "a rollout's id"), None
     if given == start and given not in _NO_PATH:
@@ -51,12 +51,12 @@ async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]
 
 
 async def find(api: ApiClient, given: str) -> dict[str, Any]:
-    """Return the rollout with this id, or else the only one that has an id which begins so."""
+    """Return the rollout with this id, or else the only rollout with an id that begins so."""
     return await with_id(api, given, api.rollout)
 
 
 async def collect(api: ApiClient, filters: dict[str, Any], limit: int) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the newest rollouts that fit, and the API's cursor of the next ones (None: there are no more)."""
+    """Return the newest matching rollouts, and the API's cursor for more (None: there are no more)."""
     rollouts: list[dict[str, Any]] = []
     cursor = None
     for _ in range(MOST_PAGES):
@@ -69,7 +69,7 @@ async def collect(api: ApiClient, filters: dict[str, Any], limit: int) -> tuple[
 
 
 def since_of(text: str | None) -> float | None:
-    """Return the Unix time of `--since`: a local date, a date with time, or a time ago (90m, 12h, 7d)."""
+    """Return the Unix time that `--since` means: a local date, a date with time, or a time ago (90m, 12h, 7d)."""
     if text is None:
         return None
     if ago := re.fullmatch(r"(\d+)([mhd])", text):

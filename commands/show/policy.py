@@ -1,4 +1,4 @@
-"""`policy …`: shows and compares policy versions, chooses the one that is served, and takes one out."""
+"""`policy …`: shows, compares, promotes and exports policy versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     `reward` is the mean over tasks of the training rollouts that began with the version, `held out` the mean of its
     rollouts in mode `eval`.
 
-    Below: the best version, the test that is under way, and how the last one was decided (promotion.mode: gated).
+    Below the table: the best version, the running test, and the result of the last one (promotion.mode: gated).
     """
     from ..api_client import look
 

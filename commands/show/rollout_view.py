@@ -1,4 +1,4 @@
-"""Shows rollouts of the control API in a terminal: a table, one in full, or two compared."""
+"""Shows rollouts of the control API in a terminal: a table, one rollout in full, or two compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 def rollouts_table(rollouts: Sequence[Json], now: float, width: int | None) -> Table:
-    """Return one line per rollout. Long ids and tasks are cut to fit the width; None: not cut, for programs."""
+    """Return one line per rollout. Long ids and tasks are cut to fit the width; None: not cut (for programs)."""
     rows = (
         (
             r["rollout_id"], r["task_id"], r["mode"], Text(r["status"], COLOURS.get(r["status"], "")),

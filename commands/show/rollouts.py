@@ -67,7 +67,7 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")
 
 @app.command()
 def delete(context: typer.Context, rollout_ids: Ids) -> None:
-    """Delete ended rollouts and all their records for good. The exit code is 1 if one was refused."""
+    """Permanently delete ended rollouts and all their records. The exit code is 1 if one was refused."""
     _each(context, rollout_ids, "deleted", lambda api, one: api.delete_rollout(one))
 
 
@@ -85,7 +85,7 @@ def end(
 def _each(
     context: typer.Context, given: list[str], done: str, work: Callable[[ApiClient, str], Awaitable[None]]
 ) -> None:
-    """Change each of these rollouts; one that is refused does not stop the others."""
+    """Apply a change to each of these rollouts. A refusal does not stop the others."""
     from ..api_client import ApiError, ask
     from .find import with_id
 

@@ -45,7 +45,7 @@ def show_status(config: Config, *, as_json: bool) -> bool:
 
 
 async def read_status(api: ApiClient) -> Json:
-    """Ask the proxy for everything that `status` shows; where it has no store, for its readiness alone."""
+    """Ask the proxy for everything that `status` shows, or for its readiness alone if it has no store."""
     ready = await api.readiness()
     if ready["store"] != "ok":
         return {"ready": ready, "policy": None, "steps": []}
@@ -55,7 +55,7 @@ async def read_status(api: ApiClient) -> Json:
 
 
 def next_step(config: TrainerConfig, status: Json, now: float) -> str:
-    """Return the condition that the trainer waits for, by its configuration."""
+    """Return what the trainer waits for, by its configuration."""
     schedule, rollouts = config.schedule, f"{count(status['waiting'])} complete rollouts wait"
     last = status["policy"]["last_step"]
     if config.max_steps is not None and last is not None and last["step"] >= config.max_steps:

@@ -1,4 +1,4 @@
-"""Child processes: started, healthy, ended in order without orphans; why one died, and which one holds a port."""
+"""Starts, watches and stops child processes without leaving orphans; says why one died and which one holds a port."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ WORKER = "--multiprocessing-fork"  # in the command of a worker that Python's mu
 
 
 class ChildDied(LightningError):
-    """A child ended that should keep running. The message has its exit code, and the reason from its log."""
+    """A child that should keep running has ended. The message has its exit code and the reason from its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """A program to keep running. `health_url` answers 200 once it is healthy; None: as soon as it runs.
 
-    `may_end`: exit code 0 is not a fault; `done` is said then. `restarts`: how often it is started again within
-    `RESTARTS_S` when it dies, but never after exit code 2, which means a wrong configuration. When a `vital` program
-    dies more often, the others end with it; another is started again after `RESTARTS_S`. It has also died when its
-    port, once open, is closed for `grace_s`: vLLM can wait for ever for calls that its lost worker had.
+    `may_end`: exit code 0 is not a failure; then `done` is printed. `restarts`: how often a dying program is restarted
+    within `RESTARTS_S`, but never after exit code 2, which means a wrong configuration. If a `vital` program dies more
+    often, the others end with it; other programs are restarted after `RESTARTS_S`. A program also counts as dead if its
+    port, once open, is closed for `grace_s`: vLLM can wait for ever for the calls of a lost worker.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ChildSpec:
 
 
 class Child:
-    """A program that is started and started again, its guard and its log."""
+    """A program that is started and restarted, with its guard and its log."""
 
     def __init__(self, spec: ChildSpec, log: Path) -> None:
         self.spec, self.log = spec, log
@@ -77,7 +77,7 @@ class Child:
         self._lifeline = -1
 
     async def launch(self) -> None:
-        """Start the program under its guard, in a process group of its own. Its output is appended to the log."""
+        """Start the program under its guard, in its own process group. Its output is appended to the log."""
         self.release()
         make_private(self.log)
         with self.log.open("ab") as output:
@@ -102,7 +102,7 @@ class Child:
             await self.process.wait()
 
     async def stop(self, say: Callable[[str], None]) -> None:
-        """Send SIGINT, SIGTERM after half of the grace, SIGKILL at its end, each to the entire process group."""
+        """Send SIGINT, after half of `grace_s` SIGTERM, and at its end SIGKILL, each to the whole process group."""
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(TimeoutError, ProcessLookupError):
                 if self.running:
@@ -121,7 +121,7 @@ class Child:
             self._lifeline = -1
 
     async def ended(self) -> int:
-        """Wait for the program's end and return its exit code. One that is deaf is killed."""
+        """Wait for the program to end and return its exit code. A program that does not react is killed."""
         ended, was_open, open_at = asyncio.ensure_future(self.process.wait()), False, 0.0
         try:
             while not (await asyncio.wait([ended], timeout=PORT_POLL_S))[0]:
@@ -144,7 +144,7 @@ class Child:
 
 
 class Supervisor:
-    """Starts programs with `start` and ends them on exit, the newest first. Their logs are in `directory`."""
+    """Starts programs with `start` and stops them on exit, newest first. Their logs are in `directory`."""
 
     def __init__(self, directory: Path, say: Callable[[str], None] = lambda _: None) -> None:
         self._directory, self._say = directory, say
@@ -155,7 +155,7 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End all children, the newest first, even if it is cancelled meanwhile."""
+        """Stop all children, newest first, even if cancelled meanwhile."""
         while self._children:
             child = self._children[-1]
             self._say(f"stopping {child.spec.name}")
@@ -174,7 +174,7 @@ class Supervisor:
         return child
 
     async def wait_healthy(self, child: Child) -> None:
-        """Wait until the child's health URL answers 200. ChildDied if it ends before, LightningError if it is late."""
+        """Wait until the child's health URL answers 200. Raise ChildDied if it ends, LightningError on timeout."""
         spec, began = child.spec, time.monotonic()
         self._say(f"waiting for {spec.name}")
         tell_at = began + STILL_S
@@ -227,7 +227,7 @@ class Supervisor:
 
 
 def make_directory(path: Path, option: str) -> Path:
-    """Make the directory if it is not there and return its absolute path. A ConfigError names the option."""
+    """Create the directory if needed and return its absolute path. A ConfigError names the option."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -245,7 +245,7 @@ async def _is_healthy(url: str | None) -> bool:
 
 
 async def _is_open(url: str | None) -> bool:
-    """Return whether the URL's port is open, as far as can be said."""
+    """Return whether the URL's port is open, as far as can be told."""
     try:
         if url is not None:
             address = urlsplit(url)
@@ -266,7 +266,7 @@ def _read_from(log: Path, begin: int) -> str:
 
 
 def reason(log: Path, begin: int = 0) -> str:
-    """Return the last line that tells why, from byte `begin` on; without one, the last line that is not empty."""
+    """Return the last line after byte `begin` that states a reason, or else the last line that is not empty."""
     text = _read_from(log, begin)
     told = [line for line in _TELLING.findall(text) if not any(word in line for word in _ELSEWHERE)]
     lines = told or [line for line in text.splitlines() if line.strip()] or ["it printed nothing"]
@@ -274,7 +274,7 @@ def reason(log: Path, begin: int = 0) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the newest line that is not empty, without the prefix of vLLM's processes; empty if there is none."""
+    """Return the last line that is not empty, without vLLM's process prefix; "" if there is none."""
     try:
         text = _read_from(log, max(0, log.stat().st_size - NEWEST_BYTES))
     except OSError:  # it is being started
@@ -285,7 +285,7 @@ def last_line(log: Path) -> str:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on now."""
+    """Return a port of the loopback interface that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
@@ -293,7 +293,7 @@ def free_port() -> int:
 def require_free_port(host: str, port: int, key: str) -> None:
     """Raise LightningError if something listens there, naming the configuration's key and the process.
 
-    Who has it may just be ending.
+    The process that has the port may be about to end, so this waits a little.
     """
     until = time.monotonic() + ENDING_S
     while (error := _why_not_bound(host, port)) and error.errno == errno.EADDRINUSE and time.monotonic() < until:
@@ -319,7 +319,7 @@ def _why_not_bound(host: str, port: int) -> OSError | None:
 
 
 def holder_of(port: int) -> tuple[int, str] | None:
-    """Return the process that listens on this port, of workers their supervisor, and its command; None: unknown."""
+    """Return the process that listens on this port (for workers, their supervisor) and its command; None if unknown."""
     with suppress(psutil.Error, StopIteration):  # it has just ended, or is another user's
         listening = (one for one in psutil.net_connections("tcp") if one.pid and one.status == psutil.CONN_LISTEN)
         process = psutil.Process(next(one.pid for one in listening if one.laddr.port == port))

@@ -1,4 +1,4 @@
-"""Prints a running trainer's steps as they are done, and its warnings."""
+"""Prints a running trainer's steps as they finish, and its warnings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def step_printer(console: Console) -> Show:
 
 
 async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None]) -> None:
-    """Show every step that another process finishes from now on, and say why it stops. Runs until cancelled."""
+    """Show every step that another process finishes from now on, and why training stops. Runs until cancelled."""
     async with opened(config) as database:
         store = Store(database)
         last, stopped = await store.steps.last(), None
@@ -59,7 +59,7 @@ async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None
 
 
 async def say_warnings(trainer: Path, say: Callable[[str], None]) -> None:
-    """Say each warning and error of a trainer's log once, whatever repeats it. Runs until cancelled."""
+    """Print each warning and error of a trainer's log once, however often it repeats. Runs until cancelled."""
     said = set[str]()
     with trainer.open("rb") as log:
         while True:

@@ -1,4 +1,4 @@
-"""The system as one unit: vLLM, proxy and trainer, started and stopped in order."""
+"""Starts and stops vLLM, proxy and trainer in order, as one unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AFTERWARDS_S = 10.0  # that the proxy may take to end after the last answer
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Hands our configuration on to the children: the file, the options that override it, and further `variables`."""
+    """Passes our configuration to child processes: the file, the options that override it, and more `variables`."""
 
     path: Path | None
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -53,9 +53,9 @@ async def running_system(
     *,
     trains: bool,
 ) -> AsyncIterator[Supervisor]:
-    """Have vLLM and proxy ready in the block, and, with `trains`, the trainer started; yield who guards them.
+    """Run vLLM, the proxy and, if it `trains`, the trainer during the block. Yield their supervisor once ready.
 
-    Agents are still served while the trainer keeps dying.
+    Agents are served even while the trainer keeps dying.
     """
     await require_keys(config)
     await check_plugins(config)
@@ -92,7 +92,7 @@ async def running_system(
 
 
 def check_addresses(config: Config) -> None:
-    """Raise LightningError unless the ports are free and the first vLLM upstream is the server to start."""
+    """Raise LightningError unless the ports are free and the first vLLM upstream is the server that is started."""
     upstream = config.policy_upstream
     if upstream is None or urlsplit(upstream.urls[0]).port != config.vllm.port:
         wrong = f"upstreams: the first of kind vllm must be at port {config.vllm.port}, as vllm.port says"

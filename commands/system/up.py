@@ -1,4 +1,4 @@
-"""`up`: the system until Ctrl-C, with its calls, its steps and what its parts say."""
+"""`up`: runs the whole system until Ctrl-C, and shows its calls, its steps and the messages of its parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DATE = re.compile(r"^\d{4}-\d\d-\d\d (?=\d\d:)")
 
 
 async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:
-    """Run vLLM, proxy and trainer until cancelled or until vLLM or the proxy is lost; show their calls and steps."""
+    """Run vLLM, proxy and trainer until cancelled or until vLLM or the proxy is lost. Show calls and steps."""
     plan = make_plan(config)
     if plan.cards:
         console.print(*plan_tables(plan), sep="\n")
@@ -51,7 +51,7 @@ async def _show(config: Config, logs: Path, view: UpView) -> None:
 
 
 class UpView:
-    """Shows lines with their times, and on a terminal without their dates."""
+    """Shows lines with their times; on a terminal without dates."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -68,7 +68,7 @@ class UpView:
         )
 
     async def follow(self, log: Path) -> None:
-        """Show the lines that are added to a log, until cancelled. They have their own times."""
+        """Show lines as they are added to a log, until cancelled. The lines have their own times."""
         size, rest = log.stat().st_size, b""
         while True:
             await asyncio.sleep(POLL_S)
