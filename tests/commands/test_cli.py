@@ -1,64 +1,44 @@
-"""The command line from outside: exit codes, one-line errors, what it starts."""
+"""The command line from outside: one-line errors, what it imports, and the lines that `serve` writes."""
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import sqlite3
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from lightning_proxy.commands.system.processes import free_port
+from lightning_proxy.commands.lines import MOST, CallLines, call_line
 from lightning_proxy.commands.system.system import Launch
-from lightning_proxy.commands.vllm import served_model, vllm_program
 from lightning_proxy.core.config.file import load_config
-from lightning_proxy.core.config.root import Config
-from lightning_proxy.serving.vllm_worker import RELOAD
+from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
 from support.command_line import lightning
+from support.models import save_small_model
 
 
-def in_a_process(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_proxy.cli", *map(str, arguments)]
+def serve(cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_proxy.cli", "serve"]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "tiny-model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    return directory
-
-
-def policy(model: Path | str, **more: object) -> Config:
-    return Config.model_validate({"policy": {"model": str(model), **more}})
-
-
-def option(argv: tuple[str, ...], name: str) -> str:
-    return argv[argv.index(name) + 1]
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_store_that_cannot_be_read_is_one_line_without_a_traceback(tmp_path: Path, workers: int) -> None:
-    settings = {"proxy": {"port": 0, "workers": workers}, "store": {"url": "sqlite:///records.db"}}
-    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+def test_a_store_that_cannot_be_read_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text('proxy: {port: 0}\nstore: {url: "sqlite:///records.db"}\n')
     assert lightning("keys", "create", "somebody", cwd=tmp_path).returncode == 0
     with sqlite3.connect(tmp_path / "records.db") as db:
         db.execute("DROP TABLE keys")
-    done = in_a_process("serve", cwd=tmp_path)
-    told = "lightning-proxy: the store cannot be read: no such table: keys"
+    done = serve(tmp_path)
     assert done.returncode != 0
-    assert "Traceback" not in done.stderr and told in done.stderr.splitlines()
-    assert workers > 1 or done.stderr.splitlines() == [told]
+    assert done.stderr == "lightning-proxy: the store cannot be read: no such table: keys\n"
 
 
 def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("proxy: {host: 192.0.2.1, api_keys: [k]}\n")
-    done = in_a_process("serve", cwd=tmp_path)
+    done = serve(tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.endswith("choose another proxy.host\n")
 
@@ -94,43 +74,63 @@ def test_a_command_imports_only_what_it_uses(
     assert done.stdout.endswith("loaded []\n"), done
 
 
-def test_vllm_is_started_as_proxy_and_trainer_need_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    merged = vllm_program(policy(model, publish="merged"))
-    assert "--enable-lora" not in merged.argv and merged.env["VLLM_SERVER_DEV_MODE"] == "1"
-    assert option(merged.argv, "--host") == "127.0.0.1", "its operator routes are open"
-    assert "--enable-scale-out" in merged.argv, "the routes between messages and tokens"
-    assert option(merged.argv, "--logprobs-mode") == "processed_logprobs", "those after temperature"
-    trained = {"policy": {"model": str(model), "publish": "lora"}, "trainer": {"lora_rank": 12}}
-    lora = vllm_program(Config.model_validate(trained))
-    assert "--enable-lora" in lora.argv and lora.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
-    assert option(lora.argv, "--max-lora-rank") == "16", "a rank that vLLM has"
-    assert option(lora.argv, "--host") == "127.0.0.1", "operator routes are bound to loopback alone"
-    monkeypatch.setattr("lightning_proxy.serving.mode.has_gpu", lambda: True)
-    monkeypatch.setattr("lightning_proxy.commands.vllm.has_gpu", lambda: True)
-    full = vllm_program(Config.model_validate({"policy": {"model": str(model)}, "trainer": {"weights": "full"}}))
-    assert "--enable-lora" not in full.argv and full.env["VLLM_SERVER_DEV_MODE"] == "1"
-    module, _, name = option(full.argv, "--worker-extension-cls").rpartition(".")
-    assert hasattr(getattr(import_module(module), name), RELOAD), "vLLM finds our method by these names"
-
-
-def test_a_model_directory_is_served_under_its_name_and_an_id_under_itself(model: Path) -> None:
-    assert served_model(policy(model)) == "tiny-model"
-    assert served_model(policy("org/name")) == "org/name"
-
-
 def test_options_reach_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = Launch(None, {"policy.model": "a/b", "proxy.port": 9000, "trainer.max_steps": None})
-    for name, value in launch.env().items():
+    for name, value in (
+        Launch(None, {"policy.model": "a/b", "proxy.port": 9000, "trainer.max_steps": None}).env().items()
+    ):
         monkeypatch.setenv(name, value)
     config = load_config()
     assert (config.policy.model, config.proxy.port, config.trainer.max_steps) == ("a/b", 9000, None)
 
 
-def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Path, model: Path) -> None:
-    port, vllm = free_port(), free_port()
-    upstream = {"name": "policy", "base_url": f"http://127.0.0.1:{vllm}/v1"}
-    settings = {"proxy": {"port": port}, "vllm": {"port": vllm}, "upstreams": [upstream]}
-    (tmp_path / "config.yaml").write_text(json.dumps(settings))
-    done = in_a_process("up", "--model", model, "--logs", "config.yaml", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "--logs: cannot create the directory config.yaml" in done.stderr
+OWN_LOSSES = """
+import torch
+
+def ppo(given):
+    bounded = given.ratios.clamp(0.8, 1.2)
+    return -torch.minimum(given.ratios * given.advantages, bounded * given.advantages)
+
+def nothing(logprobs, results, config):
+    return torch.tensor(0.1) * results
+"""
+
+
+@pytest.mark.parametrize(("key", "function"), [("loss", "ppo"), ("context_loss", "nothing")])
+def test_a_loss_without_a_gradient_is_one_line_before_a_model_is_loaded(
+    tmp_path: Path, key: str, function: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN_LOSSES)
+    name = f"{tmp_path / 'mine.py'}:{function}"
+    settings = {
+        "store": {"url": f"sqlite:///{tmp_path}/store.db"},
+        "policy": {"model": str(save_small_model(tmp_path / "model")), "directory": str(tmp_path / "policy")},
+        "trainer": {"report_to": [], key: name},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    done = lightning("--config", tmp_path / "config.yaml", "train", "--once")
+    told = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 2 and f"trainer.{key} {name}: it has no gradient" in "".join(told)
+    assert "Traceback" not in done.stderr and len(told) < 6, done.stderr
+
+
+START = CallStart("c1", RolloutName("r1", "t1", key_id="k1"), "chat/completions", "policy", 3, {}, 0.0)
+
+
+@pytest.mark.parametrize(("each", "ok"), [(True, MOST), (False, 0)])
+async def test_calls_that_fail_have_lines_however_many_do_not(
+    caplog: pytest.LogCaptureFixture, each: bool, ok: int
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_proxy.serving")
+    lines = CallLines(each=each)
+    for status in ["ok"] * 2 * MOST + ["error"]:
+        lines.call_ended(START, CallEnd("c1", "r1", status, {}, 200, (), latency_ms=1.0), {})
+    lines.flush()
+    assert [message.split()[0] for message in caplog.messages] == ["ok"] * ok + ["error", "21"]
+
+
+@pytest.mark.parametrize("said", [{"error": {"message": "too long"}}, {"message": "too long"}, "too long"])
+def test_a_refused_calls_line_has_the_upstreams_reason_without_secrets(said: Any) -> None:
+    end = CallEnd("c1", "r1", "error", said, 400, (), error="the upstream answered 400", latency_ms=1200.0)
+    assert call_line(START, end, lambda text: text.replace("long", "***")) == (
+        "error     chat/completions  rollout r1  task t1  key k1  version 3  1.2s  HTTP 400: too ***"
+    )

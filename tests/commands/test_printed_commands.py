@@ -48,10 +48,6 @@ def parse(arguments: list[str]) -> None:
     assert [*context.params.get("command", ())] == program, f"no option of {name}: {arguments}"
 
 
-def test_files_print_commands() -> None:
-    assert len(COMMANDS) >= 10
-
-
 @pytest.mark.parametrize(("path", "command"), COMMANDS)
 def test_what_is_printed_is_parsed(path: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,6 +55,7 @@ def test_what_is_printed_is_parsed(path: str, command: str, tmp_path: Path, monk
     parse(shlex.split(command))
 
 
-def test_an_option_that_does_not_exist_is_found() -> None:
+def test_commands_are_found_and_an_option_that_does_not_exist_is_refused() -> None:
+    assert len(COMMANDS) >= 10
     with pytest.raises(Exception, match="No such option: --version"):
         parse(["eval", "--tasks", "FILE", "--version", "1,2", "--", "COMMAND"])

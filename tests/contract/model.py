@@ -71,8 +71,9 @@ class ModelVllm(PlayedVllm):
 
     async def _load(self, request: web.Request) -> web.Response:
         answer = await super()._load(request)
-        name = (await request.json())["lora_name"]
-        self._loaded[name] = self._open(self.adapters[name])
+        if answer.status == 200:
+            name = (await request.json())["lora_name"]
+            self._loaded[name] = self._open(self.adapters[name])
         return answer
 
     def restart(self) -> None:

@@ -1,21 +1,34 @@
-"""The supervisor: health, order, Ctrl-C, deaths, and no orphans."""
+"""What `up` starts: health, order, deaths, no orphans, ports that are taken, and what a person sees of it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lightning_proxy.commands.signals import Interrupted, run_until_signal
-from lightning_proxy.commands.system import processes
-from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port, reason
+from lightning_proxy.commands.system import processes, steps
+from lightning_proxy.commands.system.processes import (
+    ChildDied,
+    ChildSpec,
+    Supervisor,
+    free_port,
+    holder_of,
+    reason,
+    require_free_port,
+)
+from lightning_proxy.commands.system.up import UpView
 from lightning_proxy.core.errors import LightningError
-from support.paths import ROOT
 
 
 def python(script: str) -> list[str]:
@@ -71,6 +84,14 @@ async def test_a_child_that_dies_while_starting_is_reported_with_its_last_words(
             await supervisor.wait_healthy(child)
 
 
+async def test_a_child_that_is_not_ready_in_time_is_named_with_what_it_does(tmp_path: Path) -> None:
+    command = python("import time; print('loading', flush=True); time.sleep(1000)")
+    async with Supervisor(tmp_path) as supervisor:
+        child = await supervisor.start(ChildSpec("vllm", command, {}, "http://127.0.0.1:9/", start_timeout_s=1.0))
+        with pytest.raises(LightningError, match="vllm was not ready after 1.0s: .*loading"):
+            await supervisor.wait_healthy(child)
+
+
 async def test_a_child_that_may_end_does_not_disturb_the_work(tmp_path: Path) -> None:
     said: list[str] = []
 
@@ -84,23 +105,17 @@ async def test_a_child_that_may_end_does_not_disturb_the_work(tmp_path: Path) ->
         assert said == ["one ended: all is done"]
 
 
-async def test_children_are_ended_newest_first(tmp_path: Path) -> None:
+async def test_children_are_ended_newest_first_and_a_stubborn_one_is_killed_with_its_own(tmp_path: Path) -> None:
     said: list[str] = []
     async with Supervisor(tmp_path, said.append) as supervisor:
-        for name in ("vllm", "proxy", "trainer"):
+        for name in ("vllm", "proxy"):
             await supervisor.start(ChildSpec(name, SLEEPS))
-    assert said == ["stopping trainer", "stopping proxy", "stopping vllm"]
-
-
-async def test_a_stubborn_child_is_killed_with_its_own_children(tmp_path: Path) -> None:
-    said: list[str] = []
-    async with Supervisor(tmp_path, said.append) as supervisor:
         await supervisor.start(ChildSpec("stubborn", python(STUBBORN), grace_s=0.2))
         pids = await written(tmp_path / "stubborn.log")
         assert all(exists(pid) for pid in pids)
     await until_gone(*pids)
     killed = "killing stubborn, which did not end in 0.2 s; committed data is kept"
-    assert said == ["stopping stubborn", killed]
+    assert said == ["stopping stubborn", killed, "stopping proxy", "stopping vllm"]
 
 
 async def test_no_process_survives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
@@ -136,54 +151,36 @@ def test_sigterm_while_starting_stops_the_children_too(tmp_path: Path) -> None:
     assert not exists(children[0])
 
 
-def test_the_guard_starts_without_the_package(tmp_path: Path) -> None:
-    guard = ROOT / "core" / "guard.py"
-    read_end, write_end = os.pipe()
-    command = [sys.executable, "-S", "-I", str(guard), str(read_end), "1", "sh", "-c", "exit 5"]
-    assert subprocess.run(command, pass_fds=(read_end,), check=False).returncode == 5
-    os.close(read_end)
-    os.close(write_end)
-
-
-async def test_a_child_that_dies_is_started_again_as_often_as_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "restarts", "starts"), [(3, 2, 3), (2, 2, 1)], ids=["as often as it may", "told something wrong"]
+)
+async def test_a_child_that_dies_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, restarts: int, starts: int
 ) -> None:
     monkeypatch.setattr(processes, "RESTART_DELAY_S", 0.01)
-    said: list[str] = []
-    starts = str(tmp_path / "starts")
-    script = f"import pathlib; pathlib.Path({starts!r}).open('a').write('x'); raise SystemExit(3)"
-    async with Supervisor(tmp_path, said.append) as children:
-        await children.start(ChildSpec("moody", python(script), restarts=2))
-        with pytest.raises(ChildDied, match="exit code 3"):
+    script = f"print('x', flush=True); raise SystemExit({code})"
+    async with Supervisor(tmp_path) as children:
+        await children.start(ChildSpec("moody", python(script), restarts=restarts, vital=code != 2))
+        with pytest.raises(ChildDied, match=f"exit code {code}"):
             await children.guard(asyncio.Event().wait())
-    assert Path(starts).read_text() == "xxx"
-    assert sum("starting it again" in line for line in said) == 2
+    assert (tmp_path / "moody.log").read_text().count("x\n") == starts
 
 
 async def test_the_others_go_on_without_a_child_that_is_not_vital(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "RESTARTS_S", 4.0)
-    said: list[str] = []
-    starts = tmp_path / "starts"
-    script = f"import pathlib; pathlib.Path({str(starts)!r}).open('a').write('x'); raise SystemExit(3)"
+    said, log = list[str](), tmp_path / "moody.log"
 
     async def see_it_started(times: int) -> None:
-        while not starts.exists() or len(starts.read_text()) < times:
+        while not log.exists() or log.read_text().count("x\n") < times:
             await asyncio.sleep(0.05)
 
     async with Supervisor(tmp_path, said.append) as children:
+        script = "print('x', flush=True); raise SystemExit(3)"
         await children.start(ChildSpec("moody", python(script), restarts=1, vital=False))
         await children.guard(see_it_started(4))
     assert any("the others keep running" in line for line in said)
-
-
-async def test_a_child_that_was_told_something_wrong_is_not_started_again(tmp_path: Path) -> None:
-    async with Supervisor(tmp_path) as children:
-        spec = ChildSpec("wrong", python("raise SystemExit(2)"), restarts=2, vital=False)
-        await children.start(spec)
-        with pytest.raises(ChildDied, match="exit code 2"):
-            await children.guard(asyncio.Event().wait())
 
 
 async def test_a_child_that_closes_its_port_and_lives_on_is_started_again_as_if_it_had_died(
@@ -201,20 +198,6 @@ async def test_a_child_that_closes_its_port_and_lives_on_is_started_again_as_if_
     assert [line for line in said if "starting it again" in line] == [
         f"vllm closed its port and did not end: starting it again; see {tmp_path}/vllm.log"
     ]
-
-
-async def test_a_child_that_is_not_ready_in_time_is_named_with_what_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "STILL_S", 0.3)
-    said = list[str]()
-    prefixed = "(EngineCore pid=7) INFO 11-25 16:41:06 [core.py:133] loading"
-    command = python(f"import time; print({prefixed!r}, flush=True); time.sleep(1000)")
-    async with Supervisor(tmp_path, said.append) as children:
-        child = await children.start(ChildSpec("vllm", command, {}, "http://127.0.0.1:9/", start_timeout_s=2.0))
-        with pytest.raises(LightningError, match="vllm was not ready after 2.0s: .*loading"):
-            await children.wait_healthy(child)
-    assert any(line.startswith("still waiting for vllm after ") and line.endswith("s: loading") for line in said), said
 
 
 # What vLLM 0.32 prints, without most of the tracebacks.
@@ -247,3 +230,83 @@ def test_the_reason_of_a_death_is_one_line_of_its_log(tmp_path: Path, printed: s
     log = tmp_path / "vllm.log"
     log.write_text("ValueError: an earlier start's\n" + printed)
     assert reason(log, len("ValueError: an earlier start's\n")) == told
+
+
+LISTENS = """
+import socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))):
+    print("listens", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_process_that_has_the_port_is_named_and_waited_for_while_it_ends() -> None:
+    port = free_port()
+    command = [*python(LISTENS), str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"listens\n"
+        with pytest.raises(LightningError, match=rf"(?s)cannot be bound .*process {process.pid} \(.* listens there"):
+            require_free_port("127.0.0.1", port, "proxy.port")
+        threading.Timer(0.3, process.kill).start()
+        require_free_port("127.0.0.1", port, "proxy.port")
+
+
+def test_of_workers_their_supervisor_is_named() -> None:
+    """It shares its socket with them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, shared = server.getsockname()[1], server.fileno()
+        command = [sys.executable, "-c", "import sys; sys.stdin.read()", "--multiprocessing-fork"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[shared]) as worker:
+            holder = holder_of(port)
+            worker.kill()
+    assert holder is not None and holder[0] == os.getpid()
+
+
+WAITS = "2026-11-26 03:20:2{} ERROR lightning_proxy.trainer.loop: step 3 waits to be saved: no space; free some space\n"
+STEP = "2026-11-26 03:20:30,016 INFO lightning_proxy.commands.system.steps: step 3 reward 0.5\n"
+
+
+async def test_a_warning_that_only_repeats_is_told_once_and_one_that_is_half_written_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "POLL_S", 0.01)
+    log, told = tmp_path / "trainer.log", list[str]()
+    log.write_text(STEP + WAITS.format("4,016") + WAITS.format("6,020"))
+    telling = asyncio.ensure_future(steps.say_warnings(log, told.append))
+    for text in ("2026-11-26 03:20:31,016 WARNING lightning_proxy.trainer.loop: vLLM ", "is away\n"):
+        with log.open("a") as file:
+            file.write(text)
+        await asyncio.sleep(0.1)
+    while len(told) < 2:
+        await asyncio.sleep(0.01)
+    telling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await telling
+    assert told == ["trainer: step 3 waits to be saved: no space; free some space", "trainer: vLLM is away"]
+
+
+def test_elsewhere_than_on_a_terminal_every_line_has_its_date() -> None:
+    out = StringIO()
+    view = UpView(Console(file=out, width=80))
+    view.say("[red] is no markup")
+    view.step(4, {"reward_mean": 0.5, "version": 3.0})
+    first, second = out.getvalue().splitlines()
+    assert first[20:] == "[red] is no markup" and "step 4" in second and "reward 0.500" in second
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in (first, second))
+
+
+async def test_what_is_added_to_the_proxys_log_is_shown_also_after_it_began_anew(tmp_path: Path) -> None:
+    out, log = StringIO(), tmp_path / "proxy.log"
+    log.write_text("before\n")
+    following = asyncio.create_task(UpView(Console(file=out, width=80)).follow(log))
+    await asyncio.sleep(0)
+    for text, mode, last in (("one\ntw", "a", "one"), ("o\n", "a", "two"), ("new\n", "w", "new")):
+        with log.open(mode) as file:
+            file.write(text)
+        while last not in out.getvalue():
+            assert not following.done()
+            await asyncio.sleep(0.05)
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+    assert out.getvalue().splitlines() == ["one", "two", "new"]

@@ -1,20 +1,32 @@
-"""`export --kind sft`: one whole row a conversation, in every API, that `datasets` loads and a chat template shows."""
+"""`export` of transitions, and of conversations that `datasets` loads and a template shows; `import` of others'."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from lightning_proxy.commands.export.export import conversations
+from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import ModelCall, Rollout
-from support.models import TEMPLATE
+from lightning_proxy.features.tune.lessons import LessonReader
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
+from lightning_proxy.store.training import CallCredit
+from support.command_line import lightning
+from support.models import TEMPLATE, save_small_model
+from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Json = dict[str, Any]
@@ -83,64 +95,50 @@ async def converse(system: Any) -> None:
         await system.call("POST", "/reward", {"rollout_id": name, "reward": 1.0})
 
 
-def exported(rows: list[Json]) -> dict[str, Json]:
-    assert len({row["rollout_id"] for row in rows}) == len(rows) == 6, "a conversation is one row"
-    return {row["rollout_id"]: row for row in rows}
-
-
-async def test_every_api_gives_the_same_whole_row_and_is_shown_once(running: Running, tmp_path: Path) -> None:
+async def test_every_api_gives_the_same_whole_row_which_is_shown_once_loaded_and_put_into_a_chat_template(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     names = ("chat", "messages", "items", "previous")
     async with running(tmp_path) as system:
         await converse(system)
         code, out, err = await system.lightning("export", "-", "--kind", "sft")
         assert (code, "left out" in err) == (0, False), err
+        assert (await system.lightning("export", tmp_path / "rows.parquet", "--kind", "sft"))[0] == 0
         shown = {name: (await system.lightning("rollouts", "show", name))[1] for name in names}
-    rows = exported([json.loads(line) for line in out.splitlines()])
+    rows = {row["rollout_id"]: row for row in map(json.loads, out.splitlines())}
+    assert len(rows) == out.count("\n") == 6, "a conversation is one row"
     for name in names:
         lines = [line.split(maxsplit=1) for line in shown[name].splitlines() if line.strip() and "──" not in line]
         roles = ("system", "user", "assistant", "calls", "called", "tool")
         told, texts = zip(*[line for line in lines if line[0] in roles], strict=True)
         assert told == ("system", "user", "calls", "tool", "assistant"), name
         assert (texts[:2], texts[3:]) == ((SYSTEM, ASKED), (SUM, SAID)) and "add(" in texts[2], name
-        system_said, user, calls, result, last = rows[name]["messages"]
-        assert system_said == {"role": "system", "content": SYSTEM}
-        assert user == {"role": "user", "content": ASKED}
-        (call,) = calls["tool_calls"]
-        assert (calls["role"], calls["content"]) == ("assistant", "")
+        (call,) = rows[name]["messages"][2]["tool_calls"]
         assert call["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
-        assert result == {"role": "tool", "tool_call_id": call["id"], "content": SUM}
-        assert last == {"role": "assistant", "content": SAID}
-        assert rows[name]["tools"] == [TOOL]
-        facts = ("task_id", "mode", "status", "reward", "model")
-        assert [rows[name][fact] for fact in facts] == [None, "train", "completed", 1.0, "base"]
+        assert rows[name]["messages"] == [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": ASKED},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": SUM},
+            {"role": "assistant", "content": SAID},
+        ]
+        facts = ("tools", "task_id", "mode", "status", "reward", "model")
+        assert [rows[name][fact] for fact in facts] == [[TOOL], None, "train", "completed", 1.0, "base"]
     assert (rows["plain"]["tools"], rows["plain"]["task_id"]) == (None, "t1")
 
-
-async def test_rows_are_loaded_and_shown_by_a_chat_template(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
-    from support.models import save_small_model
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    async with running(tmp_path) as system:
-        await converse(system)
-        assert (await system.lightning("export", tmp_path / "rows.parquet", "--kind", "sft"))[0] == 0
-    file = str(tmp_path / "rows.parquet")
-    rows = datasets.load_dataset("parquet", data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(save_small_model(tmp_path / "model"))
-    found = exported(list(rows))
-    shown = {
-        name: tokenizer.apply_chat_template(
-            row["messages"], tools=row["tools"], chat_template=TEMPLATE.strip(), tokenize=False
-        )
-        for name, row in found.items()
+    file, cache = str(tmp_path / "rows.parquet"), str(tmp_path / "cache")
+    loaded = datasets.load_dataset("parquet", data_files=file, split="train", cache_dir=cache)
+    show = AutoTokenizer.from_pretrained(save_small_model(tmp_path / "model")).apply_chat_template
+    said = {
+        row["rollout_id"]: show(row["messages"], tools=row["tools"], chat_template=TEMPLATE.strip(), tokenize=False)
+        for row in loaded
     }
-    whole = shown["chat"]
-    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>' in whole
-    assert [whole.count(text) for text in (SYSTEM, ASKED, SAID, '"description": "Adds."')] == [1, 1, 1, 1]
-    assert {shown[name] for name in ("messages", "items", "previous")} == {whole}
-    assert "null" not in "".join(shown.values()), "no row has the empty fields of another"
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>' in said["chat"]
+    assert [said["chat"].count(text) for text in (SYSTEM, ASKED, SAID, '"description": "Adds."')] == [1, 1, 1, 1]
+    assert {said[name] for name in names} == {said["chat"]} and len(said) == 6
+    assert "null" not in "".join(said.values()), "no row has the empty fields of another"
 
 
 def call(request: Json, response: Json, endpoint: str = "chat/completions", **more: Any) -> ModelCall:
@@ -180,9 +178,6 @@ def test_only_a_conversation_that_is_gone_on_with_is_left_out() -> None:
     assert [[m["content"] for m in messages] for messages in found] == [
         ["a", "another"], ["a", "x", "b", "x"], ["a", "x", "c", "x"],
     ]  # fmt: skip
-
-
-def test_an_attempt_that_was_rejected_is_no_conversation() -> None:
     found, left_out = rows(chat("a", answer="another", call_id="lost"), chat("a"), chat("a", "x", "b"))
     assert [[m["content"] for m in messages] for messages in found] == [["a", "x", "b", "x"]]
     assert left_out == {"another attempt was used in place of its last answer": 1}
@@ -233,3 +228,98 @@ def test_thoughts_are_where_chat_templates_look_for_them() -> None:
     ):
         (messages,), _ = rows(one)
         assert messages[-1] == {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}
+
+
+async def two_turns(system: Any, rollout_id: str, reward: float, **headers: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    for _ in range(2):
+        body = {"model": "policy", "messages": messages, "tools": [OTHER]}
+        path = f"/rollouts/{rollout_id}/v1/chat/completions"
+        _, answer = await system.call("POST", path, body, **headers)
+        messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    await system.call("POST", "/reward", {"rollout_id": rollout_id, "reward": reward})
+
+
+async def test_transitions_say_how_they_were_trained_and_what_they_took(running: Running, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    async with running(tmp_path) as system:
+        _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t1", "metadata": {"level": 3}})
+        for name in (mine := opened["rollout_id"], "untrained"):
+            await two_turns(system, name, 0.5, X_Task_Id="t1")
+        async with system.store() as store:
+            credit = [CallCredit(mine, seq, 0.5, advantage, 0, "first") for seq, advantage in enumerate((0.25, -0.25))]
+            step = await store.steps.claim([mine], 0, credit=credit)
+        for file in ("t.jsonl", "t.parquet"):
+            assert (await system.lightning("export", tmp_path / file))[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    names = ("return", "advantage", "step", "metadata")
+    learned, others = ([row for row in rows if (row["rollout_id"] == mine) is is_mine] for is_mine in (True, False))
+    assert [[row[name] for name in names] for row in learned] == [[0.5, x, step, {"level": 3}] for x in (0.25, -0.25)]
+    assert [[row[name] for name in names] for row in others] == [[None, None, None, {}]] * 2, "it was not trained"
+    for row in rows:
+        assert abs(time.time() - row["started_at"]) < 60 and row["latency_ms"] > 0
+        assert row["usage"]["completion_tokens"] == 2
+    for row, same in zip(parquet.read_table(tmp_path / "t.parquet").to_pylist(), rows, strict=True):
+        assert row.items() >= {name: same[name] for name in (*names[:3], "started_at", "latency_ms")}.items()
+        assert [json.loads(row[name]) for name in ("usage", "metadata")] == [same["usage"], same["metadata"]]
+
+
+async def test_a_rollout_that_is_deleted_meanwhile_is_left_out(running: Running, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    async with running(tmp_path) as system:
+        for name in ("first", "second", "third"):
+            await two_turns(system, name, 1.0)
+        await system.call("POST", "/rollouts/large/events", {"kind": "action", "name": "x", "result": "x" * 200_000})
+        await system.call("POST", "/rollouts/large/end", {"status": "completed"})
+        exporting = asyncio.create_task(system.lightning("export", tmp_path / "pipe"))
+        with await asyncio.to_thread((tmp_path / "pipe").open) as pipe:  # the newest does not fit: the export waits
+            got = await asyncio.to_thread(pipe.read, 1000)
+            assert (await system.call("DELETE", "/rollouts/first"))[0] == 204
+            got += await asyncio.to_thread(pipe.read)
+        assert (await exporting)[0] == 0
+    assert {json.loads(line)["rollout_id"] for line in got.splitlines()} == {"large", "third", "second"}
+    assert (tmp_path / "pipe").is_fifo()
+
+
+WITH_TOOLS = {
+    "messages": [
+        {"role": "user", "content": "w4"},
+        {"role": "assistant", "tool_calls": [CALLS | {"function": {"name": "add", "arguments": {"a": 2}}}]},
+        {"role": "tool", "tool_call_id": "k1", "content": "w5"},
+        {"role": "assistant", "content": "w6"},
+    ],
+    "tools": [TOOL], "task_id": "t1", "model": "gpt-5",
+}  # fmt: skip
+PLAIN = {"messages": [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}], "reward": 0.25}
+
+
+async def test_imported_conversations_are_imitated_answer_by_answer(tmp_path: Path) -> None:
+    store, config, file = StoreConfig(url=f"sqlite:///{tmp_path}/s.db"), tmp_path / "c.yaml", tmp_path / "rows.jsonl"
+    config.write_text(f"store: {{url: '{store.url}'}}\n")
+    failed = {
+        "messages": [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w8"}],
+        "status": "failed",
+    }
+    file.write_text("".join(json.dumps(row) + "\n" for row in (WITH_TOOLS, PLAIN, failed)))
+    command = ("--config", config, "import", file, "--model", "claude")
+    refused = await asyncio.to_thread(lightning, *command, "--reward", "-20000")
+    assert refused.returncode != 0 and "outside of rewards.range" in refused.stderr
+    code, _, err = await asyncio.to_thread(lightning, *command)
+    assert (code, "3 rollouts from " in err) == (0, True), err
+    tokenizer = AutoTokenizer.from_pretrained(save_small_model(tmp_path / "model"))
+    tokenizer.chat_template = TEMPLATE.strip()
+    async with opened(store) as database:
+        page, _ = await Store(database).rollouts.page({}, 10)
+        facts = {(r.task_id, r.status, r.reward, r.calls) for r in page}
+        assert facts == {("t1", "completed", 1.0, 2), (None, "completed", 0.25, 1), (None, "failed", None, 1)}
+        calls = [call for rollout in page for call in await Store(database).calls.of(rollout.rollout_id)]
+        models = {(one.model, one.policy_version, one.trainable) for one in calls}
+        assert models == {("gpt-5", None, False), ("claude", None, False)}
+        (tool_call,) = [tool for one in calls for tool in one.tool_calls]
+        assert (tool_call.arguments, tool_call.result) == ('{"a":2}', "w5")
+        settings = {"settings": TrainerConfig(), "tokenizer": tokenizer, "max_tokens": 512, "vocabulary": None}
+        trainer: Any = SimpleNamespace(**settings)
+        found = await LessonReader("sft", Store(database), trainer).read()
+    assert len(found.rollout_ids) == 2, "nobody imitates what failed"
+    assert found.metrics["calls_untokenised"] == 0
+    assert all(any(row.mask) for one in found.train for row in one.rows)

@@ -1,4 +1,4 @@
-"""A demo that is killed goes on where it was, in front of a real vLLM."""
+"""A demo empties only its own directory, and goes on where it was killed, in front of a real vLLM."""
 
 from __future__ import annotations
 
@@ -14,15 +14,36 @@ import pytest
 import yaml
 
 from contract.system import CLI, wait_until
+from lightning_proxy.commands.demo.demo import DemoOptions, begin, demo, resumed
+from lightning_proxy.core.errors import ConfigError, LightningError
 from support.models import save_spelling_model
-
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1500)]
 
 STEPS = 3
 
 
+def test_a_demo_has_a_directory_of_its_own_and_is_resumed_with_the_options_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = begin(DemoOptions(steps=7, directory=tmp_path / "demo", model=tmp_path / "model"))
+    assert resumed(tmp_path / "demo") == began
+    (began.directory / "lightning.db").touch()
+    begin(began)
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["demo.json"], "an earlier demo's is emptied"
+    with pytest.raises(ConfigError, match="choose another --dir"):
+        begin(DemoOptions(directory=tmp_path))
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "demo" / "demo.json").rename(tmp_path / "moved" / "demo.json")
+    for place in ("demo", "moved", "none"):
+        with pytest.raises(ConfigError, match=f"{place} has no demo to resume"):
+            resumed(tmp_path / place)
+    monkeypatch.setattr("lightning_proxy.commands.demo.model.find_spec", lambda name: name != "matplotlib" or None)
+    with pytest.raises(LightningError, match=r"needs matplotlib: pip install 'lightning-proxy\[demo\]'"):
+        demo(DemoOptions(directory=tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
 def start(directory: Path, *options: str) -> subprocess.Popen[bytes]:
-    with (directory / "out.log").open("ab") as log:
+    with (directory / "out.log").open("wb") as log:
         command = [*CLI, "demo", "--dir", str(directory / "demo"), *options]
         return subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
 
@@ -37,6 +58,9 @@ def policy(demo: Path) -> dict[str, Any]:
         return {}
 
 
+@pytest.mark.vllm
+@pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_a_killed_demo_goes_on_where_it_was(tmp_path: Path) -> None:
     model, demo, log = save_spelling_model(tmp_path / "model", letters="0123456789ab"), tmp_path / "demo", "out.log"
     first = start(tmp_path, "--model", str(model), "--steps", str(STEPS))
@@ -47,7 +71,6 @@ def test_a_killed_demo_goes_on_where_it_was(tmp_path: Path) -> None:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
     assert not (demo / "result.json").exists(), (tmp_path / log).read_text()
-    (tmp_path / log).write_text("")
 
     again = start(tmp_path, "--resume")
     try:
@@ -57,4 +80,5 @@ def test_a_killed_demo_goes_on_where_it_was(tmp_path: Path) -> None:
     result = json.loads((demo / "result.json").read_text())
     assert result["steps_taken"] == len(result["steps"]) == STEPS
     assert result["held_out"]["before"]["mean_reward"] == json.loads(before)["rows"][0]["mean_reward"]
-    assert (tmp_path / log).read_text().count("the held-out tasks are evaluated") == 1
+    said = (tmp_path / log).read_text()
+    assert said.count("the held-out tasks are evaluated") == 1 and f"{STEPS} steps; since this start" in said

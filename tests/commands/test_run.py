@@ -1,30 +1,28 @@
-"""`run`: task files, programs, rollouts, rewards, failures and Ctrl-C against a real HTTP control API."""
+"""`run` against a control API: its patience, what it preloads, a server that dies, and bounded, redacted logs."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_proxy.commands.api_client import ApiClient, ApiError
-from lightning_proxy.commands.run.limits import Observer
-from lightning_proxy.commands.run.run import RunOptions, run_tasks
-from lightning_proxy.commands.run.runner import LocalRunner
+from lightning_proxy.commands.run.output import ProgramLog, redaction
+from lightning_proxy.commands.run.run import RunOptions
+from lightning_proxy.commands.run.runner import LocalRunner, runner_for
 from lightning_proxy.commands.run.tasks import read_tasks
+from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError, LightningError
-from support.control_api import ControlApi, Program, run_all, task
+from support.control_api import ControlApi, run_all, served, task
 
-REWARDS_TEN_TIMES_X = """
-import json, os, urllib.request
-task = json.loads(os.environ["LIGHTNING_TASK"])
-body = {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": 10.0 * task["x"]}
-request = urllib.request.Request(os.environ["LIGHTNING_URL"] + "/reward", json.dumps(body).encode())
-urllib.request.urlopen(request).close()
-"""
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[ControlApi]:
+    async with served() as api:
+        yield api
 
 
 async def test_a_proxy_that_is_away_for_a_moment_is_waited_for(
@@ -43,36 +41,6 @@ async def test_a_proxy_that_is_away_for_a_moment_is_waited_for(
     async with ApiClient(proxy.url, patience_s=30) as fresh:
         with pytest.raises(ApiError, match="HTTP 503"):  # never reached: said at once
             await fresh.rollout("r0")
-
-
-async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, tmp_path: Path) -> None:
-    open_at_gate: list[int] = []
-    told: list[str] = []
-
-    class Watched(Observer):
-        async def wait(self) -> bool:
-            open_at_gate.append(sum(r["status"] == "running" for r in proxy.rollouts.values()))
-            return True
-
-        def opened(self, rollout_ids: Sequence[str], sibling_of: str | None) -> None:
-            told.extend(f"{name} opened" for name in rollout_ids)
-
-        def ended(self, rollout: Mapping[str, Any]) -> None:
-            told.append(f"{rollout['rollout_id']} ended")
-
-    async with ApiClient(proxy.url) as api:
-        runner = Program("process")(tmp_path, REWARDS_TEN_TIMES_X)
-        await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), print, Watched())
-    assert open_at_gate == [0, 0, 0]
-    assert sorted(told) == sorted(f"{name} {what}" for name in proxy.rollouts for what in ("opened", "ended"))
-
-
-async def test_modules_that_cannot_be_imported_are_named(proxy: ControlApi, tmp_path: Path) -> None:
-    (tmp_path / "agent.py").touch()
-    runner = LocalRunner([sys.executable, str(tmp_path / "agent.py")], ["no_such_module"])
-    why = "cannot import no_such_module: ModuleNotFoundError: No module named 'no_such_module'"
-    with pytest.raises(LightningError, match=why):
-        await run_all(proxy, runner, [task(1)], RunOptions())
 
 
 KILLS_ITS_SERVER = """
@@ -114,12 +82,12 @@ async def test_a_preloaded_module_finds_its_neighbours_and_none_of_ours(proxy: C
     (tmp_path / "agent.py").write_text("import helper\nassert helper.tasks.MINE")
     (tmp_path / "helper.py").write_text("import tasks")
     (tmp_path / "tasks.py").write_text("MINE = True")
-    runner = LocalRunner([sys.executable, str(tmp_path / "agent.py")], ["helper"])
-    (result,) = await run_all(proxy, runner, [task(1)], RunOptions())
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    (result,) = await run_all(proxy, LocalRunner(command, ["helper"]), [task(1)], RunOptions())
     assert result.exit_code == 0
-
-
-def test_preload_needs_a_python_script() -> None:
+    why = "cannot import no_such_module: ModuleNotFoundError: No module named 'no_such_module'"
+    with pytest.raises(LightningError, match=why):
+        await run_all(proxy, LocalRunner(command, ["no_such_module"]), [task(1)], RunOptions())
     with pytest.raises(ConfigError, match=r"python script\.py"):
         LocalRunner(["node", "agent.js"], ["openai"])
 
@@ -135,3 +103,57 @@ def test_tasks_in_parquet_are_those_of_the_same_lines(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(ConfigError, match=r"cannot read .*broken\.parquet"):
         read_tasks(tmp_path / "broken.parquet")
+
+
+SECRET = "sk-" + "A1b2C3d4" * 4
+KEY = "-----BEGIN PRIVATE KEY-----\nMIIEabc\n-----END PRIVATE KEY-----"
+TEXT = f"""
+import sys
+print("begins", flush=True)
+print("key", {SECRET!r})
+print({KEY!r})
+sys.stdout.write("x" * 300_000 + "\\n")
+sys.stderr.write("ends with {SECRET}")
+sys.exit(3)
+"""
+
+
+REDACTS = Config.model_validate({"recording": {"redact": {"secrets": True}}})
+
+
+@pytest.mark.parametrize("preload", [[], ["json"]], ids=["process", "preload"])
+async def test_a_log_has_no_secret(proxy: ControlApi, tmp_path: Path, preload: list[str]) -> None:
+    (tmp_path / "agent.py").write_text(TEXT)
+    runner = runner_for(REDACTS, [sys.executable, str(tmp_path / "agent.py")], preload, print)
+    (result,) = await run_all(proxy, runner, [task(1)], RunOptions(logs=tmp_path / "logs"))
+    log = tmp_path / "logs" / "r0.log"
+    text = log.read_text()
+    assert text.startswith("begins\nkey [redacted]\n[redacted]\n") and text.endswith("ends with [redacted]")
+    assert result.reason == "exit code 3: ends with [redacted]"
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+@pytest.mark.parametrize("most", [200, 1000, 10_000])
+def test_what_is_kept_is_the_beginning_and_the_end(tmp_path: Path, size: int, most: int) -> None:
+    log = ProgramLog(tmp_path / "log", most=most)
+    said = "".join(f"{n}\n" for n in range(5000)).encode()
+    for at in range(0, len(said), size):
+        log.write(said[at : at + size])
+    log.close()
+    kept = (tmp_path / "log").read_bytes()
+    before, mark, after = kept.partition(b"\n[")
+    number, _, after = after.partition(b" bytes left out]\n")
+    assert mark and said.startswith(before) and said.endswith(after) and len(kept) <= most
+    assert len(before) + int(number) + len(after) == len(said)
+
+
+def test_a_short_log_is_there_at_once_and_a_key_that_comes_in_pieces_is_taken_out_whole(tmp_path: Path) -> None:
+    log = ProgramLog(tmp_path / "log", redaction(REDACTS))
+    log.write(b"begins\nand ")
+    assert (tmp_path / "log").read_bytes() == b"begins\n"
+    for piece in KEY.splitlines(keepends=True):
+        log.write(piece.encode())
+    log.write(b"\nafter \xff")
+    log.close()
+    assert (tmp_path / "log").read_bytes() == b"begins\nand [redacted]\nafter \xff"

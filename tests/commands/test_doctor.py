@@ -1,16 +1,16 @@
-"""`doctor --learn` on a system that learns, and on systems that are broken on purpose."""
+"""`doctor` on a system with a link broken; `doctor --learn` on one that learns, and on others broken on purpose."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import random
+import resource
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,136 +19,96 @@ import torch
 import yaml
 from aiohttp import web
 
+from contract.model import Faulty, ModelVllm
 from contract.system import listening
 from lightning_proxy.commands.doctor.doctor import Broken, Check, Report
 from lightning_proxy.commands.doctor.learn import OWN_TASKS, learn
 from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier
 from lightning_proxy.commands.put_back import journal_path
 from lightning_proxy.core.config.file import load_config
-from lightning_proxy.core.records import RolloutName
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.serving.swap import labels_of
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.lock import only_trainer
-from support.models import VOCABULARY, save_small_model
-from support.training import HonestServer
+from support.command_line import lightning
 
-Json = dict[str, Any]
-USER, ASSISTANT = 4, 5
+Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-class ChattingServer(HonestServer):
-    """Words are tokens. Each attribute is a fault, set by a test."""
+async def checks(system: Any) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in (await system.lightning("doctor", "--json")).json}
 
-    greedy = False  # always the same answer
-    drops_tokens = False  # earlier answers are not as they were
+
+async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        for task in range(system.config.trainer.tasks_per_step):
+            names = [f"r{task}-{i}" for i in range(system.config.trainer.group_size)]
+            await store.rollouts.open([(RolloutName(name, f"t{task}"), f"hash of {name}") for name in names], {})
+            for name in set(names) - {"r0-0"}:
+                await store.rewards.post([Reward(name, 0.5)])
+                await system.chat(name)
+        found = await checks(system)
+        assert found["trainer"]["outcome"] == "ok"
+        assert found["next step"]["found"].endswith("; 1 more has begun, 1 rollout short")
+        await store.rewards.post([Reward("r0-0", 0.5)])
+        found = await checks(system)
+        assert found["trainer"]["outcome"] == "warning" and found["next step"]["found"].endswith("it can be made")
+        with only_trainer(tmp_path / "policy", system.config.store.path):
+            assert (await checks(system))["trainer"]["found"] == "one runs on this store"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_full_disk_is_a_failed_check(tmp_path: Path, is_there: bool) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/s.db'}}\n")
+    if is_there:
+        async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/s.db")):
+            pass
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))  # as if there was no room for more
+    try:
+        found = (await asyncio.to_thread(lightning, "--config", path, "doctor", "--json")).json
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (store,) = [check for check in found if check["name"] == "store"]
+    assert (store["outcome"], "full" in store["found"]) == ("failed", True), store
+
+
+# doctor --learn
+
+
+class LearningVllm(ModelVllm):
+    """One that can be compared with itself; `loads`: the weights that it was given. Each attribute is a fault."""
+
     own_temperature = 1.0  # of which it says nothing
-    plain = False  # without operator routes
     forgets_adapters = False  # takes adapters, and does not have them
-    deaf = False  # takes new weights, and answers with the old ones
 
-    def __init__(self, base: Path) -> None:
-        super().__init__(base)
+    def __init__(self, root: Path) -> None:
         self.loads: list[str] = []
+        super().__init__(root)
+        self.loads.clear()
 
-    def load(self, name: str, path: str) -> None:
-        self.loads.append(f"{name} {path}")
-        if self.forgets_adapters and name != "base":
-            return
-        self.models[name] = self.models["base"] if self.deaf else self.open(path)
+    def _open(self, path: str) -> Any:
+        self.loads.append(path)
+        return super()._open(path)
 
-    async def handle(self, request: web.Request) -> web.Response:
-        path, body = request.path, json.loads(await request.text() or "{}")
-        if self.plain and (not path.startswith(("/v1/", "/tokenize")) or "lora" in path):
-            return web.json_response({"detail": "Not Found"}, status=404)
-        if (
-            path == "/v1/load_lora_adapter"
-            and not Path(body.get("lora_path", ""), "adapter_model.safetensors").exists()
-        ):
-            return web.json_response({"error": {"message": "it does not contain tensors"}}, status=500)
-        if path == "/v1/unload_lora_adapter":
-            self.models.pop(body["lora_name"], None)
-            return web.json_response({})
-        if path == "/v1/models":
-            answer = json.loads((await super().handle(request)).body)  # type: ignore[arg-type]
-            answer["data"][0]["max_model_len"] = 512
-            return web.json_response(answer)
-        if path == "/v1/chat/completions/render":
-            return web.json_response({"token_ids": self.prompt(body["messages"]), "sampling_params": {}})
-        if path == "/tokenize":
-            tokens = self.prompt(body["messages"]) if "messages" in body else self.tokens(body["prompt"])
-            return web.json_response({"tokens": tokens})
-        if path == "/v1/chat/completions":
-            return await self.chat(body)
-        if path == "/v1/completions" and body["model"] in self.models and not isinstance(body["prompt"], str):
-            return await self.complete(body)
-        return await super().handle(request)
+    async def _load(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok") if self.forgets_adapters else await super()._load(request)
 
-    def tokens(self, text: str) -> list[int]:
-        """A word wN is token N, any other word some token."""
-        return [int(w[1:]) if w[0] == "w" and w[1:].isdigit() else 6 + len(w) % 8 for w in text.split()]
+    def _sample(self, name: str, prompt: list[int], tokens: int, heat: float = 1.0) -> tuple[list[int], list[float]]:
+        return super()._sample(name, prompt, tokens, heat * self.own_temperature)
 
-    def prompt(self, messages: Sequence[Json]) -> list[int]:
-        ids = [0]
-        for i, message in enumerate(messages):
-            said = self.tokens(message["content"])
-            if self.drops_tokens and message["role"] == "assistant" and i + 1 < len(messages):
-                said = said[1:]
-            ids += [USER if message["role"] == "user" else ASSISTANT, *said]
-        return [*ids, ASSISTANT]
-
-    async def chat(self, body: Json) -> web.Response:
-        if body["model"] not in self.models:
-            return web.json_response({"error": {"message": f"The model {body['model']} does not exist."}}, status=404)
-        prompt = self.prompt(body["messages"])
-        ids, tops = await asyncio.to_thread(self.continued, body["model"], prompt, body)
-        entries = [{"token": f"w{i}", "logprob": top[i]} for i, top in zip(ids, tops, strict=True)]
-        for entry, top in zip(entries, tops, strict=True):
-            best = sorted(top, key=lambda i: -top[i])[: body.get("top_logprobs") or 0]
-            entry["top_logprobs"] = [{"token": f"w{i}", "logprob": top[i]} for i in best]
-        message = {"role": "assistant", "content": " ".join(f"w{i}" for i in ids)}
-        choice = {"index": 0, "message": message, "finish_reason": "length", "token_ids": ids}
-        choice["logprobs"] = {"content": entries}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
-        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        return web.json_response(answer | {"usage": usage, "prompt_token_ids": prompt})
-
-    async def complete(self, body: Json) -> web.Response:
-        ids, tops = await asyncio.to_thread(self.continued, body["model"], body["prompt"], body)
-        logprobs: Json = {"token_logprobs": [top[i] for i, top in zip(ids, tops, strict=True)]}
-        logprobs["tokens"] = [f"token_id:{i}" for i in ids]
-        logprobs["top_logprobs"] = [{f"token_id:{i}": value for i, value in top.items()} for top in tops]
-        return web.json_response({"choices": [{"token_ids": ids, "logprobs": logprobs}]})
-
-    @torch.no_grad()
-    def continued(self, model: str, prompt: Sequence[int], body: Json) -> tuple[list[int], list[dict[int, float]]]:
-        """The sampled tokens, and at each place the log-probability of every token."""
-        ids, tops, heat = list(prompt), [], (body.get("temperature") or 1.0) * self.own_temperature
-        seed = body.get("seed")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for _ in range(body.get("max_tokens") or 4):
-            logits = self.models[model](input_ids=torch.tensor([ids])).logits[0, -1].float()
-            found = (logits / heat).log_softmax(-1)
-            picked = found.argmax() if self.greedy else torch.multinomial(found.exp(), 1, generator=generator)
-            ids.append(int(picked))
-            tops.append(dict(enumerate(found.tolist()[:VOCABULARY])))
-        return ids[len(prompt) :], tops
-
-
-@asynccontextmanager
-async def chatting(base: Path, **faults: Any) -> AsyncIterator[tuple[ChattingServer, str]]:
-    """Yields the server and its base URL."""
-    server = ChattingServer(base)
-    for name, value in faults.items():
-        assert hasattr(server, name)
-        setattr(server, name, value)
-    async with listening(server.app) as url:
-        yield server, f"{url}/v1"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("base"))
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if "seed" not in body or body["model"] not in self._loaded:
+            return await super()._complete(request)
+        with torch.no_grad():  # what is likely at each place of the prompt, as if that was its answer
+            found = self._loaded[body["model"]](input_ids=torch.tensor([body["prompt"]])).logits[0].log_softmax(-1)
+        names, top = [f"token_id:{i}" for i in body["prompt"]], [dict(enumerate(row.tolist())) for row in found]
+        likely = [{f"token_id:{i}": value for i, value in row.items()} for row in top]
+        return web.json_response({"choices": [{"logprobs": {"tokens": names, "top_logprobs": likely}}]})
 
 
 @dataclass
@@ -156,18 +116,17 @@ class Patient:
     """A configuration, and the server behind it."""
 
     directory: Path
-    server: ChattingServer
+    server: LearningVllm
     file: Path
-    before: list[str] = field(default_factory=list)
 
     async def checks(self, *command: str) -> dict[str, Check]:
         """The checks by name, after a look that nothing is left."""
-        report, models = Report(as_json=True, stops=True), [*self.server.models]
+        report, adapters = Report(as_json=True, stops=True), {**self.server.adapters}
         try:
             await learn(load_config(self.file), OWN_TASKS, command, report)
         except Broken:
             assert report.checks[-1].outcome == "failed" or report.checks[-1].name == "as before"
-        assert [*self.server.models] == models
+        assert self.server.adapters == adapters
         assert not [*self.directory.rglob("lightning-doctor*")]
         assert not journal_path(load_config(self.file)).exists()
         return {check.name: check for check in report.checks}
@@ -177,10 +136,14 @@ class Patient:
 async def patient(
     base: Path, directory: Path, publish: str = "lora", trainer: dict[str, Any] | None = None, **faults: Any
 ) -> AsyncIterator[Patient]:
-    async with chatting(base, **faults) as (server, url):
+    server = LearningVllm(base)
+    for name, value in faults.items():
+        assert hasattr(server, name)
+        setattr(server, name, value)
+    async with listening(server.app) as url:
         settings = {
             "proxy": {"port": 9}, "store": {"url": f"sqlite:///{directory}/store.db"},
-            "upstreams": [{"name": "policy", "base_url": url}],
+            "upstreams": [{"name": "policy", "base_url": f"{url}/v1"}],
             "policy": {"model": str(base), "publish": publish, "directory": f"{directory}/policy"},
             "trainer": {"report_to": [], "dtype": "float32", "learning_rate": 0.01, **(trainer or {})},
         }  # fmt: skip
@@ -220,13 +183,12 @@ async def test_a_system_that_learns_passes_and_is_left_as_it_was(base: Path, tmp
     ("faults", "check", "outcome", "advice"),
     [
         ({"forgets_adapters": True}, "new weights", "failed", "--enable-lora"),
-        ({"deaf": True}, "new weights", "failed", "lightning-proxy vllm"),
-        ({"greedy": True}, "advantages", "failed", "temperature 1"),
-        ({"drops_tokens": True}, "template", "warning", "--chat-template"),
+        ({"fault": Faulty.STALE}, "new weights", "failed", "lightning-proxy vllm"),
+        ({"own_temperature": 1e-4}, "advantages", "failed", "temperature 1"),
+        ({"stable_template": False}, "template", "warning", "--chat-template"),
         ({"own_temperature": 0.5}, "ratios", "failed", "--logprobs-mode processed_logprobs"),
-        ({"plain": True}, "publishing", "failed", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ({"refuses": {"/v1/load_lora_adapter": 404}}, "publishing", "failed", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     ],
-    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else None,
 )
 async def test_what_is_broken_is_named_with_what_to_do(
     base: Path, tmp_path: Path, faults: dict[str, Any], check: str, outcome: str, advice: str
@@ -234,15 +196,6 @@ async def test_what_is_broken_is_named_with_what_to_do(
     async with patient(base, tmp_path, **faults) as one:
         found = (await one.checks())[check]
         assert (found.outcome, advice in (found.fix or "")) == (outcome, True), found
-
-
-async def test_a_trainer_that_is_not_installed_is_named(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    async with patient(base, tmp_path) as one:
-        found = (await one.checks())["trainer"]
-        assert (found.outcome, "lightning-proxy[train]" in found.found) == ("failed", True)
 
 
 async def test_a_trainer_that_runs_is_left_alone(base: Path, tmp_path: Path) -> None:
@@ -299,7 +252,7 @@ async def test_the_version_that_was_live_is_served_again(base: Path, tmp_path: P
         found = await one.checks()
         assert (found["new weights"].outcome, found["as before"].outcome) == ("ok", "ok")
         assert "lightning-doctor" in one.server.loads[-2]
-        assert (one.server.loads[-1], one.server.label) == (f"base {base}", mine)
+        assert (one.server.loads[-1], one.server.label) == (str(base), mine)
 
 
 async def test_weights_that_are_not_put_back_are_told(
@@ -332,18 +285,7 @@ async def test_a_doctor_that_is_killed_leaves_nothing_after_the_next_one(
         assert [check["found"] for check in told if check["name"] == "learn"] == [
             "a doctor was killed while it tried whether this system learns: what it had changed is put back"
         ]
-        assert [*one.server.models] == ["base"]
+        assert one.server.adapters == {}
         assert not [*tmp_path.rglob("*doctor*")]
         if publish == "merged":
-            assert (one.server.loads[-1], one.server.label) == (f"base {base}", "default")
-
-
-def test_it_can_be_read_by_programs(base: Path, tmp_path: Path) -> None:
-    from support.command_line import lightning
-
-    file = tmp_path / "config.yaml"
-    file.write_text("upstreams: [{name: gpt, kind: openai, base_url: 'http://127.0.0.1:9/v1'}]\nproxy: {port: 9}\n")
-    done = lightning("--config", file, "doctor", "--learn", "--json")
-    assert done.returncode == 1
-    assert [check["name"] for check in json.loads(done.stdout)] == ["policy"]
-    assert lightning("--config", file, "doctor", "--learn", "--tasks", "json").returncode == 2
+            assert (one.server.loads[-1], one.server.label) == (str(base), "default")

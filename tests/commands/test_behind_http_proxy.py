@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,31 +29,18 @@ class HttpProxy:
     url: str = ""
     seen: list[str] = field(default_factory=list)
 
-    def in_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in VARIABLES:
-            monkeypatch.setenv(name, self.url)
-        for name in ("NO_PROXY", "no_proxy"):
-            monkeypatch.delenv(name, raising=False)
-
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            self.seen.append(head)
-            method, target, version = head.partition("\r\n")[0].split(" ")
-            url = urlsplit(target)
-            if method == "CONNECT" or not url.hostname:
-                writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
-                return
-            there, to = await asyncio.open_connection(url.hostname, url.port or 80)
-            rest = head.partition("\r\n")[2].replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")
-            path = target.partition(url.netloc)[2] or "/"
-            to.write(f"{method} {path} {version}\r\n{rest}".encode("latin-1"))
-            sending = asyncio.create_task(_copy(reader, to))
-            await _copy(there, writer)
-            sending.cancel()
-            to.close()
-        finally:
-            writer.close()
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        self.seen.append(head)
+        url = urlsplit(head.split()[1])
+        there, to = await asyncio.open_connection(url.hostname, url.port)
+        head = head.replace(f"{url.scheme}://{url.netloc}", "").replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")
+        to.write(head.encode("latin-1"))
+        sending = asyncio.create_task(_copy(reader, to))
+        await _copy(there, writer)
+        sending.cancel()
+        to.close()
+        writer.close()
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
@@ -62,12 +49,16 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
         await target.drain()
 
 
-@asynccontextmanager
-async def http_proxy() -> AsyncIterator[HttpProxy]:
-    """Serve it on a free port of the loopback interface."""
+@pytest.fixture
+async def between(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HttpProxy]:
+    """On a free port of the loopback interface, and in the environment."""
     proxy = HttpProxy()
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for name in VARIABLES:
+        monkeypatch.setenv(name, proxy.url)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     async with server:
         yield proxy
 
@@ -77,26 +68,19 @@ Running = Callable[..., AbstractAsyncContextManager[Any]]
 PASS = "proxy-authorization: Basic dXNlcjpwQHNz"
 
 
-@pytest.mark.parametrize(
-    ("url", "there", "upper", "lower"),
-    [
+def test_the_list_of_hosts_without_http_proxy_grows_by_ours() -> None:
+    for url, there, upper, lower in (
         ("http://127.0.0.1:8080", {}, "127.0.0.1", "127.0.0.1"),
         ("http://proxy.example", {"no_proxy": "a, b"}, "a,b,proxy.example", "a,b,proxy.example"),
         ("http://a", {"NO_PROXY": "a,b", "no_proxy": "c"}, "a,b", "c,a"),
         ("http://a", {"NO_PROXY": "*"}, "*", "*"),
         ("http://[::1]:8080", {}, "::1,[::1]", "::1,[::1]"),
-    ],
-)
-def test_the_list_of_hosts_without_http_proxy_grows_by_ours(
-    url: str, there: dict[str, str], upper: str, lower: str
-) -> None:
-    env = reached_directly({"LIGHTNING_URL": url}, there)
-    assert (env["NO_PROXY"], env["no_proxy"]) == (upper, lower)
+    ):
+        env = reached_directly({"LIGHTNING_URL": url}, there)
+        assert (env["NO_PROXY"], env["no_proxy"]) == (upper, lower)
 
 
-async def test_the_client_asks_the_proxy_directly(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_client_asks_the_proxy_directly(running: Running, tmp_path: Path, between: HttpProxy) -> None:
     messages: Any = [{"role": "user", "content": "hi"}]
 
     def agent(url: str) -> dict[str, str]:
@@ -105,8 +89,7 @@ async def test_the_client_asks_the_proxy_directly(
             client.emit_reward(0.5, final=False)
             return run.environ
 
-    async with running(tmp_path) as system, http_proxy() as between:
-        between.in_environment(monkeypatch)
+    async with running(tmp_path) as system:
         environ = await asyncio.to_thread(agent, system.url)
         async with client.rollout("r2", url=system.url) as run, run.async_openai() as llm:
             await llm.chat.completions.create(model="policy", messages=messages)
@@ -116,7 +99,7 @@ async def test_the_client_asks_the_proxy_directly(
 
 @pytest.mark.parametrize("trusts", [True, False])
 async def test_an_upstream_is_asked_through_the_http_proxy_only_where_that_is_wanted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trusts: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, between: HttpProxy, trusts: bool
 ) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -126,15 +109,12 @@ async def test_an_upstream_is_asked_through_the_http_proxy_only_where_that_is_wa
 
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    async with http_proxy() as between, await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+    monkeypatch.setenv("http_proxy", between.url.replace("//", "//user:p%40ss@"))
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         base = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        asked = UpstreamConfig(
-            name="m", kind="openai", base_url=f"{base}/v1", models=["m"], api_key="sk-1", trust_env=trusts
-        )
+        asked = {"name": "m", "kind": "openai", "base_url": f"{base}/v1", "models": ["m"], "api_key": "sk-1"}
         config = config_of("http://127.0.0.1:1", tmp_path)
-        config.upstreams.append(asked)
-        between.in_environment(monkeypatch)
-        monkeypatch.setenv("http_proxy", between.url.replace("//", "//user:p%40ss@"))
+        config.upstreams.append(UpstreamConfig.model_validate(asked | {"trust_env": trusts}))
         async with (
             proxy_of(config) as url,
             aiohttp.ClientSession() as session,
