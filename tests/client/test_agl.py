@@ -16,10 +16,8 @@ Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 AGENT = """
 import os
-
 import httpx
 from openai import AsyncOpenAI
-
 
 class ChatAgent:
     async def run(self) -> None:
@@ -27,9 +25,8 @@ class ChatAgent:
         async with AsyncOpenAI(base_url=os.environ["AGL_OPENAI_BASE_URL"], api_key=key) as llm:
             messages = [{"role": "user", "content": os.environ["QUESTION"]}]
             said = await llm.chat.completions.create(model="auto", messages=messages)
-        text = said.choices[0].message.content
         for kind, data in (
-            ("agent_output", {"answer": text}),
+            ("agent_output", {"answer": said.choices[0].message.content}),
             ("reward", {"value": 0.25, "reason": "first"}),
             ("reward", {"value": float(os.environ["ANSWER"])}),
         ):
@@ -38,26 +35,32 @@ class ChatAgent:
 """
 
 
+async def ran(system: Any, directory: Path, task: str, *program: str | Path) -> dict[str, Any]:
+    """The rollout of a program on a task."""
+    (directory / "tasks.jsonl").write_text(f"{task}\n")
+    options = ["--tasks", directory / "tasks.jsonl", "--group-size", "1"]
+    code, out, err = await system.lightning("run", *options, "--", sys.executable, *program)
+    assert code == 0, out + err
+    _, page = await system.call("GET", "/rollouts")
+    _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+    return dict(rollout)
+
+
 async def test_its_call_its_rewards_and_its_events_are_recorded(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "my_agent.py").write_text(AGENT)
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text('{"task_id": "t", "question": "1+1", "of": {"answer": [1]}}\n')
-    agent = [sys.executable, "-m", "lightning_proxy.client.agl", "my_agent.ChatAgent"]
-    variables = ["QUESTION=input.question", "ANSWER=input.of.answer.0"]
+    task = '{"task_id": "t", "question": "1+1", "of": {"answer": [1]}}'
+    agent = ["-m", "lightning_proxy.client.agl", "my_agent.ChatAgent"]
     async with running(tmp_path, policy={"alias": "auto"}) as system:
-        code, out, err = await system.lightning("run", "--tasks", tasks, "--group-size", "1", "--", *agent, *variables)
-        assert code == 0, out + err
-        _, page = await system.call("GET", "/rollouts")
-        (rollout,) = page["data"]
-        _, rollout = await system.call("GET", f"/rollouts/{rollout['rollout_id']}")
+        rollout = await ran(system, tmp_path, task, *agent, "QUESTION=input.question", "ANSWER=input.of.answer.0")
+        body = {"event_type": "reward", "data": {"value": "high"}}
+        status, answer = await system.call("POST", "/agl/api/rollouts/r1/attempt/0/events", body)
+    assert (status, answer["error"]["message"]) == (422, "reward: Input should be a valid number, got 'high'")
     assert (rollout["status"], rollout["task_id"], rollout["reward"]) == ("completed", "t", 1.0)
-    assert [(one["reward"], one["comment"], one["source"]) for one in rollout["rewards"]] == [
-        (0.25, "first", "agl"),
-        (1.0, None, "agl"),
-    ]
+    rewards = [(one["reward"], one["comment"], one["source"]) for one in rollout["rewards"]]
+    assert rewards == [(0.25, "first", "agl"), (1.0, None, "agl")]
     (call,), (event,) = rollout["calls"], rollout["events"]
     assert (call["request"]["messages"][0]["content"], call["policy_version"]) == ("1+1", 0)
     assert (event["kind"], event["name"]) == ("note", "agent_output")
@@ -77,13 +80,8 @@ agl.emit_reward({"right": 1, "format": 0.5}, primary_key="right", attributes={"b
 
 async def test_its_emitters_note_and_reward(running: Running, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(EMITTERS)
-    (tmp_path / "tasks.jsonl").write_text('{"task_id": "t"}\n')
     async with running(tmp_path) as system:
-        options = ["--tasks", tmp_path / "tasks.jsonl", "--group-size", "1"]
-        code, out, err = await system.lightning("run", *options, "--", sys.executable, tmp_path / "agent.py")
-        assert code == 0, out + err
-        _, page = await system.call("GET", "/rollouts")
-        _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+        rollout = await ran(system, tmp_path, '{"task_id": "t"}', tmp_path / "agent.py")
     assert (rollout["status"], rollout["reward"]) == ("completed", 1.0)
     assert {one["name"]: (one["reward"], one["comment"]) for one in rollout["rewards"]} == {
         "format": (0.5, '{"by": "me"}'), "reward": (1.0, '{"by": "me"}'),
@@ -92,13 +90,6 @@ async def test_its_emitters_note_and_reward(running: Running, tmp_path: Path) ->
     assert (message, annotation) == (("message", "thinking"), ("annotation", {"kind": "easy"}))
     assert found == ("object", {"value": {"found": "{1}"}, "attributes": {"by": "tool"}})
     assert error[1]["exception.type"] == "ValueError" and error[1]["exception.message"] == "wrong"
-
-
-async def test_a_reward_without_a_number_is_refused(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        body = {"event_type": "reward", "data": {"value": "high"}}
-        status, answer = await system.call("POST", "/agl/api/rollouts/r1/attempt/0/events", body)
-    assert (status, answer["error"]["message"]) == (422, "reward: Input should be a valid number, got 'high'")
 
 
 @pytest.mark.parametrize(
