@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.file import config_of
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.store.training import CallCredit
@@ -37,9 +36,7 @@ def test_a_published_model_has_settings_of_its_own_size_and_begins_with_tasks_of
     assert (config.policy.publish, config.vllm.max_model_len) == ("auto", config.trainer.max_sample_tokens)
     assert config.trainer.group_size * config.trainer.tasks_per_step == 128
     assert (config.trainer.group_size, config.trainer.loss_type) == (16 if name == "reverse_text" else 4, "grpo")
-    # A minute is what rollouts of the small model take at most.
-    assert config.trainer.group_timeout_s == TrainerConfig().group_timeout_s
-    assert "hermes" in vllm_program(config).argv
+    assert config.trainer.group_timeout_s == TrainerConfig().group_timeout_s, "longer than the small model's"
     # Imitation is one step more; without a number of steps the configuration would be refused.
     steps = [Config.model_validate(taught(n, tmp_path).settings()).trainer.max_steps for n in (4, 0)]
     assert steps == [17, 16]
@@ -54,7 +51,7 @@ def test_a_published_model_has_settings_of_its_own_size_and_begins_with_tasks_of
     sys.path.remove(str(EXAMPLES / name))
 
 
-def test_what_rl_adds_is_compared_task_by_task() -> None:
+def test_what_rl_adds_is_compared_task_by_task_and_a_lesson_without_a_step_has_its_picture(tmp_path: Path) -> None:
     """Where each task's reward was kept: two tasks, of which one got better by a half."""
 
     def row(*rewards: float) -> dict[str, Any]:
@@ -62,17 +59,11 @@ def test_what_rl_adds_is_compared_task_by_task() -> None:
         return mean | {"by_task": dict(zip("ab", rewards, strict=True))}
 
     held_out = {"base": row(0.0, 0.0), "sft": row(0.0, 1.0), "rl": row(0.5, 1.0)}
-    result = {"seed": 0, "steps": [], "minutes": {}, "held_out": held_out}
+    result = {"example": "calculator", "seed": 0, "steps": [], "minutes": {}, "held_out": held_out}
     assert "| 0.75 (0.00-1.00) | +0.25 (+0.00 to +0.50) |" in learned().markdown([result])
     del held_out["sft"]["by_task"]
     assert "| 0.75 (0.00-1.00) | 0 | 0.0 |" in learned().markdown([result])
-
-
-def test_a_lesson_without_a_step_of_rl_has_its_picture(tmp_path: Path) -> None:
-    """Its model solved nothing, so that there was nothing to learn from."""
-    row = {"mean_reward": 0.0, "interval": {"low": 0.0, "high": 0.0}}
-    result = {"example": "calculator", "seed": 0, "steps": [], "minutes": {}, "held_out": {"base": row, "rl": row}}
-    learned().save([result], tmp_path)
+    learned().save([result | {"held_out": {"base": row(0.0, 0.0), "rl": row(0.0, 0.0)}}], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "reward.png"]
 
 
