@@ -37,6 +37,20 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return install
 
 
+async def evaluated(system: System, environment: str, args: str) -> float:
+    options = ("--environment", environment, "--environment-args", args, "--json")
+    code, out, err = await system.lightning("eval", *options)
+    assert code == 0, err
+    return float(json.loads(out)["rows"][0]["mean_reward"])
+
+
+async def rollouts_of(system: System) -> list[dict[str, Any]]:
+    """All rollouts, the newest first; `named` has their rewards."""
+    _, page = await system.call("GET", "/rollouts")
+    found = [(await system.call("GET", f"/rollouts/{one['rollout_id']}"))[1] for one in page["data"]]
+    return [one | {"named": {reward["name"]: reward["reward"] for reward in one["rewards"]}} for one in found]
+
+
 async def test_questions_of_reasoning_gym(running: Running, tmp_path: Path, installed: Callable[..., None]) -> None:
     installed("reasoning_gym")
     assert len((await asyncio.to_thread(lightning, "environments", "reasoning_gym")).stdout.splitlines()) == 106
@@ -47,9 +61,7 @@ async def test_questions_of_reasoning_gym(running: Running, tmp_path: Path, inst
 
     async with running(tmp_path) as system:
         system.vllm.answer = answer
-        options = ("--environment", "reasoning_gym:gcd", "--environment-args", '{"tasks": 4, "max_value": 20}')
-        code, out, err = await system.lightning("eval", *options, "--json")
-    assert (code, code or json.loads(out)["rows"][0]["mean_reward"]) == (0, 1.0), err
+        assert await evaluated(system, "reasoning_gym:gcd", '{"tasks": 4, "max_value": 20}') == 1.0
 
 
 async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: Callable[..., None]) -> None:
@@ -63,14 +75,8 @@ async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: 
 
     async with running(tmp_path) as system:
         system.vllm.answer = answer
-        options = ("--environment", "textarena:TicTacToe-v0", "--environment-args", '{"tasks": 4}')
-        code, out, err = await system.lightning("eval", *options, "--json")
-        assert code == 0, err
-        assert -1 < json.loads(out)["rows"][0]["mean_reward"] < 1
-        _, page = await system.call("GET", "/rollouts")
-        for listed in page["data"]:
-            _, rollout = await system.call("GET", f"/rollouts/{listed['rollout_id']}")
-            rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
+        assert -1 < await evaluated(system, "textarena:TicTacToe-v0", '{"tasks": 4}') < 1
+        for rewards in (rollout["named"] for rollout in await rollouts_of(system)):
             assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
             assert sum(reward for name, reward in rewards.items() if name[:-1] in ("player-", "opponent-")) == 0
     done = await asyncio.to_thread(lightning, "run", "--environment", "textarena:Hangman-v0")
@@ -109,25 +115,17 @@ async def test_a_taskset_of_verifiers_with_tools(
 
     async with running(tmp_path) as system:
         system.vllm.odd = streamed
-        options = ("--environment", "verifiers:word-problems", "--environment-args", '{"tasks": 2}')
-        code, out, err = await system.lightning("run", *options, "--mode", "eval", "--json")
+        options = ("--mode", "eval", "--json", "--environment", "verifiers:word-problems", "--environment-args")
+        code, out, err = await system.lightning("run", *options, '{"tasks": 2}')
         assert (code, code or json.loads(out)["mean_reward"]) == (0, 1.0), err
-        _, page = await system.call("GET", "/rollouts")
-        _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
-        code, _, err = await system.lightning(
-            "run", *options[:3], '{"tasks": 1, "env": {"id": "user-sim"}}', "--mode", "eval"
-        )
+        rollout, *_ = await rollouts_of(system)
+        code, _, err = await system.lightning("run", *options, '{"tasks": 1, "env": {"id": "user-sim"}}')
         assert code == 0, err
-        _, page = await system.call("GET", "/rollouts")
-        _, played = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+        played, *_ = await rollouts_of(system)
     assert [call["agent"] for call in rollout["calls"]] == ["agent", "agent"]
-    rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
-    assert rewards == {"agent.turns": 2.0, "agent.right": 1.0, "reward": 1.0}
-    assert {(call["agent"], call["untrainable_reason"] == ONLY_RECORDED) for call in played["calls"]} == {
-        ("assistant", False),
-        ("user", True),
-    }
-    assert played["reward"] == 1.0
+    assert rollout["named"] == {"agent.turns": 2.0, "agent.right": 1.0, "reward": 1.0}
+    agents = {(call["agent"], call["untrainable_reason"] == ONLY_RECORDED) for call in played["calls"]}
+    assert (agents, played["reward"]) == ({("assistant", False), ("user", True)}, 1.0)
 
 
 def expression(problem: str) -> str:

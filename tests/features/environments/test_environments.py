@@ -1,4 +1,4 @@
-"""`--environment reasoning_gym:NAME` against a real proxy, with a played package and a played vLLM."""
+"""`--environment KIND:NAME` against a real proxy, with a played package and a played vLLM."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,20 +18,22 @@ import pytest
 import yaml
 
 from lightning_proxy.features.environments.commands import _stand_in
-from lightning_proxy.features.environments.source import ROOT, KindsEnvironment, experiment_of
+from lightning_proxy.features.environments.source import ROOT, KindsEnvironment, experiment_of, source_of
+from lightning_proxy.trainer.collect.collector import Collector
 from support.command_line import lightning
 from support.played_kinds import played_kind
+from support.sections import TrainerConfig
 from tests.conftest import System
 
+Json = dict[str, Any]
 Running = Callable[..., AbstractAsyncContextManager[System]]
 SUMS = ("--environment", "reasoning_gym:sums", "--environment-args")
-pytestmark = pytest.mark.usefixtures("generators")
-
+LARGER = ("--environment", "textarena:Larger-v0", "--environment-args")
+OURS = Path(".venv-environments/reasoning_gym")
 GENERATORS = '''
 import os, random, subprocess, threading, time
 from dataclasses import dataclass
 
-DATASETS = {}
 SEEN = b"SECRET" in open("/proc/self/environ", "rb").read()  # as the package is imported
 
 @dataclass
@@ -93,41 +96,94 @@ class Open(Sums):
     def __getitem__(self, index):
         return super().__getitem__(index) | {"answer": None}
 
-DATASETS["open"] = (Open, SumConfig)
-DATASETS["sums"] = (Sums, SumConfig)
-DATASETS["drawn"] = (Drawn, SumConfig)
-DATASETS["slow"] = (Slow, SumConfig)
+DATASETS = {one.__name__.lower(): (one, SumConfig) for one in (Open, Sums, Drawn, Slow)}
 '''
 REASONING_GYM = {
     "reasoning_gym/factory.py": GENERATORS,
-    "reasoning_gym/utils.py": (
-        "import re\n"
-        "SYSTEM_PROMPTS = {'default': 'Put it into <answer> tags.'}\n"
-        "def extract_answer(text):\n"
-        "    found = re.findall('<answer>(.*?)</answer>', text)\n"
-        "    return found[-1] if found else None\n"
-    ),
-    "reasoning_gym/__init__.py": (
-        "from .factory import DATASETS\n"
-        "def create_dataset(name, **settings):\n"
-        "    generator, config = DATASETS[name]\n"
-        "    return generator(config(**settings))\n"
-    ),
+    "reasoning_gym/utils.py": """
+import re
+SYSTEM_PROMPTS = {'default': 'Put it into <answer> tags.'}
+def extract_answer(text):
+    found = re.findall('<answer>(.*?)</answer>', text)
+    return found[-1] if found else None
+""",
+    "reasoning_gym/__init__.py": """
+from .factory import DATASETS
+def create_dataset(name, **settings):
+    generator, config = DATASETS[name]
+    return generator(config(**settings))
+""",
+}
+# Two players name numbers in turn; the larger sum wins.
+TEXTARENA = {
+    "textarena/__init__.py": """
+class Game:
+    def __init__(self, rounds=1):
+        self.rounds = rounds
+
+    def reset(self, num_players, seed):
+        assert num_players == 2, f"The number of players has to be 2, received {num_players}"
+        self.named, self.seed = [], seed
+
+    def get_observation(self):
+        return len(self.named) % 2, f"Game {self.seed}. Say [0] or [1].\\n" + " ".join(self.named)
+
+    def step(self, action):
+        print("played", action)
+        self.named.append(action)
+        return len(self.named) == 2 * self.rounds, {}
+
+    def close(self):
+        first, second = (sum(int(one.strip("[]")) for one in self.named[n::2]) for n in (0, 1))
+        sign = (first > second) - (first < second)
+        bad = [any(one not in ("[0]", "[1]") for one in self.named[n::2]) for n in (0, 1)]
+        info = {n: {"turn_count": self.rounds, "invalid_move": bad[n]} for n in (0, 1)}
+        return {0: sign, 1: -sign}, info
+
+def make(name, **settings):
+    from .envs.registration import ENV_REGISTRY
+    return Game(**{**ENV_REGISTRY[name].kwargs, **settings})
+""",
+    "textarena/envs/__init__.py": "",
+    "textarena/envs/registration.py": """
+class Spec:
+    entry_point, kwargs = "textarena.envs.Larger:LargerEnv", {"rounds": 2}
+
+ENV_REGISTRY = {"Larger-v0": Spec()}
+""",
+    "nltk/__init__.py": "",
 }
 
 
-@pytest.fixture
-def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory with a played reasoning_gym: `sums` asks for a sum, `drawn` for a word."""
+@pytest.fixture(autouse=True)
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with a played reasoning_gym (`sums` asks for a sum, `drawn` for a word) and textarena."""
     monkeypatch.chdir(tmp_path)
     played_kind("reasoning_gym", REASONING_GYM)
+    played_kind("textarena", TEXTARENA)
 
 
-def tasks(file: str) -> list[dict[str, Any]]:
+def saying(texts: Iterable[str]) -> Callable[[Json], Json]:
+    """A model that says these in turn."""
+    left = iter(texts)
+    return lambda _: {"role": "assistant", "content": next(left)}
+
+
+async def rollouts_of(system: System) -> list[Json]:
+    """All rollouts, the newest first; `named` has their rewards."""
+    _, page = await system.call("GET", "/rollouts")
+    found = [(await system.call("GET", f"/rollouts/{one['rollout_id']}"))[1] for one in page["data"]]
+    return [one | {"named": {reward["name"]: reward["reward"] for reward in one["rewards"]}} for one in found]
+
+
+# reasoning_gym -------------------------------------------------------------------------------------------------------
+
+
+def tasks(file: str | Path) -> list[Json]:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
-def adds(body: dict[str, Any]) -> dict[str, Any]:
+def adds(body: Json) -> Json:
     """The right answer, in the tags that the system prompt asks for."""
     right = int(body["messages"][-1]["content"].partition(" ")[0]) + 1
     tagged = body["messages"][0]["role"] == "system"
@@ -135,18 +191,16 @@ def adds(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_an_episode_is_a_rollout_with_rewards_by_name(running: Running, tmp_path: Path) -> None:
-    (played,) = Path(".venv-environments").glob("*/lib/*/site-packages/openai")
-    shutil.rmtree(played)
+    (client,) = OURS.glob("lib/*/site-packages/openai")
+    shutil.rmtree(client)
     async with running(tmp_path) as system:
         system.vllm.answer = adds
         given = json.dumps({"tasks": 2, "most": 50})
         code, out, err = await system.lightning("run", *SUMS, given, "--group-size", "2", "--json")
         assert code == 0, err
         assert (json.loads(out)["rollouts"], json.loads(out)["mean_reward"]) == (4, 1.0)
-        _, page = await system.call("GET", "/rollouts")
-        assert {one["status"] for one in page["data"]} == {"completed"}
-        _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
-        assert {one["name"]: one["reward"] for one in rollout["rewards"]} == {"format": 1.0, "reward": 1.0}
+        found = await rollouts_of(system)
+    assert [(one["status"], one["named"]) for one in found] == [("completed", {"format": 1.0, "reward": 1.0})] * 4
 
 
 async def test_a_question_that_is_drawn_is_the_same_when_it_is_scored(running: Running, tmp_path: Path) -> None:
@@ -156,10 +210,9 @@ async def test_a_question_that_is_drawn_is_the_same_when_it_is_scored(running: R
         system.vllm.answer = lambda body: {"role": "assistant", "content": body["messages"][-1]["content"]}
         code, out, err = await system.lightning("eval", *options, "--json")
         assert (code, code or json.loads(out)["rows"][0]["mean_reward"]) == (0, 1.0), err
-        file = next(Path(".venv-environments/reasoning_gym/tasks").iterdir())
-        other = tasks(str(file))[0] | {"index": 99}
+        (file,) = (OURS / "tasks").iterdir()
+        Path("other.jsonl").write_text(json.dumps(tasks(file)[0] | {"index": 99}))
         program = KindsEnvironment("reasoning_gym").program
-        Path("other.jsonl").write_text(json.dumps(other))
         code, _, err = await system.lightning("run", "--tasks", "other.jsonl", "--", *program)
     assert (code, "makes another question than that of the task" in err) == (1, True), err
 
@@ -168,7 +221,7 @@ def test_an_experiment_gets_both_splits_which_have_no_question_in_common(tmp_pat
     Path("compare.yaml").write_text("rollouts: 8\nvariants: {one: {}}\n")
     given = json.dumps({"tasks": 20, "most": 60, "system": "", "shots": 3})
     experiment_of(Path("compare.yaml"), "reasoning_gym:sums", given, "policy")
-    (written,) = (yaml.safe_load(one.read_text()) for one in Path(".venv-environments").glob("*/tasks/*.yaml"))
+    (written,) = (yaml.safe_load(one.read_text()) for one in OURS.glob("tasks/*.yaml"))
     assert (written["rollouts"], written["agent"][-1]) == (8, "reasoning_gym")
     train, held_out = ([task["messages"] for task in tasks(written[key])] for key in ("tasks", "held_out"))
     shots = {message["content"] for message in train[0][:-1]}
@@ -186,24 +239,18 @@ async def test_an_episode_is_apart_from_the_user(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees no variables of the user's, and works in an empty folder. An answer without a score earns nothing."""
-    answers = iter(["secrets", "folder", "explode", "thread"])
     of_user(monkeypatch)
     async with running(tmp_path) as system:
-        system.vllm.answer = lambda _: {"role": "assistant", "content": next(answers)}
+        system.vllm.answer = saying(["secrets", "folder", "explode", "thread", *["secrets"] * 4])
         code, _, err = await system.lightning("eval", *SUMS, '{"tasks": 4, "system": ""}', "--concurrency", "1")
         assert code == 0, err
-        _, page = await system.call("GET", "/rollouts")
-        thread, exploded, folder, secrets = page["data"]
-        _, full = await system.call("GET", f"/rollouts/{exploded['rollout_id']}")
-        system.vllm.answer = lambda _: {"role": "assistant", "content": "secrets"}
-        (file,) = Path(".venv-environments/reasoning_gym/tasks").iterdir()
-        program = KindsEnvironment("reasoning_gym").program
-        asked = ("run", "--tasks", file, "--mode", "eval", "--json", "--", *program)
-        code, out, err = await system.lightning(*asked)
+        thread, exploded, folder, secrets = await rollouts_of(system)
+        (file,) = (OURS / "tasks").iterdir()
+        asked = ("run", "--tasks", file, "--mode", "eval", "--json", "--")
+        code, out, err = await system.lightning(*asked, *KindsEnvironment("reasoning_gym").program)
         assert (code, code or json.loads(out)["mean_reward"]) == (0, 0.0), err
     assert [one["reward"] for one in (secrets, folder, exploded, thread)] == [0.0, 1.0, 0.0, 1.0]
-    rewards = {one["name"]: one["reward"] for one in full["rewards"]}
-    assert rewards == {"unscored": 1.0, "reward": 0.0}
+    assert exploded["named"] == {"unscored": 1.0, "reward": 0.0}
 
 
 async def test_an_episode_is_ended_after_its_time_with_its_children(
@@ -211,17 +258,19 @@ async def test_an_episode_is_ended_after_its_time_with_its_children(
 ) -> None:
     monkeypatch.setenv("LIGHTNING_RUN__TIMEOUT_S", "3")
     async with running(tmp_path) as system:
-        system.vllm.answer = lambda _: {"role": "assistant", "content": "sleep"}
+        system.vllm.answer = saying(["sleep"])
         given = '{"tasks": 1, "system": ""}'
         code, _, err = await system.lightning("run", *SUMS, given, "--group-size", "1", "--logs", "logs")
     assert code == 1, err
     (log,) = Path("logs").glob("*.log")
-    assert left_of(log.read_text()) == []
+    pid, _, folder = log.read_text().partition("child ")[2].split()[:3]
+    assert [path for path in (Path("/proc", pid), Path(folder)) if path.exists()] == []
 
 
 async def test_the_making_of_tasks_ends_with_its_command() -> None:
-    command = await started("--environment", "reasoning_gym:slow")
-    (package,) = Path(".venv-environments").glob("*/lib/*/site-packages/reasoning_gym")
+    options = ("--environment", "reasoning_gym:slow")
+    command = await asyncio.create_subprocess_exec(sys.executable, "-m", "lightning_proxy", "run", *options)
+    (package,) = OURS.glob("lib/*/site-packages/reasoning_gym")
     await until((file := package / "factory.py.pid").exists)
     command.terminate()
     await command.wait()
@@ -229,21 +278,10 @@ async def test_the_making_of_tasks_ends_with_its_command() -> None:
     assert command.returncode == -signal.SIGTERM
 
 
-async def started(*options: str) -> asyncio.subprocess.Process:
-    """`run` as a process of its own."""
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "lightning_proxy", "run", *options)
-
-
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(90):
         while not is_so():
             await asyncio.sleep(0.05)
-
-
-def left_of(log: str) -> list[Path]:
-    """What there is of the child and the folder that an episode named."""
-    pid, _, folder = log.partition("child ")[2].split()[:3]
-    return [path for path in (Path("/proc", pid), Path(folder)) if path.exists()]
 
 
 @pytest.mark.parametrize(
@@ -255,22 +293,34 @@ def left_of(log: str) -> list[Path]:
         ([*SUMS, "{"], "--environment-args is not JSON: "),
         ([*SUMS, '{"many": 1}'], "reasoning_gym: unknown in --environment-args: many; sums takes most"),
         ([*SUMS, '{"tasks": "1"}'], "reasoning_gym: tasks is int, as in 100; got '1'"),
-        (
-            ["--environment", "reasoning_gym:open", "--environment-args", '{"shots": 1}'],
-            "shots: this generator stores no",
-        ),
+        (["--environment", "reasoning_gym:open", SUMS[2], '{"shots": 1}'], "shots: this generator stores no"),
         ([*SUMS, '{"split": "test"}'], "reasoning_gym: split is train or held_out"),
         ([*SUMS, '{"most": 0}'], "reasoning_gym: ZeroDivisionError: "),
         ([*SUMS, "{}", "--", "true"], "--environment stands in place of --tasks and of the program after `--`"),
         ([], "needs --tasks FILE and a program after `--`, or --environment KIND:NAME"),
+        ([*LARGER, '{"players": 3}'], "Larger-v0 is not played by 3: The number of players has to be 2, received 3"),
+        ([*LARGER, '{"seat": 2}'], "textarena: seat is 0 to 1, for Larger-v0 is played by 2; got 2"),
+        ([*LARGER, '{"opponent": "gone.py:play"}'], "textarena: opponent: there is no function play in "),
+        ([*LARGER, '{"size": 3}'], "unexpected keyword argument 'size'"),
     ],
     ids=str,
 )
 def test_what_cannot_be_used_is_one_line(options: list[str], said: str) -> None:
     done = lightning("run", *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout, said in done.stderr, done.stderr.count("\n")) == (2, "", True, 1), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("tasks: x\nagent: y", SUMS[:2], "compare.yaml: with --environment, leave out agent, tasks"),
+        ("variants: {}", [*SUMS, '{"split": "train"}'], "an experiment takes both splits; leave out split"),
+    ],
+)
+def test_an_experiment_says_what_is_wrong(text: str, options: list[str], said: str) -> None:
+    Path("compare.yaml").write_text(text)
+    done = lightning("experiment", "compare.yaml", *options)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize(("executor", "preloads"), [("local", True), ("ray", False)])
@@ -280,8 +330,6 @@ def test_each_executor_gets_what_it_can_start(monkeypatch: pytest.MonkeyPatch, e
     found = _stand_in("run", "reasoning_gym:sums", '{"tasks": 1}', given)
     assert [Path(word).is_absolute() for word in found["command"]] == [True, True, False]
     assert ("reasoning_gym" in found["preload"].split(",")) == preloads
-    del given["preload"]  # `optimize` has no such option
-    assert {*_stand_in("optimize", "reasoning_gym:sums", '{"tasks": 1}', given)} == {"tasks", "command"}
 
 
 def test_the_environments_of_a_kind_are_listed_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +342,7 @@ def test_the_environments_of_a_kind_are_listed_a_line_each(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("gone", [("reasoning-gym==", "reasoning-gym==0."), (str(ROOT), "/moved")])
 def test_a_kind_that_is_not_installed_says_how_it_is(gone: tuple[str, str]) -> None:
-    stamp = Path(".venv-environments/reasoning_gym/installed.txt")
+    stamp = OURS / "installed.txt"
     stamp.write_text(stamp.read_text().replace(*gone))
     done = lightning("eval", *SUMS, "{}")
     assert (done.returncode, done.stdout) == (2, "")
@@ -305,27 +353,77 @@ def test_a_kind_that_is_not_installed_says_how_it_is(gone: tuple[str, str]) -> N
 def test_an_install_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     made, commands = KindsEnvironment("reasoning_gym"), list[list[str]]()
     monkeypatch.setattr("lightning_proxy.features.environments.source._run", commands.append)
-    kept = [made.directory / name for name in ("tasks/sums.jsonl", "nltk_data/words")]
+    kept = [OURS / name for name in ("tasks/sums.jsonl", "nltk_data/words")]
     for file in kept:
         file.parent.mkdir()
         file.touch()
-    (made.directory / "installed.txt").unlink()
+    (OURS / "installed.txt").unlink()
     done = lightning("environments", "reasoning_gym", "--install", "--with", "./mine")
     assert done.returncode == 0, done.stderr
     assert commands[-1][-1 - len(made.requires) :] == [*made.requires, "./mine"]
-    assert [file.exists() for file in kept] == [True, True]
-    assert made.is_there
+    assert made.is_there and all(file.exists() for file in kept)
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "said"),
-    [
-        ("tasks: x\nagent: y", SUMS[:2], "compare.yaml: with --environment, leave out agent, tasks"),
-        ("variants: {}", [*SUMS, '{"split": "train"}'], "an experiment takes both splits; leave out split"),
-        ("variants: {}", [*SUMS, '{"tasks": 2}'], "variants"),
-    ],
-)
-def test_an_experiment_says_what_is_wrong(text: str, options: list[str], said: str) -> None:
-    Path("compare.yaml").write_text(text)
-    done = lightning("experiment", "compare.yaml", *options)
-    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+# textarena -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_policy_plays_each_seat_in_turn_against_a_function(running: Running, tmp_path: Path) -> None:
+    Path("zero.py").write_text("def play(seen, player, rng):\n    assert 'Say' in seen\n    return '[0]'\n")
+    async with running(tmp_path) as system:
+        system.vllm.answer = saying(repeat("[1]"))
+        given = json.dumps({"tasks": 2, "opponent": "zero.py:play"})
+        code, _, err = await system.lightning("eval", *LARGER, given, "--out", "found.json")
+        assert code == 0, err
+        (row,) = json.loads(Path("found.json").read_text())["rows"]
+        assert (row["mean_reward"], row["by_name"]["player-0"]) == (1.0, {"mean": 1.0, "rollouts": 1})
+        assert row["by_name"]["opponent-0"] == {"mean": -1.0, "rollouts": 1}
+        seen = []
+        for rollout in await rollouts_of(system):
+            (agent,) = {call["agent"] for call in rollout["calls"]}
+            rewards = rollout["named"]
+            seen.append((agent, len(rollout["calls"]), rewards[agent], rewards["reward"], rewards["turn_count"]))
+    assert sorted(seen) == [("player-0", 2, 1.0, 1.0, 2.0), ("player-1", 2, 1.0, 1.0, 2.0)]
+
+
+async def test_no_step_has_a_row_of_a_model_that_is_not_the_policy(running: Running, tmp_path: Path) -> None:
+    """Else its calls would be trained on with the policy's reward."""
+    async with running(tmp_path) as system:
+        system.vllm.answer = saying(["[1]", "[0]", "[0]", "[1]"] * 2)  # each seat wins and loses
+        given = ('{"tasks": 2, "rounds": 1, "opponent": "base"}', "--group-size", "2", "--concurrency", "1")
+        code, _, err = await system.lightning("run", *LARGER, *given)
+        assert code == 0, err
+        calls = [call for rollout in await rollouts_of(system) for call in rollout["calls"]]
+        who = {call["call_id"]: (call["agent"], call["request"]["model"]) for call in calls}
+        async with system.store() as store:
+            batch = await Collector(TrainerConfig(group_size=2, tasks_per_step=2), store).next_batch(0)
+    own, others = {("player-0", "policy"), ("player-1", "policy")}, {("opponent-0", "base"), ("opponent-1", "base")}
+    assert {*who.values()} == own | others
+    assert batch is not None
+    assert {who[name] for sample in batch.samples for name in sample.call_ids} == own
+
+
+async def test_a_program_that_makes_an_illegal_move_is_no_opponent(running: Running, tmp_path: Path) -> None:
+    """Else the policy is paid for what it did not do."""
+    Path("bad.py").write_text("def play(seen, player, rng):\n    return '[-9]'\n")
+    async with running(tmp_path) as system:
+        system.vllm.answer = saying(repeat("[1]"))
+        code, _, err = await system.lightning("run", *LARGER, '{"tasks": 1, "opponent": "bad.py:play"}')
+    assert (code, "the opponent made an illegal move" in err) == (1, True), err
+
+
+def test_tasks_against_another_opponent_are_other_tasks() -> None:
+    given = ({"opponent": "policy"}, {"opponent": "base"}, {"rounds": 3})
+    files = [source_of("textarena:Larger-v0", json.dumps(one | {"tasks": 1}), {}).tasks for one in given]
+    assert len({tasks(file)[0]["task_id"] for file in files}) == 3
+
+
+async def test_in_self_play_each_seat_has_its_own_reward(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        system.vllm.answer = saying(["[1]", "[0]"])
+        given = json.dumps({"tasks": 1, "rounds": 1, "opponent": "policy"})
+        code, _, err = await system.lightning("run", *LARGER, given, "--mode", "eval")
+        assert code == 0, err
+        (rollout,) = await rollouts_of(system)
+    agents = {call["call_id"]: call["agent"] for call in rollout["calls"]}
+    own = {agents[one["call_id"]]: one["reward"] for one in rollout["rewards"] if one["name"] == "reward"}
+    assert (own, rollout["status"]) == ({"player-0": 1.0, "player-1": -1.0}, "completed")
