@@ -1,4 +1,4 @@
-"""OTLP in: spans of the real OpenTelemetry SDK, and bodies by hand, sent to a real proxy."""
+"""OTLP in: spans by hand, and of a real instrumented client. OTLP out: what a collector gets, if it is there."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ import asyncio
 import gzip
 import json
 import os
+import socket
 import sys
+import threading
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+from aiohttp import web
 from google.rpc.status_pb2 import Status as RpcStatus
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.exporter.otlp.proto.http import Compression
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from traffic.server import serving
+
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError, InvalidRequest
+from lightning_proxy.features.otel.genai import (
+    CALLS,
+    action_of,
+    is_action,
+    operation_of,
+    request_of,
+    response_of,
+    tokens_of,
 )
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
-from opentelemetry.trace import Status, StatusCode
+from lightning_proxy.features.otel.otlp import Span, read_spans
+from lightning_proxy.proxy.app import create_app
 
-from lightning_proxy.core.errors import InvalidRequest, LightningError
-from lightning_proxy.features.otel.genai import action_of, request_of, response_of, tokens_of
-from lightning_proxy.features.otel.otlp import read_spans
-
+Json = dict[str, Any]
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 ASKED = [
@@ -41,109 +49,70 @@ PARTS = [
     {"type": "text", "content": "Let me see."},
     {"type": "tool_call", "id": "c1", "name": "look", "arguments": {"at": "tower"}},
 ]
-ANSWERED = [{"role": "assistant", "parts": PARTS, "finish_reason": "tool_call"}]
-CHAT: dict[str, Any] = {
-    "gen_ai.operation.name": "chat",
-    "gen_ai.provider.name": "openai",
-    "gen_ai.request.model": "gpt-x",
-    "gen_ai.request.temperature": 0.5,
-    "gen_ai.request.max_tokens": 64,
-    "gen_ai.response.model": "gpt-x-1",
-    "gen_ai.response.id": "resp-1",
-    "gen_ai.response.finish_reasons": ["stop"],
-    "gen_ai.usage.input_tokens": 3,
+CHAT: Json = {
+    "gen_ai.operation.name": "chat", "gen_ai.provider.name": "openai", "gen_ai.request.model": "gpt-x",
+    "gen_ai.request.temperature": 0.5, "gen_ai.request.max_tokens": 64, "gen_ai.response.model": "gpt-x-1",
+    "gen_ai.response.id": "resp-1", "gen_ai.response.finish_reasons": ["stop"], "gen_ai.usage.input_tokens": 3,
     "gen_ai.usage.output_tokens": 2,
-}
+}  # fmt: skip
 SAID = {
     "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Be brief."}]),
     "gen_ai.input.messages": json.dumps(ASKED),
-    "gen_ai.output.messages": json.dumps(ANSWERED),
+    "gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": PARTS, "finish_reason": "tool_call"}]),
     "gen_ai.tool.definitions": json.dumps([{"type": "function", "name": "look", "parameters": {}}]),
 }
 TOKENS = {
-    "lightning.prompt_token_ids": [1, 2, 3],
-    "lightning.response_token_ids": [5, 6],
-    "lightning.logprobs": [-0.5, -1.5],
-}
-TRACE = "0123456789abcdef0123456789abcdef"
+    "lightning.prompt_token_ids": [1, 2, 3], "lightning.response_token_ids": [5, 6], "lightning.logprobs": [-0.5, -1.5],
+}  # fmt: skip
+TRACE, R1 = "0123456789abcdef0123456789abcdef", {"lightning.rollout_id": "r1"}
+SECOND = 10**9
+BEGAN = 1_700_000_000 * SECOND
 
 
-class Instrumented:
-    """An agent's process that exports what it did, as soon as it did it."""
+def span(attributes: Json, number: int = 0xAA, **fields: Any) -> Json:
+    """One in OTLP's JSON."""
 
-    def __init__(self, url: str, compression: Compression = Compression.NoCompression, **resource: str) -> None:
-        self.results: list[SpanExportResult] = []
-        exporter = OTLPSpanExporter(endpoint=f"{url}/otlp/v1/traces", compression=compression, timeout=5)
-        export = exporter.export
-
-        def remembered(spans: Any) -> SpanExportResult:
-            self.results.append(result := export(spans))
-            return result
-
-        exporter.export = remembered  # type: ignore[method-assign]
-        named = {f"lightning.{name}": value for name, value in resource.items()}
-        self._provider = TracerProvider(resource=Resource(named), shutdown_on_exit=False)
-        self._provider.add_span_processor(SimpleSpanProcessor(exporter))
-        self.tracer = self._provider.get_tracer("agent")
-
-    def tell(self, name: str, attributes: dict[str, Any], *, error: str | None = None) -> str:
-        """One span; its trace's id."""
-        with self.tracer.start_as_current_span(name, attributes=attributes) as span:
-            if error:
-                span.set_status(Status(StatusCode.ERROR, error))
-            return f"{span.get_span_context().trace_id:032x}"
-
-    def close(self) -> None:
-        self._provider.shutdown()
-
-
-def by_hand(attributes: dict[str, Any], span_id: str = "00000000000000aa", **span: Any) -> dict[str, Any]:
-    """An export in OTLP's JSON."""
-
-    def value(of: Any) -> dict[str, Any]:
+    def value(of: Any) -> Json:
         if isinstance(of, list):
             return {"arrayValue": {"values": [value(one) for one in of]}}
         kind = {str: "stringValue", int: "intValue", float: "doubleValue"}[type(of)]
         return {kind: str(of) if isinstance(of, int) else of}
 
     told = [{"key": name, "value": value(of)} for name, of in attributes.items()]
-    one = {"traceId": TRACE, "spanId": span_id, "name": "chat", "attributes": told, "kind": 3, "unknown": [1]}
-    one |= {"startTimeUnixNano": "1700000000000000000", "endTimeUnixNano": "1700000001500000000"}
-    return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": [one | span]}]}]}
+    one = {"traceId": TRACE, "spanId": f"{number:016x}", "name": "chat", "attributes": told, "kind": 3, "unknown": [1]}
+    return one | {"startTimeUnixNano": str(BEGAN), "endTimeUnixNano": str(BEGAN + SECOND)} | fields
 
 
-async def test_a_call_of_the_real_sdk_becomes_one_of_its_rollout(running: Running, tmp_path: Path) -> None:
+async def post(system: Any, *spans: Any, **headers: str) -> tuple[int, Any]:
+    export = {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": [*spans]}]}]}
+    found: tuple[int, Any] = await system.call("POST", "/otlp/v1/traces", export, **headers)
+    return found
+
+
+# What spans become ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_span_of_a_call_becomes_a_call_of_its_rollout(running: Running, tmp_path: Path) -> None:
+    named = R1 | {"lightning.task_id": "t1", "lightning.rollout_mode": "eval", "gen_ai.agent.name": "my guide"}
+    embedded = R1 | {"gen_ai.operation.name": "embeddings", "gen_ai.request.model": "e"}
+    spans = (span(CHAT | SAID | named), span(embedded, 1), span(R1 | {"http.request.method": "GET"}, 2))
     async with running(tmp_path) as system:
-
-        def agent() -> Instrumented:
-            told = Instrumented(system.url, Compression.Gzip, rollout_id="r1", task_id="t1", rollout_mode="eval")
-            told.tell("chat gpt-x", {**CHAT, **SAID, "gen_ai.agent.name": "my guide"})
-            told.tell("embeddings", {"gen_ai.operation.name": "embeddings", "gen_ai.request.model": "e"})
-            told.tell("GET /", {"http.request.method": "GET"})
-            told.close()
-            return told
-
-        told = await asyncio.to_thread(agent)
-        assert told.results == [SpanExportResult.SUCCESS] * 3
+        assert await post(system, *spans) == (200, {})
         _, rollout = await system.call("GET", "/rollouts/r1")
         _, transitions = await system.call("GET", "/rollouts/r1/transitions")
     assert (rollout["task_id"], rollout["mode"], rollout["agent"]) == ("t1", "eval", "my_guide")
     (call,) = rollout["calls"]
     assert (call["status"], call["upstream"], call["model"]) == ("ok", "otlp", "gpt-x-1")
-    assert call["request"]["messages"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is in Paris?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "c0", "type": "function", "function": {"name": "look", "arguments": '{"at":"Paris"}'}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c0", "content": "a tower"},
-    ]
-    assert call["request"]["tools"] == [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    assert (call["request"]["temperature"], call["request"]["max_tokens"]) == (0.5, 64)
+    called = {"id": "c0", "type": "function", "function": {"name": "look", "arguments": '{"at":"Paris"}'}}
+    assert call["request"] == {
+        "model": "gpt-x", "temperature": 0.5, "max_tokens": 64,
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+        "messages": [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is in Paris?"},
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "c0", "content": "a tower"},
+        ],
+    }  # fmt: skip
     assert call["response"]["choices"][0]["finish_reason"] == "tool_calls"
     assert [(tool["id"], tool["arguments"]) for tool in call["tool_calls"]] == [("c1", '{"at":"tower"}')]
     assert call["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -179,11 +148,11 @@ async def test_an_instrumented_openai_client_is_recorded_by_its_environment_alon
 ) -> None:
     async with running(tmp_path) as system:
         environment = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": f"{system.url}/otlp",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"{system.url}/otlp", "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
             "OTEL_RESOURCE_ATTRIBUTES": "lightning.rollout_id=r1,lightning.task_id=t1",
             "OTEL_SEMCONV_STABILITY_OPT_IN": "gen_ai_latest_experimental",
             "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "SPAN_ONLY",
-        }
+        }  # fmt: skip
         upstream = system.config.upstreams[0].base_url
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", INSTRUMENTED_AGENT, upstream, env=os.environ | environment
@@ -200,74 +169,64 @@ async def test_an_instrumented_openai_client_is_recorded_by_its_environment_alon
     assert (call["finish_reason"], call["usage"]["total_tokens"]) == ("stop", 5)
 
 
-async def test_without_a_name_a_trace_is_a_rollout_and_tool_results_are_paired(
-    running: Running, tmp_path: Path
-) -> None:
-    async with running(tmp_path) as system:
-        later = [*ASKED[:1], *ANSWERED, {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1"}]}]
-        later[-1]["parts"][0]["response"] = "stairs"  # type: ignore[index]
-
-        def agent() -> str:
-            told = Instrumented(system.url)
-            attributes = {"gen_ai.operation.name": "invoke_agent"}
-            with told.tracer.start_as_current_span("invoke_agent", attributes=attributes):
-                told.tell("chat", {**CHAT, **SAID})
-                messages = {"gen_ai.input.messages": json.dumps(later), "gen_ai.response.id": "resp-2"}
-                trace = told.tell("chat", CHAT | messages)
-            told.close()
-            return trace
-
-        _, rollout = await system.call("GET", f"/rollouts/{await asyncio.to_thread(agent)}")
-    assert [call["seq"] for call in rollout["calls"]] == [0, 1]
-    assert rollout["calls"][0]["tool_calls"][0]["result"] == "stairs"
-    assert rollout["status"] == "running"
-
-
 async def test_tools_that_no_answer_asked_for_and_retrievers_are_actions_once(running: Running, tmp_path: Path) -> None:
-    tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "retrieve", "lightning.rollout_id": "r1"}
+    tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "retrieve", **R1}
     told = tool | {"gen_ai.tool.call.arguments": '{"query": "cats"}', "gen_ai.tool.call.result": '["a"]'}
-    failed = by_hand(tool, "00000000000000cc", status={"code": 2, "message": "no index"})
-    asked = {"gen_ai.operation.name": "retrieval", "gen_ai.request.model": "e", "lightning.rollout_id": "r1"}
-    asked |= {"gen_ai.data_source.id": "cats", "gen_ai.retrieval.top_k": 2, "gen_ai.retrieval.query.text": "who purrs?"}
-    asked |= {"gen_ai.retrieval.documents": json.dumps([{"id": "a", "score": 0.5}])}
+    asked = {
+        "gen_ai.operation.name": "retrieval", "gen_ai.request.model": "e", "gen_ai.data_source.id": "cats",
+        "gen_ai.retrieval.top_k": 2, "gen_ai.retrieval.query.text": "who purrs?",
+        "gen_ai.retrieval.documents": json.dumps([{"id": "a", "score": 0.5}]), **R1,
+    }  # fmt: skip
+    failed, of_a_call = span(tool, 0xCC, status={"code": 2, "message": "no index"}), tool | {"gen_ai.tool.call.id": "c"}
     async with running(tmp_path) as system:
-        for body in (
-            by_hand(told),
-            by_hand(told),
-            failed,
-            by_hand(asked, "00000000000000ee"),
-            by_hand(tool | {"gen_ai.tool.call.id": "c1"}, "0" * 15 + "d"),
-        ):
-            assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
+        for one in (span(told), span(told), failed, span(asked, 0xEE), span(of_a_call, 0xD)):
+            assert await post(system, one) == (200, {})
         _, transitions = await system.call("GET", "/rollouts/r1/transitions")
-    actions = [(t["kind"], t["action"]["name"], t["action"]["arguments"], t["next_state"]) for t in transitions["data"]]
-    assert actions == [
+    query = {"query": "who purrs?", "top_k": 2, "data_source": "cats"}
+    assert [
+        (t["kind"], t["action"]["name"], t["action"]["arguments"], t["next_state"]) for t in transitions["data"]
+    ] == [
         ("tool", "retrieve", {"query": "cats"}, {"result": ["a"], "is_error": False}),
         ("tool", "retrieve", None, {"result": "no index", "is_error": True}),
-        (
-            "tool", "retrieval", {"query": "who purrs?", "top_k": 2, "data_source": "cats"},
-            {"result": [{"id": "a", "score": 0.5}], "is_error": False},
-        ),
+        ("tool", "retrieval", query, {"result": [{"id": "a", "score": 0.5}], "is_error": False}),
+    ]
+
+
+async def test_calls_have_the_agent_of_the_nearest_span_around_them(running: Running, tmp_path: Path) -> None:
+    around = [
+        ({"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "the planner"}, 0),
+        (CHAT, 1), ({}, 1), (CHAT, 3), ({"openinference.span.kind": "AGENT", "agent.name": "critic"}, 1), (CHAT, 5),
+        (CHAT | {"gen_ai.agent.name": "own"}, 5),
     ]  # fmt: skip
+    spans = [
+        span(told | {"gen_ai.response.id": f"resp-{n}"}, n, startTimeUnixNano=str(BEGAN + n * SECOND))
+        | ({"parentSpanId": f"{parent:016x}"} if parent else {})
+        for n, (told, parent) in enumerate(around, 1)
+    ]
+    async with running(tmp_path) as system:
+        assert await post(system, *reversed(spans)) == (200, {})
+        _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
+        assert [call["agent"] for call in rollout["calls"]] == ["the_planner", "the_planner", "critic", "own"]
+        for name in ("the_planner", "critic"):
+            _, found = await system.call("GET", f"/rollouts?agent={name}")
+            assert [one["rollout_id"] for one in found["data"]] == [TRACE]
 
 
 async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(running: Running, tmp_path: Path) -> None:
+    versioned = CHAT | TOKENS | R1 | {"lightning.policy_version": 0}
+    spans = [
+        span(versioned | {"gen_ai.response.id": "a"}, 1),
+        span(CHAT | TOKENS | R1 | {"gen_ai.response.id": "b"}, 2),
+        span(versioned | {"gen_ai.response.id": "c", "lightning.logprobs": [-0.5]}, 3),
+        span({"gen_ai.request.model": "m", **R1}, 4, status={"code": 2, "message": "overloaded"}),
+    ]
     async with running(tmp_path) as system:
+        for n, one in enumerate(spans):
+            await post(system, one | {"startTimeUnixNano": str(BEGAN + n * SECOND)})
         await system.chat("r1")
-
-        def agent() -> None:
-            told = Instrumented(system.url, rollout_id="r1")
-            told.tell("chat", {**CHAT, **TOKENS, "lightning.policy_version": 0, "gen_ai.response.id": "a"})
-            told.tell("chat", {**CHAT, **TOKENS, "gen_ai.response.id": "b"})
-            short = {"lightning.logprobs": [-0.5], "lightning.policy_version": 0, "gen_ai.response.id": "c"}
-            told.tell("chat", {**CHAT, **TOKENS, **short})
-            told.tell("chat", {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m"}, error="overloaded")
-            told.close()
-
-        await asyncio.to_thread(agent)
         _, rollout = await system.call("GET", "/rollouts/r1?requests=whole")
         _, transitions = await system.call("GET", "/rollouts/r1/transitions")
-    own, whole, unversioned, short, failed = rollout["calls"]
+    whole, unversioned, short, failed, own = rollout["calls"]
     assert (failed["status"], failed["error"], len(transitions["data"])) == ("error", "overloaded", 4)
     assert own["trainable"] and whole["trainable"]
     assert (whole["prompt_token_ids"], whole["response_token_ids"]) == ([1, 2, 3], [5, 6])
@@ -279,19 +238,85 @@ async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(running
 async def test_what_is_sent_again_or_went_through_the_proxy_counts_once(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         _, answer = await system.chat("r1")
-        named = {"lightning.rollout_id": "r1"}
-        for _ in range(2):
-            await system.call("POST", "/otlp/v1/traces", by_hand(CHAT | named))
-        await system.call("POST", "/otlp/v1/traces", by_hand(CHAT | named, "00000000000000bb"))
-        await system.call(
-            "POST", "/otlp/v1/traces", by_hand(CHAT | named | {"gen_ai.response.id": answer["id"]}, "0" * 15 + "c")
-        )
+        through = CHAT | R1 | {"gen_ai.response.id": answer["id"]}
+        for one in (span(CHAT | R1), span(CHAT | R1), span(CHAT | R1, 0xBB), span(through, 0xC)):
+            await post(system, one)
         _, rollout = await system.call("GET", "/rollouts/r1")
     assert [call["upstream"] for call in rollout["calls"]] == ["otlp", "policy"], "by their times"
 
 
+# OpenInference's and OpenLLMetry's: `tests/cases/` has more
+
+OPENINFERENCE = {
+    "openinference.span.kind": "LLM", "llm.model_name": "m", "llm.token_count.prompt": 3,
+    "llm.token_count.completion": 1,
+    "llm.invocation_parameters": json.dumps({"temperature": 0.5, "max_tokens": 9, "other": [1]}),
+    "llm.tools.0.tool.json_schema": json.dumps({"type": "function", "function": {"name": "look", "parameters": {}}}),
+    "llm.input_messages.0.message.role": "user",
+    "llm.input_messages.0.message.contents.0.message_content.type": "text",
+    "llm.input_messages.0.message.contents.0.message_content.text": "see",
+    "llm.input_messages.0.message.contents.1.message_content.type": "image",
+    "llm.input_messages.0.message.contents.1.message_content.image.image.url": "data:x",
+    "llm.input_messages.1.message.role": "assistant",
+    "llm.input_messages.1.message.tool_calls.0.tool_call.id": "c1",
+    "llm.input_messages.1.message.tool_calls.0.tool_call.function.name": "look",
+    "llm.input_messages.1.message.tool_calls.0.tool_call.function.arguments": "{}",
+    "llm.input_messages.2.message.role": "tool",
+    "llm.input_messages.2.message.tool_call_id": "c1",
+    "llm.input_messages.2.message.content": "stairs",
+    "llm.output_messages.0.message.role": "assistant",
+    "llm.output_messages.0.message.content": "ok",
+}  # fmt: skip
+MADE = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+
+
+def read(told: Json) -> tuple[Json, Json, Any]:
+    """A call's request, and its answer's first choice and usage."""
+    assert operation_of(told) in CALLS
+    response = response_of(told)
+    return request_of(told), response["choices"][0], response["usage"] and response["usage"]["total_tokens"]
+
+
+def test_openinference_and_openllmetry_tell_tools_parts_and_results() -> None:
+    request, choice, tokens = read(OPENINFERENCE)
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    assert request == {
+        "model": "m", "temperature": 0.5, "max_tokens": 9,
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "see"}, image]},
+            {"role": "assistant", "content": None, "tool_calls": MADE},
+            {"role": "tool", "tool_call_id": "c1", "content": "stairs"},
+        ],
+    }  # fmt: skip
+    assert (choice["message"], tokens) == ({"role": "assistant", "content": "ok"}, 4)
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    for asks, messages in (("hi", asked[1:]), (json.dumps(asked), asked)):
+        request, choice, _ = read({"openinference.span.kind": "LLM", "input.value": asks, "output.value": "ho"})
+        assert (request["messages"], choice["message"]["content"]) == (messages, "ho")
+    called = {"id": "c1", "name": "look", "arguments": "{}"}
+    _, choice, tokens = read({
+        "llm.request.type": "chat", "gen_ai.completion.0.role": "assistant",
+        "gen_ai.completion.0.finish_reason": "tool_calls", "gen_ai.usage.prompt_tokens": 1,
+        "gen_ai.usage.completion_tokens": 2,
+        **{f"gen_ai.completion.0.tool_calls.0.{name}": value for name, value in called.items()},
+    })  # fmt: skip
+    assert (choice["finish_reason"], choice["message"]["tool_calls"], tokens) == ("tool_calls", MADE, 3)
+
+
+def test_of_openinferences_spans_around_calls_a_retriever_alone_is_an_action() -> None:
+    for kind in ("CHAIN", "TOOL", "AGENT", "EMBEDDING"):
+        told = {"openinference.span.kind": kind, "llm.model_name": "m"}
+        assert operation_of(told) not in CALLS and not is_action(told)
+    told = {"openinference.span.kind": "RETRIEVER", "input.value": "up", "retrieval.documents.0.document.content": "up"}
+    assert is_action(told) and action_of(told, None).result == [{"content": "up"}]
+
+
+# What cannot be taken ------------------------------------------------------------------------------------------------
+
+
 async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(running: Running, tmp_path: Path) -> None:
-    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    wrong: list[tuple[Json, Json, str]] = [
         ({"lightning.rollout_id": "a b"}, {}, "lightning.rollout_id must be"),
         ({"lightning.rollout_mode": "test"}, {}, "lightning.rollout_mode must be train or eval"),
         ({}, {"spanId": "00aa"}, "span id"),
@@ -301,11 +326,9 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(ru
     ]
     half = json.dumps([{"role": "half \ud83d", "content": "half \ud83d"}])  # of a character
     async with running(tmp_path) as system:
-        for n, (attributes, span, why) in enumerate(wrong):
+        for n, (attributes, fields, why) in enumerate(wrong):
             told = CHAT | {"gen_ai.response.id": f"resp-{n}", "gen_ai.input.messages": half}
-            body = by_hand(told, f"00000000000000a{n}")
-            body["resourceSpans"] += by_hand(told | attributes, "00000000000000bb", **span)["resourceSpans"]
-            status, answer = await system.call("POST", "/otlp/v1/traces", body)
+            status, answer = await post(system, span(told, n + 1), span(told | attributes, 0xBB, **fields))
             assert (status, answer["partialSuccess"]["rejectedSpans"]) == (200, "1"), why
             assert why in answer["partialSuccess"]["errorMessage"]
         _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
@@ -313,24 +336,25 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(ru
 
 
 async def test_one_odd_span_is_a_problem_of_it_alone(running: Running, tmp_path: Path) -> None:
-    deep = "[" * 200 + "]" * 200
-    odd: list[dict[str, Any]] = [
-        {"gen_ai.output.messages": text} for text in (deep, "[[[]]]", "[null]", '{"a": 1}', '[{"parts": [null, 1]}]')
+    texts = ("[" * 200 + "]" * 200, "[[[]]]", "[null]", '{"a": 1}', '[{"parts": [null, 1]}]')
+    odd: list[Json] = [
+        *({"gen_ai.output.messages": text} for text in texts),
+        {"gen_ai.request.model": "half \ud83d"}, {"gen_ai.usage.input_tokens": 2**62}, {"lightning.policy_version": -1},
+        {"lightning.prompt_token_ids": [2**40], "lightning.response_token_ids": [-1], "lightning.logprobs": [1e300]},
+    ]  # fmt: skip
+    spans = [
+        span(CHAT | {"gen_ai.response.id": f"resp-{n}", "lightning.rollout_id": name} | told, n + 1)
+        for n, (name, told) in enumerate([*(("odd", one) for one in odd), ("good", {})])
     ]
-    odd += [
-        {"gen_ai.request.model": "half \ud83d"},
-        {"gen_ai.usage.input_tokens": 2**62},
-        {"lightning.policy_version": -1},
-    ]
-    odd += [
-        {"lightning.prompt_token_ids": [2**40], "lightning.response_token_ids": [-1], "lightning.logprobs": [1e300]}
-    ]
-    body: dict[str, Any] = {"resourceSpans": [None, 1, {"resource": 1}, {"scopeSpans": [1]}]}
-    for n, attributes in enumerate([*odd, {}]):
-        rollout = "good" if n == len(odd) else "odd"
-        told = CHAT | {"gen_ai.response.id": f"resp-{n}", "lightning.rollout_id": rollout} | attributes
-        body["resourceSpans"] += by_hand(told, f"{n + 1:016x}")["resourceSpans"]
-    body["resourceSpans"][-1]["scopeSpans"][0]["spans"] += [None, 1, {}]
+    body = {
+        "resourceSpans": [
+            None,
+            1,
+            {"resource": 1},
+            {"scopeSpans": [1]},
+            {"scopeSpans": [{"spans": [*spans, None, 1, {}]}]},
+        ]
+    }
     async with running(tmp_path) as system:
         status, answer = await system.call("POST", "/otlp/v1/traces", json.dumps(body).encode())
         assert status == 200 and int(answer["partialSuccess"]["rejectedSpans"]) < 8, answer
@@ -343,13 +367,11 @@ async def test_half_a_character_in_protobuf_is_no_fault(running: Running, tmp_pa
     """Exporters of JavaScript send such bytes, which protobuf's own library refuses with the entire export."""
     request = ExportTraceServiceRequest()
     for i, text in enumerate(("x", "HALF")):
-        span = request.resource_spans.add().scope_spans.add().spans.add()
-        span.trace_id, span.span_id = bytes.fromhex(TRACE), bytes([0] * 7 + [i + 1])
-        span.start_time_unix_nano = 1_700_000_000_000_000_000 + i
-        for name, value in (CHAT | {"gen_ai.response.id": f"resp-{i}", "gen_ai.request.model": text}).items():
-            pair = span.attributes.add(key=name)
-            if isinstance(value, str):
-                pair.value.string_value = value
+        one = request.resource_spans.add().scope_spans.add().spans.add()
+        one.trace_id, one.span_id = bytes.fromhex(TRACE), bytes([0] * 7 + [i + 1])
+        one.start_time_unix_nano = BEGAN + i
+        for name, value in {"gen_ai.response.id": f"resp-{i}", "gen_ai.request.model": text}.items():
+            one.attributes.add(key=name).value.string_value = value
     body = request.SerializeToString().replace(b"HALF", b"\xed\xa0\xbd!")
     async with running(tmp_path) as system:
         url, media = f"{system.url}/otlp/v1/traces", {"Content-Type": "application/x-protobuf"}
@@ -359,71 +381,77 @@ async def test_half_a_character_in_protobuf_is_no_fault(running: Running, tmp_pa
             assert (answer.status, answer.content_type) == (400, media["Content-Type"])
             assert RpcStatus.FromString(await answer.read()).code == 3
         _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
-    assert [call["request"]["model"][-1] for call in rollout["calls"]] == ["x", "!"]
-    assert [call["latency_ms"] for call in rollout["calls"]] == [0, 0]
+    assert [(call["request"]["model"][-1], call["latency_ms"]) for call in rollout["calls"]] == [("x", 0), ("!", 0)]
 
 
 async def test_what_is_no_export_is_refused_as_otlp_says(running: Running, tmp_path: Path) -> None:
+    packed = {"Content_Encoding": "gzip"}
     refused: list[tuple[bytes, dict[str, str], tuple[int, int]]] = [
         (b"{", {}, (400, 3)),
         (b'{"resourceSpans": 1}', {}, (400, 3)),
         (b"{}", {"Content_Type": "text/plain"}, (415, 3)),
         (b"{}", {"Content_Encoding": "br"}, (415, 3)),
-        (b"no gzip", {"Content_Encoding": "gzip"}, (400, 3)),
-        (gzip.compress(b"{}")[:-4], {"Content_Encoding": "gzip"}, (400, 3)),
-        (gzip.compress(b"{}") * 2, {"Content_Encoding": "gzip"}, (400, 3)),
-        (gzip.compress(b" " * 1_100_000), {"Content_Encoding": "gzip"}, (413, 8)),
+        (b"no gzip", packed, (400, 3)),
+        (gzip.compress(b"{}")[:-4], packed, (400, 3)),
+        (gzip.compress(b"{}") * 2, packed, (400, 3)),
+        (gzip.compress(b" " * 1_100_000), packed, (413, 8)),
     ]
     async with running(tmp_path, max_body_mb=1) as system:
         for body, headers, expected in refused:
             status, answer = await system.call("POST", "/otlp/v1/traces", body, **headers)
             assert (status, answer["code"]) == expected and answer["message"], (body[:20], headers)
+        status, answer = await system.call("POST", "/otlp/v1/metrics", {})
+        assert (status, answer["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_without_the_packages_spans_are_refused_with_what_to_install(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("lightning_proxy.features.otel.otlp", raising=False)
+    monkeypatch.setitem(sys.modules, "lightning_proxy.features.otel.otlp", None)
+    async with running(tmp_path) as system:
+        status, answer = await post(system)
+    assert (status, "pip install 'lightning-proxy[otel]'" in answer["error"]["message"]) == (501, True)
 
 
 async def test_keys_are_asked_for_and_a_rollouts_key_is_for_that_rollout(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, api_keys=["k"]) as system:
-        _, (one,) = await system.call("POST", "/rollouts", {}, Authorization="Bearer k")
+        everybodys = {"Authorization": "Bearer k"}
+        _, (one,) = await system.call("POST", "/rollouts", {}, **everybodys)
         own = {"Authorization": f"Bearer {one['api_key']}"}
-        assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT)))[0] == 401
-        assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT), **own))[0] == 403
+        assert (await post(system, span(CHAT)))[0] == 401
+        assert (await post(system, span(CHAT), **own))[0] == 403
         ours = CHAT | TOKENS | {"lightning.rollout_id": one["rollout_id"], "lightning.policy_version": 0}
         for other in ({"lightning.rollout_mode": "eval"}, {"lightning.task_id": "easier"}):
-            assert (await system.call("POST", "/otlp/v1/traces", by_hand(ours | other), **own))[0] == 403
-        named = by_hand(ours)
-        named["resourceSpans"] += by_hand(CHAT, "00000000000000bb")["resourceSpans"]
-        status, answer = await system.call("POST", "/otlp/v1/traces", named, **own)
+            assert (await post(system, span(ours | other), **own))[0] == 403
+        status, answer = await post(system, span(ours), span(CHAT, 0xBB), **own)
         assert (status, answer["partialSuccess"]["rejectedSpans"]) == (200, "1")
-        _, rollout = await system.call("GET", f"/rollouts/{one['rollout_id']}", Authorization="Bearer k")
+        _, rollout = await system.call("GET", f"/rollouts/{one['rollout_id']}", **everybodys)
         (call,) = rollout["calls"]
         assert "own key" in call["untrainable_reason"] and rollout["mode"] == "train"
-        assert (await system.call("GET", f"/rollouts/{TRACE}", Authorization="Bearer k"))[0] == 404
-        assert (await system.call("POST", "/otlp/v1/traces", by_hand(CHAT), Authorization="Bearer k"))[0] == 200
+        assert (await system.call("GET", f"/rollouts/{TRACE}", **everybodys))[0] == 404
+        assert (await post(system, span(CHAT), **everybodys))[0] == 200
 
 
 async def test_a_key_for_own_rollouts_reports_nothing_into_anothers(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         ann, bob = [await system.key(name, scope="own") for name in ("ann", "bob")]
         await system.chat("r1", **ann)
-        status, answer = await system.call(
-            "POST", "/otlp/v1/traces", by_hand(CHAT | {"lightning.rollout_id": "r1"}), **bob
-        )
+        status, answer = await post(system, span(CHAT | R1), **bob)
         assert (status, answer["code"]) == (404, 2), answer
         _, rollout = await system.call("GET", "/rollouts/r1", **ann)
         assert [call["upstream"] for call in rollout["calls"]] == ["policy"]
 
 
 async def test_redaction_applies_also_to_an_end_that_comes_on_a_second_try(running: Running, tmp_path: Path) -> None:
-    secret = {
-        "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "pin 123456"}]}])
-    }
+    secret = json.dumps([{"role": "user", "parts": [{"type": "text", "content": "pin 123456"}]}])
+    told = span({**CHAT, **TOKENS, "gen_ai.input.messages": secret, "lightning.policy_version": 0})
     async with running(tmp_path, recording={"redact": {"patterns": [r"\d{6}"]}}) as system:
-        spans = by_hand({**CHAT, **TOKENS, **secret, "lightning.policy_version": 0})
-        for _ in range(2):
-            await system.call("POST", "/otlp/v1/traces", spans)
-            _, first = await system.call("GET", f"/rollouts/{TRACE}")
-            async with system.store() as store:
-                await store.database.commit([("UPDATE calls SET status = 'incomplete', response = NULL", [{}])])
-        await system.call("POST", "/otlp/v1/traces", spans)
+        await post(system, told)
+        _, first = await system.call("GET", f"/rollouts/{TRACE}")
+        async with system.store() as store:
+            await store.database.commit([("UPDATE calls SET status = 'incomplete', response = NULL", [{}])])
+        await post(system, told)
         _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
     assert first["calls"] == rollout["calls"]
     (call,) = rollout["calls"]
@@ -432,22 +460,10 @@ async def test_redaction_applies_also_to_an_end_that_comes_on_a_second_try(runni
     assert (call["prompt_token_ids"], call["untrainable_reason"]) == ([], "redacted")
 
 
-async def test_other_paths_below_v1_still_go_to_the_upstream(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        status, answer = await system.call("POST", "/otlp/v1/metrics", {})
-    assert (status, answer["error"]["type"]) == (404, "not_found_error")
-
-
-NAMES = st.sampled_from(
-    ["role", "parts", "type", "content", "name", "id", "message", "messages", "tool_calls", "function"]
-)
-NUMBERED = [
-    "gen_ai.prompt.0.content", "gen_ai.completion.0.tool_calls.0.id", "llm.model_name", "input.value", "output.value",
-    "llm.invocation_parameters", "llm.input_messages.0", "llm.input_messages.0.message", "llm.tools.0.tool.json_schema",
-    "llm.input_messages.0.message.contents.0.message_content.text", "retrieval.documents.0.document.content",
-]  # fmt: skip
+NAMES = st.sampled_from(["role", "parts", "type", "content", "name", "id", "message", "tool_calls", "function"])
+NUMBERED = ["gen_ai.prompt.0.content", "gen_ai.completion.0.tool_calls.0.id", *OPENINFERENCE, "input.value"]
 ATTRIBUTES = st.dictionaries(
-    st.sampled_from([*CHAT, *SAID, *TOKENS, *NUMBERED]),
+    st.sampled_from([*CHAT, *SAID, *TOKENS, *NUMBERED, "llm.input_messages.0", "output.value"]),
     st.one_of(
         st.integers(-(2**63), 2**63 - 1),
         st.floats(),
@@ -463,14 +479,95 @@ ATTRIBUTES = st.dictionaries(
 
 
 @given(ATTRIBUTES, st.sampled_from(["chat", "execute_tool", "retrieval"]))
-def test_no_attributes_break_the_reader(attributes: dict[str, Any], operation: str) -> None:
+def test_no_attributes_break_the_reader(attributes: Json, operation: str) -> None:
     named = attributes | {"gen_ai.operation.name": operation}
     tokens_of(named, response_of(named)), request_of(named), action_of(named, None)
 
 
 @given(st.binary(max_size=200), st.sampled_from(["protobuf", "json"]))
 def test_no_bytes_break_the_decoder(body: bytes, encoding: Any) -> None:
-    try:
+    with suppress(InvalidRequest):
         read_spans(body, encoding)
-    except InvalidRequest as error:
-        assert isinstance(error, LightningError)
+
+
+# What a collector receives --------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """Keeps the spans that it is sent. `hangs`: takes them in and never answers."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.spans: list[Span] = []
+        self.names: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.hangs = hangs
+        self.app = web.Application()
+        self.app.router.add_post("/v1/traces", self.traces)
+
+    async def traces(self, request: web.Request) -> web.Response:
+        self.headers.append(dict(request.headers))
+        if self.hangs:
+            await asyncio.sleep(600)
+        self.spans += read_spans(body := await request.read(), "protobuf")[0]
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.names += [span.name for scope in resource.scope_spans for span in scope.spans]
+        return web.Response(body=b"", content_type="application/x-protobuf")
+
+
+async def chat(system: Any, **headers: str) -> dict[str, str]:
+    """The answer's headers, and its status."""
+    body = {"model": "policy", "temperature": 0.7, "messages": [{"role": "user", "content": "hi"}]}
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with system.session.post(f"{system.url}/v1/chat/completions", json=body, headers=names) as answer:
+        await answer.read()
+        return dict(answer.headers) | {"status": str(answer.status)}
+
+
+async def test_a_recorded_call_is_a_span_below_the_agents_own(running: Running, tmp_path: Path) -> None:
+    collector, trace, parent = Collector(), "ab" * 16, "cd" * 8
+    async with serving(collector.app) as at:
+        telemetry = {"otlp_endpoint": at, "otlp_headers": {"X-Team": "agents"}}
+        recording = {"redact": {"patterns": ["answered"]}}
+        async with running(tmp_path, otel=telemetry, recording=recording) as system:
+            got = await chat(
+                system, X_Rollout_Id="r1", X_Task_Id="t", X_Agent_Name="a", traceparent=f"00-{trace}-{parent}-01"
+            )
+            await chat(system, X_Recording="off")
+            system.vllm.status = 500
+            await chat(system, X_Rollout_Id="r2")
+        ok, failed = collector.spans
+    assert (collector.names[0], ok.trace_id, ok.error) == ("chat policy", trace, None)
+    expected = {
+        "service.name": "lightning-proxy", "gen_ai.operation.name": "chat", "gen_ai.request.model": "policy",
+        "gen_ai.request.temperature": 0.7, "gen_ai.response.model": "base", "gen_ai.response.id": "x1",
+        "gen_ai.response.finish_reasons": ["stop"], "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 2,
+        "gen_ai.agent.name": "a", "lightning.rollout_id": "r1", "lightning.task_id": "t",
+        "lightning.call_id": got["x-call-id"], "lightning.policy_version": 0, "lightning.trainable": True,
+    }  # fmt: skip
+    assert {name: ok.attributes.get(name) for name in expected} == expected
+    assert not [name for name, value in ok.attributes.items() if "hi" in str(value).split()], "nothing that was said"
+    assert ok.ended_at > ok.started_at
+    assert (failed.attributes["error.type"], failed.error) == ("500", "the upstream [redacted] 500")
+    assert {headers["x-team"] for headers in collector.headers} == {"agents"}
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+async def test_a_collector_that_is_away_costs_no_call(running: Running, tmp_path: Path, how: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        async with serving(Collector(hangs=True).app) as there:
+            at = there if how == "hangs" else f"http://127.0.0.1:{taken.getsockname()[1]}"
+            async with running(tmp_path, otel={"otlp_endpoint": at}) as system:
+                answers = [await chat(system) for _ in range(20)]
+    assert {answer["status"] for answer in answers} == {"200"}
+    for thread in threading.enumerate():
+        if thread.name.startswith("Otel"):
+            await asyncio.to_thread(thread.join, 10)
+            assert not thread.is_alive(), "it still tries"
+
+
+def test_without_the_sdk_the_configuration_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    config = Config.model_validate({"otel": {"otlp_endpoint": "http://127.0.0.1:4318"}})
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-proxy\[otel\]'"):
+        create_app(config)
