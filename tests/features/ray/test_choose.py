@@ -19,50 +19,38 @@ RAY = Config.model_validate({"run": {"executor": "ray"}})
 
 
 def test_programs_run_here_unless_something_else_is_asked_for() -> None:
-    command = [sys.executable, __file__]
-    assert isinstance(runner_for(Config(), command, [], print), LocalRunner)
-    assert isinstance(runner_for(Config(), command, ["json"], print), LocalRunner)
+    assert isinstance(runner_for(Config(), [sys.executable, __file__], ["json"], print), LocalRunner)
 
 
-def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_does_not_go_with_other_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--preload needs executor local"):
+        runner_for(RAY, ["python", "agent.py"], ["json"], print)
+    with pytest.raises(ConfigError, match="no command given"):
+        runner_for(RAY, [], [], print)
     monkeypatch.setattr(commands, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'lightning-proxy[ray]'")):
         runner_for(RAY, ["agent"], [], print)
 
 
-def test_what_does_not_go_with_other_machines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--preload needs executor local"):
-        runner_for(RAY, ["python", "agent.py"], ["json"], print)
-    with pytest.raises(ConfigError, match="no command given"):
-        runner_for(RAY, [], [], print)
-
-
-def test_the_options_are_those_of_the_configuration(tmp_path: Path) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("{}\n")
-    (tmp_path / "config.yaml").write_text("run: {executor: slurm}\n")
-    unknown = lightning("run", "--tasks", tasks, "--", "true", cwd=tmp_path)
-    assert (unknown.returncode, "run.executor: Input should be 'local' or 'ray'" in unknown.stderr) == (2, True)
-    (tmp_path / "config.yaml").write_text("ray: {options: {cpus: 1}}\n")
-    wrong = lightning("run", "--tasks", tasks, "--", "true", cwd=tmp_path)
-    assert (wrong.returncode, "ray.options" in wrong.stderr, "num_cpus" in wrong.stderr) == (2, True, True)
-    (tmp_path / "config.yaml").write_text("ray: {address: 'ray://head:10001'}\n")
-    client = lightning("run", "--tasks", tasks, "--", "true", cwd=tmp_path)
-    assert (client.returncode, "ray:// cannot be used" in client.stderr or "(ray://)" in client.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("run: {executor: slurm}", r"run\.executor: Input should be 'local' or 'ray'"),
+        ("ray: {options: {cpus: 1}}", r"ray\.options.*num_cpus"),
+        ("ray: {address: 'ray://head:10001'}", r"ray:// cannot be used|\(ray://\)"),
+    ],
+)
+def test_the_options_are_those_of_the_configuration(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    (tmp_path / "config.yaml").write_text(config)
+    done = lightning("run", "--tasks", tmp_path / "tasks.jsonl", "--", "true", cwd=tmp_path)
+    assert done.returncode == 2 and re.search(said, done.stderr, re.DOTALL), done.stderr
 
 
 @pytest.mark.parametrize("url", ["https://proxy.example/of/agents", "https://proxy.example/of/agents/"])
 def test_addresses_of_the_proxy_get_another_root(url: str) -> None:
-    env = {
-        "OPENAI_BASE_URL": "http://127.0.0.1:8080/rollouts/r1/v1",
-        "LIGHTNING_URL": "http://127.0.0.1:8080",
-        "EVENTS_OF_A_ROOM": "http://127.0.0.1:8080/room/rollouts/r1/events",
-        "LIGHTNING_TASK": '"http://127.0.0.1:8080"',
-    }
-    assert reached_at(url, env) == {
-        "OPENAI_BASE_URL": "https://proxy.example/of/agents/rollouts/r1/v1",
-        "LIGHTNING_URL": "https://proxy.example/of/agents",
-        "EVENTS_OF_A_ROOM": "https://proxy.example/of/agents/room/rollouts/r1/events",
-        "LIGHTNING_TASK": '"http://127.0.0.1:8080"',
-    }
+    ours, task = "http://127.0.0.1:8080", {"LIGHTNING_TASK": '"http://127.0.0.1:8080"'}
+    paths = {"OPENAI_BASE_URL": "/rollouts/r1/v1", "LIGHTNING_URL": "", "EVENTS_OF_A_ROOM": "/room/rollouts/r1/events"}
+    env = {name: ours + path for name, path in paths.items()} | task
+    assert reached_at(url, env) == {name: url.rstrip("/") + path for name, path in paths.items()} | task
     assert reached_at(None, env) == env
