@@ -1,4 +1,7 @@
-"""`train --offline` as a process: what it reads, what it leaves alone, and that a killed run ends as any other."""
+"""What is learned from a store or an export, and `train --offline` as a process.
+
+What it reads and leaves alone, and that a killed run ends as any other.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,267 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
+from itertools import compress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import trl
 import yaml
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from traffic.recording import read as read_traffic
+from transformers import PreTrainedTokenizerFast
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError, NotSaved
-from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Limits, Reward, RolloutName
+from lightning_proxy.core.tokens import GREEDY, MEDIA, NOT_FOLLOWED, NOT_THE_POLICY
 from lightning_proxy.core.tools import tool_calls
 from lightning_proxy.features.tune.data import prepare
+from lightning_proxy.features.tune.lessons import Example, LessonReader, Lessons, NothingToLearn, as_lesson
 from lightning_proxy.features.tune.offline import train_offline
 from lightning_proxy.proxy.api.views import answer_in
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from lightning_proxy.store.training import TrainingSteps
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.plugins import Offline, check
 from lightning_proxy.trainer.plugins import Run as Asked
 from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.types import Sifted
+from support.calls import call
 from support.models import VOCABULARY
 from support.paths import TESTS
 from support.sections import TrainerConfig, placed
+
+PROMPT = (0, 5, 6)
+WORDS = ["<bos>", "<end>", "<unk>", "<user>", "<assistant>", "<tool>", "What", "is", "seven", "plus", "two", "nine",
+         "please", "call", "add", "7", "2", "So"]  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}"
+    "{% for c in m.tool_calls or [] %} call {{ c.function.name }} {{ c.function.arguments.a }}{% endfor %} <end>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def tokenizer(template: str = TEMPLATE, end: str = "<end>") -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token=end, chat_template=template)
+
+
+class Recorded:
+    """A store to record rollouts in, and to read lessons from."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    async def rollout(
+        self, name: str, task: str | None, reward: float | None, *answers: Sequence[int], mode: Any = "train",
+        agents: Sequence[str | None] = (None,), reason: str | None = None, prompt: Sequence[int] = PROMPT,
+        key_id: str | None = None,
+    ) -> None:  # fmt: skip
+        """A rollout that answers in turn with `answers`, by `agents` in turn; every turn adds two tokens of context."""
+        ids = tuple(prompt)
+        async with Recorder(self.store, merged=False) as recorder:
+            for turn, answer in enumerate(answers):
+                call_id, who = f"{name}-{turn}", RolloutName(name, task, agents[turn % len(agents)], mode, key_id)
+                request = {"messages": [{"role": "user", "content": f"{task} {turn}"}], "temperature": 0.7}
+                choice = Choice(0, tuple(answer), (-3.0,) * len(answer), "stop")
+                await recorder.start(CallStart(call_id, who, "chat/completions", "policy", 3, request, time.time()))
+                await recorder.end(CallEnd(call_id, name, "ok", {}, 200, ids, (choice,), untrainable_reason=reason))
+                ids = (*ids, *answer, 7, 8)
+        if reward is not None:
+            await self.store.rewards.post([Reward(name, reward)], None, b"")
+
+    async def of_another_model(self, name: str, messages: list[Any], message: Any, finish: str = "stop") -> None:
+        request, who = {"model": "teacher", "messages": messages}, RolloutName(name)
+        response = {"choices": [{"message": {"role": "assistant", **message}, "finish_reason": finish}]}
+        async with Recorder(self.store, merged=False) as recorder:
+            await recorder.start(CallStart(name, who, "chat/completions", "teacher", None, request, time.time()))
+            await recorder.end(CallEnd(name, name, "ok", response, 200, (), (), untrainable_reason=NOT_THE_POLICY))
+        await self.store.rewards.post([Reward(name, 1.0)], None, b"")
+
+    async def read(
+        self, method: str, among: Any = None, shown_by: Any = None, agents: Any = (), sift: Any = None, **own: Any
+    ) -> Lessons:
+        team = {"agents": agents} if agents else {}
+        settings = TrainerConfig.model_validate({method: own, **team})
+        trainer: Any = SimpleNamespace(settings=settings, tokenizer=shown_by, max_tokens=100, vocabulary=None)
+        return await LessonReader(method, self.store, trainer, sift).read(among)
+
+    async def learned(self, method: str, **options: Any) -> dict[str, list[int]]:
+        """The sampled tokens of what becomes likelier, by rollout."""
+        lessons = await self.read(method, **options)
+        return {
+            row.rollout_id: [*compress(row.token_ids, row.mask)] for row in (e.rows[0] for e in lessons.train if e.up)
+        }
+
+
+@pytest.fixture
+async def r(tmp_path: Path) -> AsyncIterator[Recorded]:
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/store.db")) as database:
+        yield Recorded(Store(database))
+
+
+def names(pairs: Sequence[Example]) -> set[tuple[str, ...]]:
+    return {tuple(row.rollout_id for row in pair.rows) for pair in pairs}
+
+
+async def test_sft_takes_the_best_of_each_task_and_no_copies(r: Recorded) -> None:
+    for name, task, reward, token in (
+        ("old", "t1", 1.0, 10), ("copy", "t1", 1.0, 10), ("better", "t1", 2.0, 11), ("third", "t1", 0.5, 12),
+        ("wrong", "t2", 0.0, 13), ("lone", None, 0.1, 14), ("running", "t3", None, 16),
+    ):  # fmt: skip
+        await r.rollout(name, task, reward, (token,))
+    await r.rollout("held", "t3", 1.0, (15,), mode="eval")
+    assert await r.learned("sft", top=2) == {"better": [11], "copy": [10], "lone": [14]}
+    assert await r.learned("sft", min_reward=1.0) == {"better": [11], "copy": [10]}
+    everything = await r.read("sft", min_reward=0.0)
+    assert len(everything.train) == everything.metrics["rollouts_trained"] == 5
+    assert everything.metrics["rollouts"] == 6
+
+
+async def test_dpo_pairs_siblings_with_rewards_that_differ(r: Recorded) -> None:
+    for name, reward, token in (("best", 1.0, 9), ("good", 0.9, 10), ("poor", 0.2, 11), ("worst", 0.0, 12)):
+        await r.rollout(name, "t1", reward, (token, 1))
+    await r.rollout("alone", None, 5.0, (13, 1))
+    pairs = await r.read("dpo", margin=0.5)
+    two = {("best", "worst"), ("good", "worst")}
+    assert names(pairs.train) == two | {("good", "poor"), ("best", "poor")} and pairs.metrics["pairs"] == 4
+    assert names((await r.read("dpo", margin=0.5, pairs_per_task=2)).train) == two
+    one = await r.read("dpo", margin=0.5, pairs_per_task=1)
+    again = await r.read("dpo", one.rollout_ids, margin=0.5, pairs_per_task=1)
+    assert names(one.train) == {("best", "worst")} and again.digest == one.digest != pairs.digest
+
+
+async def test_dpo_makes_no_pairs_of_copies_other_prompts_tenants_or_answers_without_tokens(r: Recorded) -> None:
+    await r.rollout("lucky", "t1", 1.0, (9, 1))
+    await r.rollout("unlucky", "t1", 0.0, (9, 1))
+    await r.rollout("elsewhere", "t1", 0.0, (10, 1), prompt=(0, 5, 7))
+    await r.rollout("redacted", "t1", 0.0, (11, 1), reason="redacted")
+    for name, reward in (("tenant", 1.0), ("another", 0.0)):
+        _, key = await r.store.keys.create(name, "agent", Limits(), recording=True, scope="own")
+        await r.store.rollouts.open([(RolloutName(name, "t2", key_id=key.key_id), f"hash of {name}")], {})
+        await r.rollout(name, "t2", reward, (9 + int(reward), 1))
+    with pytest.raises(NothingToLearn, match="1 calls without tokens to learn from, 1 pairs of different prompts"):
+        await r.read("dpo")
+    await r.rollout("other", "t1", 0.0, (12, 1))
+    await r.rollout("again", "t1", 0.0, (12, 1))
+    (pair,) = (await r.read("dpo")).train
+    assert [row.token_ids for row in pair.rows] == [(*PROMPT, 9, 1), (*PROMPT, 12, 1)]
+
+
+async def test_kto_takes_every_rewarded_rollout_up_or_down(r: Recorded) -> None:
+    for name, task, reward in (("up", "t1", 1.0), ("down", "t2", 0.0), ("lone", None, 0.3)):
+        await r.rollout(name, task, reward, (9, 1))
+    for threshold, up in ((0.0, {"up", "lone"}), (0.5, {"up"})):
+        assert {*await r.learned("kto", threshold=threshold)} == up
+        metrics = (await r.read("kto", threshold=threshold)).metrics
+        assert (metrics["thumbs_up"], metrics["thumbs_down"]) == (len(up), 3 - len(up))
+
+
+async def test_a_rollout_that_awaits_its_reward_function_is_not_learned_from_yet(r: Recorded) -> None:
+    await r.rollout("scored", "t1", 1.0, (10,))
+    await r.store.rollouts.use_function("scoring.py:reward")
+    await r.rollout("awaits", "t1", 1.0, (11,))
+    assert {*await r.learned("sft")} == {"scored"}
+
+
+async def test_whole_answers_of_trained_agents_are_learned_however_sampled_and_no_others(r: Recorded) -> None:
+    await r.rollout("team", None, 1.0, (10,), (11,), (12,), agents=["writer", "checker"])
+    for name, token, reason in (
+        ("greedy", 13, GREEDY), ("forced", 14, NOT_FOLLOWED + "a thinking budget"), ("redacted", 15, "redacted"),
+        ("seen", 16, MEDIA),
+    ):  # fmt: skip
+        await r.rollout(name, None, 1.0, (token,), reason=reason, agents=["writer"])
+    assert await r.learned("sft", agents=["writer"]) == {"team": [10, 12], "greedy": [13], "forced": [14]}
+    assert (await r.read("sft", agents=["writer"])).metrics["calls_of_others"] == 1
+
+
+async def test_calls_that_are_sifted_out_or_pushed_down_are_no_lesson(r: Recorded) -> None:
+    await r.rollout("a", None, 1.0, (10,), (11,), (12,))
+    assert await r.learned("sft", sift=lambda calls: Sifted(calls, left_out={0}, negative={2})) == {"a": [11]}
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+async def test_tasks_are_held_out_whole_and_always_the_same(
+    r: Recorded, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.features.tune.lessons.HELD_OUT", 0.3)
+    for task in range(10):
+        for sibling in range(2):
+            await r.rollout(f"{task}-{sibling}", f"t{task}", float(sibling), (10 + sibling,))
+    lessons, again = [await r.read(method) for _ in range(2)]
+    tasks = [{row.task_id for one in part for row in one.rows} for part in (lessons.train, lessons.held_out)]
+    assert [len(part) for part in tasks] == [7, 3] and not tasks[0] & tasks[1]
+    assert lessons.digest == again.digest
+    assert (lessons.metrics["groups_trained"], lessons.metrics["groups_held_out"]) == (7, 3)
+
+
+async def test_rollouts_that_teach_nothing_are_an_error_that_says_why(r: Recorded) -> None:
+    async def refused(method: str, said: str, **own: Any) -> None:
+        with pytest.raises(NothingToLearn, match=said):
+            await r.read(method, **own)
+
+    await refused("sft", "0 rollouts of mode train are completed and have a reward; --method sft")
+    await r.rollout("a", "t1", 0.0, (10,))
+    await refused("kto", "--method kto needs two rows")
+    await r.rollout("b", "t1", -2.0, (10,))
+    await refused("sft", "2 rollouts .*; theirs are from -2 to 0; .* above 0 .tune.sft")
+    await refused("dpo", "siblings with rewards that differ by 3 or more .tune.dpo.margin", margin=3.0)
+    await r.rollout("c", "t1", 1.0, (10,), reason="redacted")
+    await refused("sft", "left out: 1 calls without tokens to learn from")
+
+
+# Answers of other models ---------------------------------------------------------------------------------------------
+
+
+def words(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+async def test_an_answer_of_another_model_is_what_it_adds_to_the_templates_prompt(r: Recorded) -> None:
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What is seven plus two"}]}]
+    add = {"id": "c1", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    await r.of_another_model("a", asked, {"content": None, "tool_calls": [add]}, "tool_calls")
+    await r.of_another_model("b", asked, {"content": "nine please"})
+    await r.of_another_model("cut off", asked, {"content": "nine"}, "length")
+    await r.of_another_model("odd", [{"role": "user"}, "odd"], {"content": "nine"})
+    lessons = await r.read("sft", shown_by=tokenizer())
+    assert await r.learned("sft", shown_by=tokenizer()) == {
+        "a": words("call add 7 <end>"),
+        "b": words("nine please <end>"),
+        "cut off": words("nine"),
+    }
+    prompt = tuple(words("<user> What is seven plus two <end> <assistant>"))
+    assert {one.rows[0].token_ids[:8] for one in lessons.train} == {prompt}
+    assert lessons.metrics["calls_untokenised"] == 1
+    forgetful = tokenizer(TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else 'So' }}"))
+    with pytest.raises(NothingToLearn, match="4 calls of other models that the policy's chat template does not"):
+        await r.read("sft", shown_by=forgetful)
+
+
+def test_what_real_frameworks_were_answered_can_be_learned_from() -> None:
+    """All chats of tests/traffic, tool calls and results included, by the template of Qwen2.5."""
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
+    shown_by = tokenizer(template, "<|im_end|>")
+    asked = [c for c in read_traffic().calls if c.path.endswith("chat/completions") and c.status == 200 and c.answer]
+    foreign: Any = {"trainable": False, "untrainable_reason": NOT_THE_POLICY}
+    calls = [call("c", request=c.body, response=c.answer, **foreign) for c in asked if len(c.answer["choices"]) == 1]
+    assert len(calls) == 1990
+    for lesson in (as_lesson(one, shown_by) for one in calls):
+        assert lesson is not None and lesson.trainable
+        assert lesson.response_token_ids.index(shown_by.eos_token_id) == len(lesson.response_token_ids) - 1 > 0
+
+
+# Offline -------------------------------------------------------------------------------------------------------------
 
 KILLED = TESTS / "support" / "killed.py"
 TASKS, SIBLINGS = 6, 4
@@ -58,39 +293,24 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def _record(path: Path) -> None:
     source = random.Random(0)
+
+    def answers() -> list[tuple[int, ...]]:
+        return [tuple(source.randrange(2, VOCABULARY) for _ in range(4)) for _ in range(2)]
+
     async with opened(StoreConfig(url=f"sqlite:///{path}")) as database:
-        store = Store(database)
-        async with Recorder(store, merged=False) as recorder:
-            for task in range(TASKS):
-                for sibling in range(SIBLINGS):
-                    reward = 1.0 if f"t{task}" == EQUAL else float(sibling % 2)
-                    await _rollout(recorder, store, f"t{task}", f"t{task}-{sibling}", reward, source)
-            await _rollout(recorder, store, "t0", "failed", None, source)
-            await store.rollouts.end("failed", "failed", None)
-            await _rollout(recorder, store, "t0", "running", None, source)
+        r = Recorded(Store(database))
+        for task in range(TASKS):
+            for sibling in range(SIBLINGS):
+                reward = 1.0 if f"t{task}" == EQUAL else float(sibling % 2)
+                await r.rollout(f"t{task}-{sibling}", f"t{task}", reward, *answers())
+        for name in ("failed", "running"):
+            await r.rollout(name, "t0", None, *answers())
+        await r.store.rollouts.end("failed", "failed", None)
         await database.checkpoint()
-    connection = sqlite3.connect(path)
-    connection.execute("UPDATE rollouts SET step = 1 WHERE task_id = 't1'")
-    connection.execute("INSERT INTO steps (step, status, base, created_at) VALUES (1, 'trained', 0, 1.0)")
-    connection.commit()
-    connection.close()
-
-
-async def _rollout(
-    recorder: Recorder, store: Store, task: str | None, name: str, reward: float | None, source: random.Random
-) -> None:
-    prompt: tuple[int, ...] = (0, 5, 6)
-    for turn in range(2):
-        call = f"{name}-{turn}"
-        ids = tuple(source.randrange(2, VOCABULARY) for _ in range(4))
-        request = {"messages": [{"role": "user", "content": f"{task} {turn}"}], "temperature": 0.7}
-        rollout = RolloutName(name, task)
-        await recorder.start(CallStart(call, rollout, "chat/completions", "policy", 3, request, time.time()))
-        await recorder.end(CallEnd(call, name, "ok", {}, 200, prompt, (Choice(0, ids, (-3.0,) * 4, "stop"),)))
-        prompt = (*prompt, *ids, 7, 8)
-    if reward is not None:
-        await store.rewards.post([Reward(name, 0.25 * reward, call_id=f"{name}-0", final=False)], None, b"")
-        await store.rewards.post([Reward(name, reward)], None, b"")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE rollouts SET step = 1 WHERE task_id = 't1'")
+        connection.execute("INSERT INTO steps (step, status, base, created_at) VALUES (1, 'trained', 0, 1.0)")
+        connection.commit()
 
 
 class Run:
@@ -125,18 +345,26 @@ class Run:
         return process.returncode, text
 
     def steps(self) -> dict[int, dict[str, Any]]:
-        connection = sqlite3.connect(self.out / "store.db")
-        rows = connection.execute("SELECT step, metrics FROM steps WHERE status = 'trained' ORDER BY step").fetchall()
-        connection.close()
+        with closing(sqlite3.connect(self.out / "store.db")) as store:
+            rows = store.execute("SELECT step, metrics FROM steps WHERE status = 'trained' ORDER BY step").fetchall()
         return {step: json.loads(metrics) for step, metrics in rows}
 
-    def losses(self) -> list[tuple[float, float, float]]:
-        return [(m["loss"], m["grad_norm"], m["lr"]) for m in self.steps().values()]
+    def state(self, step: int) -> Any:
+        return torch.load(self.out / "checkpoints" / str(step) / "state.pt", weights_only=True)
 
-    def state(self) -> dict[str, Any]:
-        last = max(self.steps())
-        found: dict[str, Any] = torch.load(self.out / "checkpoints" / str(last) / "state.pt", weights_only=True)
-        return found
+    def outcome(self) -> Any:
+        """What a run of the same seed must come to: its losses, and all that is in its last checkpoint."""
+        losses = [(m["loss"], m["grad_norm"], m["lr"]) for m in self.steps().values()]
+        return losses, plain(self.state(max(self.steps())))
+
+
+def plain(value: Any) -> Any:
+    """The value with lists in place of tensors."""
+    if isinstance(value, dict):
+        return {key: plain(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(plain, value)]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -151,23 +379,17 @@ def export(store: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two epochs that nobody interrupted."""
     run = Run(tmp_path_factory.mktemp("whole"), base, lr_scheduler="linear", max_steps=10, lora_rank=128)
     before = files(recorded.parent)
     code, text = run.train("--data", recorded, "--epochs", "2")
     assert code == 0, text
     assert files(recorded.parent) == before, "the store was only to be read"
-    said = (
-        "step 1  reward",
-        "epoch 1 of 2 is done after step 3",
-        "epoch 2 of 2 is done after step 6",
-        "vllm serve",
-        "lightning-proxy up",
-    )
-    assert [one for one in said if one not in text] == [], text
+    said = ("step 1  reward", *(f"epoch {n} of 2 is done after step {3 * n}" for n in (1, 2)), "vllm serve")
+    assert [one for one in (*said, "lightning-proxy up") if one not in text] == [], text
     assert "promote best" not in text, "no version was published"
-    yield run
+    return run
 
 
 async def test_a_store_on_a_server_has_to_be_made_a_file_first() -> None:
@@ -181,7 +403,6 @@ def test_every_group_is_trained_on_once_an_epoch_whatever_was_trained_on_before(
     assert list(steps) == [1, 2, 3, 4, 5, 6]
     assert [m["rollouts_trained"] / SIBLINGS for m in steps.values()] == [2, 1, 2, 2, 2, 1]
     assert steps[6]["epochs_done"] == 2
-    assert max(abs(loss) for loss, _, _ in whole.losses()) > 0
     assert steps[1]["loss"] != steps[4]["loss"], "the second epoch goes on from the first"
     for file in ("adapter/adapter_model.safetensors", "adapter/COMPLETE", "model/config.json"):
         assert (whole.out / file).is_file()
@@ -196,36 +417,10 @@ def test_a_run_that_was_killed_gives_the_same_losses_and_weights(
     for moment in ("save:3", "commit:2", "epoch:1"):  # each counted from the last kill on
         code, text = run.train(*arguments, script=KILLED, KILL_AT=moment)
         assert code == -signal.SIGKILL, text
-    code, text = run.train(*arguments)
-    assert code == 0, text
-    assert run.losses() == whole.losses()
-    _same(run.state(), whole.state())
-
-
-def _same(a: Any, b: Any) -> None:
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            _same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        for one, other in zip(a, b, strict=True):
-            _same(one, other)
-    else:
-        assert a == b
-
-
-@pytest.mark.long
-def test_an_export_trains_to_the_same_weights_as_the_store(
-    whole: Run, recorded: Path, base: Path, tmp_path: Path
-) -> None:
-    target = export(recorded, tmp_path / "week.jsonl")
-    run = Run(tmp_path / "run", base, **whole.trainer)
-    code, text = run.train("--data", target, "--epochs", "2")
-    assert code == 0, text
-    for (loss, norm, rate), (expected, expected_norm, expected_rate) in zip(run.losses(), whole.losses(), strict=True):
-        assert (loss, norm, rate) == pytest.approx((expected, expected_norm, expected_rate), abs=1e-6)
+    for _ in range(2):  # a run that is done adds nothing
+        code, text = run.train(*arguments)
+        assert code == 0, text
+        assert run.outcome() == whole.outcome()
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": ["n"]}}}]
@@ -262,23 +457,24 @@ async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are
             for name in ("good", "bad"):
                 await _tool_user(recorder, Store(database), name, name == "good")
         await database.checkpoint()
-    settings = {"credit": "discounted", "baseline": "dr_grpo", "group_size": 2, "group_timeout_s": 1e-9}
-    settings |= {
+    settings = {
+        "credit": "discounted", "baseline": "dr_grpo", "group_size": 2, "group_timeout_s": 1e-9,
         "reward_weights": {"reward": 1.0, "style": 2.0, "judge": 8.0},
         "air": {"tool_error": -0.1, "bad_arguments": -0.1, "truncated": -0.1},
-    }
+    }  # fmt: skip
     found = []
     for number, data in enumerate((source, export(source, tmp_path / f"week.{suffix}"))):
         async with opened(await prepare(data, tmp_path / str(number))) as database:
-            collector = Collector(TrainerConfig.model_validate(settings), Store(database))
-            batch = await collector.next_batch(0, fewer=True)
+            batch = await Collector(TrainerConfig.model_validate(settings), Store(database)).next_batch(0, fewer=True)
             calls = await Store(database).calls.of("good")
-            said = [(answer_in(call.response), call.response["choices"][0]["finish_reason"]) for call in calls]
-            assert batch is not None
-            found.append((said, {s.call_ids[0]: s.advantages[-1] for s in batch.samples}))
-    # Returns of the second call: 1 + 2 * (4 + 0.5) - 0.1 and 1 - 0.1; the first adds 8 * 0.75 and 8 * 0.25 - 2 * 0.1.
-    assert found[0][1] == pytest.approx({"good-0": 6.6, "bad-0": -6.6, "good-1": 4.5, "bad-1": -4.5})
-    assert found[1] == (found[0][0], pytest.approx(found[0][1]))
+        said = [(answer_in(call.response), call.response["choices"][0]["finish_reason"]) for call in calls]
+        assert batch is not None
+        rows = {s.call_ids[0]: (s.token_ids, s.mask, s.logprobs, s.temperatures) for s in batch.samples}
+        # Of the second call: 1 + 2 * (4 + 0.5) - 0.1 and 1 - 0.1; the first adds 8 * 0.75 and 8 * 0.25 - 2 * 0.1.
+        advantages = {"good-0": 6.6, "bad-0": -6.6, "good-1": 4.5, "bad-1": -4.5}
+        assert {s.call_ids[0]: s.advantages[-1] for s in batch.samples} == pytest.approx(advantages)
+        found.append((said, rows))
+    assert found[0] == found[1]
 
 
 async def test_a_call_that_an_export_has_no_tokens_of_is_not_trainable(recorded: Path, tmp_path: Path) -> None:
@@ -289,23 +485,20 @@ async def test_a_call_that_an_export_has_no_tokens_of_is_not_trainable(recorded:
     assert first.untrainable_reason == "no token ids or log-probabilities in the export"
 
 
-@pytest.mark.long
-def test_more_epochs_go_on_where_the_last_one_ended(recorded: Path, base: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", base)
-    for epochs, steps in ((1, 3), (2, 6), (2, 6)):
-        code, text = run.train("--data", recorded, "--epochs", str(epochs))
-        assert (code, len(run.steps())) == (0, steps), text
-
-
-SFT = {"epochs": 12, "learning_rate": 0.02}
-
-
-def test_the_command_tunes_and_says_how_it_goes(recorded: Path, base: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", base, sft=SFT | {"min_reward": 0.5})
+@pytest.mark.parametrize(
+    ("weights", "served"),
+    [("lora", "the weights of step 1, as a LoRA adapter"), ("full", "/model --served-model-name policy")],
+)
+def test_the_command_tunes_and_says_how_it_goes(
+    recorded: Path, base: Path, tmp_path: Path, weights: str, served: str
+) -> None:
+    run = Run(tmp_path / "run", base, sft={"learning_rate": 0.02, "min_reward": 0.5}, weights=weights)
     code, text = run.train("--data", recorded, "--method", "sft", "--epochs", "2")
-    said = ("epoch 1 of 2: loss", "step 1", "sft loss", "the weights of step 1, as a LoRA adapter")
+    said = ("epoch 1 of 2: loss", "step 1", "sft loss", served)
     assert (code, [one for one in said if one not in text]) == (0, []), text
-    assert (run.out / "adapter" / "COMPLETE").is_file()
+    assert (run.out / "adapter" / "COMPLETE").is_file() == ("adapter" in text) == (weights == "lora")
+    before, after = (load_file(model / "model.safetensors") for model in (base, run.out / "model"))
+    assert before.keys() == after.keys() and not all(torch.equal(after[name], value) for name, value in before.items())
 
 
 async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_ends_no_epoch(
@@ -323,9 +516,8 @@ async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_end
         whole(self, directory)
 
     def saved(step: int) -> bool:
-        state = torch.load(run.out / "checkpoints" / str(step) / "state.pt", weights_only=True)
         found = load_file(run.out / "adapter" / "adapter_model.safetensors")
-        return all(torch.equal(found[name], value) for name, value in state["adapters"]["default"].items())
+        return all(torch.equal(found[name], value) for name, value in run.state(step)["adapters"]["default"].items())
 
     with monkeypatch.context() as broken:
         broken.setattr(LightningTrainer, "save", full)
@@ -338,40 +530,13 @@ async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_end
     assert list(run.steps()) == [1, 2, 3] and saved(3)
 
 
-async def test_an_epoch_that_was_stopped_at_its_end_ends_also_after_a_run_of_sft(
-    recorded: Path, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, stop = Run(tmp_path / "run", base), asyncio.Event()
-    run.trainer["sft"] = {"epochs": 1}
-    config = Config.model_validate(run.settings())
-    whole = TrainingSteps.update_metrics
-
-    async def told(self: TrainingSteps, step: int, metrics: dict[str, Any]) -> None:
-        await whole(self, step, metrics)
-        if step == 3:
-            stop.set()
-
-    with pytest.MonkeyPatch.context() as stopping:
-        stopping.setattr(TrainingSteps, "update_metrics", told)
-        await train_offline(config, Asked(), Offline(recorded, run.out, 1), stop)
-    assert "epochs_done" not in run.steps()[3]
-    await train_offline(config, Asked("sft"), Offline(recorded, run.out), asyncio.Event())
-    await train_offline(config, Asked(), Offline(recorded, run.out, 2), asyncio.Event())
-    assert "nothing in the data can be learned from" not in caplog.text
-    assert {step: m["epochs_done"] for step, m in run.steps().items() if "epochs_done" in m} == {4: 1, 7: 2}
-
-
 async def test_rollouts_without_a_task_that_are_not_trained_on_are_told_of(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    r: Recorded, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, out = tmp_path / "live.db", tmp_path / "run" / "out"
-    async with opened(StoreConfig(url=f"sqlite:///{source}")) as database:
-        async with Recorder(Store(database), merged=False) as recorder:
-            for i in range(3):
-                await _rollout(recorder, Store(database), None, f"r{i}", float(i), random.Random(i))
-        await database.checkpoint()
+    for i in range(3):
+        await r.rollout(f"r{i}", None, float(i), (9, 9 + i))
     config = Config.model_validate(Run(tmp_path / "run", base).settings())
-    await train_offline(config, Asked(), Offline(source, out, 1), asyncio.Event())
+    await train_offline(config, Asked(), Offline(tmp_path / "store.db", tmp_path / "out", 1), asyncio.Event())
     assert "nothing in the data can be learned from" in caplog.text
     assert "3 rollouts have no task: see trainer.lone_rollouts" in caplog.text
 
@@ -463,5 +628,4 @@ def test_a_step_that_finds_the_disk_full_waits_for_space(
         process.kill()
     assert process.returncode == 0, "".join(said) + rest
     assert "step 2 waits to be saved" in said[-1] and "free some space" in said[-1], said[-1]
-    assert run.losses() == whole.losses()
-    _same(run.state(), whole.state())
+    assert run.outcome() == whole.outcome()
