@@ -13,15 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_proxy.core.json_text import (
-    Number,
-    dumps,
-    encode,
-    encode_as_vllm,
-    encoded_parts,
-    loads,
-    loads_in_turns,
-)
+from lightning_proxy.core.json_text import dumps, encode, encode_as_vllm, encoded_parts, loads, loads_in_turns
 from lightning_proxy.store.requests import common_prefix, pack_ids, shrink_request, unpack_ids
 from support.calls import stored_and_read
 from support.fuzzing import examples
@@ -29,11 +21,9 @@ from support.fuzzing import examples
 NUMBERS = [
     "0", "-0.0", "1", "1.0", "1e5", "-1.5E+3", "18446744073709551615", "18446744073709551616", "-9223372036854775809",
     "123456789012345678901234567890", "0.1234567890123456789", "3.14159265358979323846264338327950288",
-    "-123456789.12345678901234567890",
-    "9007199254740993.0", "1e400", "-1E400", "1e-400", "5e-324",
-    "1.7976931348623159e308",
-    "123456789012345678901234567890.5e-10", "9" * 5000, "0." + "1" * 5000, "1e999999999999999999999999",
-    "0e99999999999999999",
+    "-123456789.12345678901234567890", "9007199254740993.0", "1e400", "-1E400", "1e-400", "5e-324",
+    "1.7976931348623159e308", "123456789012345678901234567890.5e-10", "9" * 5000, "0." + "1" * 5000,
+    "1e999999999999999999999999", "0e99999999999999999",
 ]  # fmt: skip
 
 
@@ -49,7 +39,9 @@ def _decimal(digits: str) -> Any:
         return "fraction", digits
 
 
-def test_a_number_is_written_as_it_was_read() -> None:
+def test_a_number_is_written_as_it_was_read_however_deep() -> None:
+    deep = "[" * 400 + "1" + "]" * 400  # too deep for orjson
+    assert encode(loads(deep)) == deep.encode()
     around = ("%s", '{"a":[1,%s,2.5],"logprob":-0.12345678901234566}', '{"\\ud800":%s}')
     for text in (place % number for place in around for number in NUMBERS):
         for value in (loads(text), loads(text.encode()), loads_in_turns(text)):
@@ -70,13 +62,6 @@ def test_numbers_beside_logprobs_are_written_as_they_were_read(numbers: list[str
     assert exactly(dumps(loads(text))) == exactly(text)
 
 
-def test_what_a_float_holds_is_a_float() -> None:
-    assert {type(value) for value in loads("[1.5, 0.1, 1e5, -0.0, 0.12345678901234566, 1e-300]")} == {float}
-    assert {type(value) for value in loads("[1, 18446744073709551616]")} == {int}
-    assert {type(value) for value in loads("[1e400, 0.1234567890123456789]")} == {Number}
-    assert {type(loads(" " * shift + "9.973508576640863")) for shift in range(4)} == {Number}
-
-
 def test_a_long_number_is_a_float_for_all_who_calculate() -> None:
     number = loads("0.1234567890123456789")
     assert number == 0.1234567890123456789
@@ -95,19 +80,11 @@ def test_requests_that_differ_in_the_last_digit_are_not_the_same() -> None:
     assert dumps(stored_and_read(second, first)) == '{"x":0.12345678901234567891,"y":1e401}'
 
 
-def test_what_is_nested_too_deeply_for_orjson_is_written() -> None:
-    text = "[" * 400 + "1" + "]" * 400
-    assert encode(loads(text)) == text.encode()
-
-
 # What is stored of a request: its difference from an earlier one.
 
+scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text()
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    scalars | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
@@ -133,12 +110,7 @@ def test_a_growing_conversation_stores_only_its_new_messages() -> None:
 
 
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
-def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
+def test_token_ids_survive_packing_and_their_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
+    assert unpack_ids(pack_ids([2**31 - 1, *a])) == (2**31 - 1, *a)
     n = common_prefix(a, b)
-    assert a[:n] == b[:n]
-    assert n == min(len(a), len(b)) or a[n] != b[n]
-
-
-@given(st.lists(st.integers(0, 2**31 - 1)))
-def test_token_ids_survive_packing(ids: list[int]) -> None:
-    assert unpack_ids(pack_ids(ids)) == tuple(ids)
+    assert a[:n] == b[:n] and (n == min(len(a), len(b)) or a[n] != b[n])

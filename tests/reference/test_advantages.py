@@ -35,8 +35,6 @@ SETTINGS: dict[str, Json] = {
     "some agents, each by its strategy": {"credit": {"a": "anchor"}, "discount": 0.8, "agents": ["a", "b"]},
     "one agent": {"credit": "discounted", "discount": 0.8, "agents": ["a"]},
 }
-
-
 FATES = ("rejected", "negative", "left out")
 
 
@@ -88,37 +86,30 @@ def rollout(own: float | None, *calls: float | None, prompts: tuple[int, ...] = 
     }  # fmt: skip
 
 
-N = None
+N, DR = None, {"baseline": "dr_grpo"}
 THREE = [rollout(2.0, N), rollout(-1.0, N, N), rollout(0.5, N)]  # mean 0.5, sample variance 2.25
 LONG = [rollout(4.0, 1.0, 0.0, 2.0), rollout(0.0, 0.0, 1.0)]  # γ = 0.5: 4, 6 / 2 = 3 and on; see below
 STATES = [rollout(N, 0.0, 1.0, prompts=(1, 2)), rollout(N, 1.0, 0.0, prompts=(1, 1)), rollout(N, 2.0, prompts=(3,))]
+SEATS = [rollout(1.0, N, at=0), rollout(-1.0, N, at=10), rollout(1.0, N, at=20)]
 
 
 @pytest.mark.parametrize(
     ("settings", "group", "expected"),
     [
         ({}, THREE, [[1.5 / 1.5001], [-1.5 / 1.5001] * 2, [0.0]]),
-        ({"baseline": "dr_grpo"}, THREE, [[1.5], [-1.5] * 2, [0.0]]),
+        (DR, THREE, [[1.5], [-1.5] * 2, [0.0]]),
         ({"baseline": "rloo"}, THREE, [[2 - -0.25], [-1 - 1.25] * 2, [0.0]]),
         ({"baseline": "maxrl"}, [rollout(1.0, N), *(rollout(0.0, N) for _ in range(3))], [[3.0], *[[-1.0]] * 3]),
         # Returns of calls: 1 + 3 / 2 + …: the last one 2 + 4 = 6, then 0 + 3 = 3, then 1 + 1.5 = 2.5; and 1, 0.5.
         # The third step has no sibling and keeps the second's mean, 2.
-        (
-            {"credit": "discounted", "discount": 0.5, "baseline": "dr_grpo"},
-            LONG,
-            [[2.5 - 1.5, 3 - 2, 6 - 2], [0.5 - 1.5, 1 - 2]],
-        ),
+        (DR | {"credit": "discounted", "discount": 0.5}, LONG, [[2.5 - 1.5, 3 - 2, 6 - 2], [0.5 - 1.5, 1 - 2]]),
         # Sums 1, 1, 2; returns of calls 0.5, 1; 1, 0; 2. Prompt 1 has 0.5, 1, 0: their mean is 0.5.
         (
-            {"credit": "anchor", "discount": 0.5, "anchor_weight": 2.0, "baseline": "dr_grpo"},
+            DR | {"credit": "anchor", "discount": 0.5, "anchor_weight": 2.0},
             STATES,
             [[-1 / 3 + 0, -1 / 3], [-1 / 3 + 1, -1 / 3 - 1], [2 / 3]],
         ),
-        (
-            {"credit": "rae"},
-            [rollout(1.0, N, at=0), rollout(-1.0, N, at=10), rollout(1.0, N, at=20)],
-            [[0.0], [-2.0], [1 - (0.95 * 1 - 1) / 1.95]],
-        ),
+        ({"credit": "rae"}, SEATS, [[0.0], [-2.0], [1 - (0.95 * 1 - 1) / 1.95]]),
         ({}, [rollout(0.1 + 0.2, N), rollout(0.3, N)], [[0.0], [0.0]]),  # equal but for rounding
     ],
 )

@@ -58,15 +58,11 @@ CASES: dict[str, tuple[Json, Json]] = {
 }
 
 
-def parameters() -> list[Any]:
-    return [
-        pytest.param(name, kind, id=f"{name} {kind}", marks=[pytest.mark.long] * (kind == "qwen2"))
-        for name in CASES
-        for kind in ("llama", "qwen2")
-    ]
+KINDS = pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2", marks=pytest.mark.long)])
 
 
-@pytest.mark.parametrize(("name", "kind"), parameters())
+@KINDS
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_float64(name: str, kind: str, tmp_path: Path) -> None:
     settings, world = CASES[name]
     compare(settings, world, kind, tmp_path, None)
@@ -98,7 +94,7 @@ def compare(settings: Json, world: Json, kind: str, directory: Path, adapters: J
     trainer.close()
 
 
-def error(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> float:
+def error(found: dict[str, Tensor], weights: dict[str, Tensor]) -> float:
     """The greatest difference of two gradients, in parts of the greatest gradient."""
     expected = {name: w.grad for name, w in weights.items() if w.grad is not None}
     most = max(float(grad.abs().max()) for grad in expected.values())
@@ -162,7 +158,7 @@ def _lent(row: Json, other: Json) -> Json:
 LOSSES: dict[str, Callable[[Policy, Policy, Sequence[Json]], Tensor]] = {"sft": sft, "dpo": dpo, "kto": kto}
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2", marks=pytest.mark.long)])
+@KINDS
 @pytest.mark.parametrize("weights", ["lora", "full"])
 @pytest.mark.parametrize("method", LOSSES)
 def test_gradients_of_fine_tuning_are_those_of_float64(

@@ -18,7 +18,7 @@ from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.strategies import group_credit
 from lightning_proxy.trainer.types import Batch, Sibling
-from support.sections import TrainerConfig
+from support.sections import PolicyConfig, TrainerConfig
 from support.stores import store_url
 
 
@@ -69,19 +69,10 @@ class Traffic:
         self.store = Store(database)
 
     async def rollout(
-        self,
-        name: str,
-        task: str | None,
-        final: float | None,
-        calls: Sequence[float] = (0.0,),
-        *,
-        status: str | None = None,
-        reward_name: str = "reward",
-        finish: str = "stop",
-        tool: bool = False,
-        version: int | list[int | None] | None = 0,
-        **end: Any,
-    ) -> str:
+        self, name: str, task: str | None, final: float | None, calls: Sequence[float] = (0.0,), *,
+        status: str | None = None, reward_name: str = "reward", finish: str = "stop", tool: bool = False,
+        version: int | list[int | None] | None = 0, **end: Any,
+    ) -> str:  # fmt: skip
         """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i.
 
         `tool`: each answer calls a tool, and the next request brings its result; only then the prompts continue.
@@ -119,10 +110,19 @@ class Traffic:
     async def post(self, reward: Reward) -> None:
         await self.store.rewards.post([reward], None, b"")
 
-    async def batch(self, **changed: Any) -> Batch | None:
+    def collector(self, *, adapters: Any = None, **changed: Any) -> Collector:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
-        config = TrainerConfig.model_validate(settings)
-        return await Collector(config, self.store).next_batch(0, fewer=True)
+        policy = PolicyConfig(adapters=adapters or {})
+        return Collector(TrainerConfig.model_validate(settings), self.store, policy=policy)
+
+    async def batch(self, live: int = 0, **changed: Any) -> Batch | None:
+        return await self.collector(**changed).next_batch(live, fewer=True)
+
+    async def taken(self, live: int = 0, **changed: Any) -> Batch:
+        """What a step takes, which is something."""
+        batch = await self.batch(live, **changed)
+        assert batch is not None
+        return batch
 
     async def dropped(self, *names: str) -> list[str | None]:
         return [(await self.store.rollouts.get(name)).dropped for name in names]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,14 +29,24 @@ from lightning_proxy.serving.vllm import VllmFleet, operator_session
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
+from lightning_proxy.store.training import Step
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.plugins import Run, TrainerCore, plugins_of
 from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.train import engine_of
 from lightning_proxy.trainer.verify import SURE
 from support.models import VOCABULARY
-from support.sections import with_features
+from support.sections import PolicyConfig, TrainerConfig, with_features
 from support.stores import store_url
+
+
+def learner(model: Path, directory: Path, adapters: Any = None, **settings: Any) -> LightningTrainer:
+    """A trainer in float32 without a loop. `settings`: of the section `trainer`."""
+    given = {"learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", **settings}
+    publish: Any = "lora" if adapters else "auto"
+    policy = PolicyConfig(model=str(model), directory=directory, adapters=adapters or {}, publish=publish)
+    return LightningTrainer(TrainerConfig.model_validate(given), policy)
 
 
 class HonestServer:
@@ -131,30 +142,47 @@ class Bench:
         return runs(TrainerCore(config, self.store, self.trainer, Run()), self._publisher(config))
 
     def _publisher(self, config: Config) -> Publisher:
-        directory = config.policy.directory
         if not config.section(PromotionConfig).is_gated:
-            return Publisher(config.policy, self.store, Swap(self.store, self.vllm, self.mode, directory), self.trainer)
+            return Publisher(config.policy, self.store, self.swap, self.trainer)
         from lightning_proxy.features.promotion.gated import CandidateSwap, GatedPublisher
         from lightning_proxy.features.promotion.promotions import Promotions, candidates_server
 
         placed = candidates_server(self.config, Promotions(self.store.database))
-        swap = CandidateSwap(self.store, self.vllm, self.mode, directory, placed)
+        swap = CandidateSwap(self.store, self.vllm, self.mode, config.policy.directory, placed)
         return GatedPublisher(config, self.store, swap, self.trainer)
 
     @property
     def mode(self) -> Any:
         return self.config.policy.publish
 
+    @property
+    def swap(self) -> Swap:
+        return Swap(self.store, self.vllm, self.mode, self.config.policy.directory)
+
+    async def activate(self, version: int) -> None:
+        """Make a version live by hand."""
+        await self.swap.activate(await self.store.versions.get(version))
+
+    async def live(self) -> tuple[int, int | None, bool]:
+        """The live version, its step, and whether it is verified."""
+        found = await self.store.versions.live()
+        return found.version, found.step, found.verified
+
+    async def last(self) -> Step:
+        found = await self.store.steps.last()
+        assert found is not None
+        return found
+
+    async def train(self, *tasks: str, agent: str | None = None, **trainer: Any) -> list[str]:
+        """Record a whole group of every task, and train once on what waits, in a process that was just started."""
+        rollouts = await self.groups(*tasks, agent=agent)
+        await self.loop(**trainer).run(asyncio.Event(), once=True)
+        return rollouts
+
     async def rollout(
-        self,
-        task: str,
-        reward: float | None,
-        *,
-        version: int = 0,
-        status: str | None = None,
-        answer: int = 4,
+        self, task: str, reward: float | None, *, version: int = 0, status: str | None = None, answer: int = 4,
         agent: str | None = None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """One recorded rollout of one call with `answer` tokens, ended with a reward or a status."""
         ids = tuple(self.random.randrange(2, VOCABULARY) for _ in range(answer))
         rollout_id = await self.record(task, Choice(0, ids, (-3.0,) * answer, "stop"), version, agent)
@@ -196,15 +224,10 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    base: Path,
-    tmp_path: Path,
-    publish: str = "merged",
-    server: type[HonestServer] = HonestServer,
-    replicas: Sequence[type[HonestServer]] = (),
-    busy_timeout_s: float = 5.0,
-    policy: dict[str, Any] | None = None,
+    base: Path, tmp_path: Path, publish: str = "merged", server: type[HonestServer] = HonestServer,
+    replicas: Sequence[type[HonestServer]] = (), busy_timeout_s: float = 5.0, policy: dict[str, Any] | None = None,
     **trainer: Any,
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[Bench]:  # fmt: skip
     servers = [kind(base) for kind in (server, *replicas)]
     async with AsyncExitStack() as stack:
         url, *others = [f"{await stack.enter_async_context(listening(played.app))}/v1" for played in servers]
@@ -221,6 +244,9 @@ async def bench(
                 yield Bench(given, database, VllmFleet(session, given["upstreams"][0].urls), servers)
         finally:
             await database.close()
+
+
+Start = Callable[..., AbstractAsyncContextManager[Bench]]  # `bench`, its model and directory given
 
 
 async def require_seen_clearly(store: Store, version: int) -> None:
@@ -241,6 +267,4 @@ async def sample_varied(b: Bench, version: int) -> None:
 
 
 ABSURD = {"group_size": 16, "tasks_per_step": 4, "learning_rate": 10.0}
-
-
 OWN_ADAPTERS = {"adapters": {"writer": ["writer", "rewriter"], "checker": ["checker"]}}

@@ -16,16 +16,10 @@ from lightning_proxy.core.config.section import feature_sections
 from lightning_proxy.core.errors import ConfigError, NotSaved
 from lightning_proxy.features.judge.config import CallsConfig
 from lightning_proxy.trainer.checkpoint import atomic_directory
-from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
+from lightning_proxy.trainer.step.trainer import STATE_FILE
 from lightning_proxy.trainer.types import Batch, Sample
 from support.models import save_small_model
-from support.sections import PolicyConfig, TrainerConfig
-
-
-def trainer(base: Path, tmp_path: Path, **settings: Any) -> LightningTrainer:
-    given = {"report_to": [], "dtype": "float32", "lora_rank": 4, **settings}
-    config = TrainerConfig.model_validate(given)
-    return LightningTrainer(config, PolicyConfig(model=str(base), directory=tmp_path / "policy"))
+from support.training import learner
 
 
 @pytest.mark.parametrize(
@@ -37,28 +31,25 @@ def trainer(base: Path, tmp_path: Path, **settings: Any) -> LightningTrainer:
     ],
 )
 def test_another_adapter_is_refused(base: Path, tmp_path: Path, settings: dict[str, Any], what: str) -> None:
-    trainer(base, tmp_path).save(tmp_path / "1")
-    other = trainer(base, tmp_path, **settings)
+    learner(base, tmp_path).save(tmp_path / "1")
+    other = learner(base, tmp_path, **settings)
     before = other.adapter()
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"{re.escape(what)}.*set it back, or start over"):
         other.load(tmp_path / "1")
-    assert what in error.value.message and "set it back, or start over" in error.value.message
     assert all(torch.equal(value, before[name]) for name, value in other.adapter().items())
 
 
 def test_another_base_model_is_refused_and_one_that_was_moved_is_not(base: Path, tmp_path: Path) -> None:
-    trainer(base, tmp_path).save(tmp_path / "1")
-    moved = tmp_path / "moved"
-    save_small_model(moved)
-    trainer(moved, tmp_path).load(tmp_path / "1")
+    learner(base, tmp_path).save(tmp_path / "1")
+    learner(save_small_model(tmp_path / "moved"), tmp_path).load(tmp_path / "1")
     other = save_small_model(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match=rf'policy.model "{base}" → "{other}"'):
-        trainer(other, tmp_path).load(tmp_path / "1")
+        learner(other, tmp_path).load(tmp_path / "1")
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "gone", "rubbish"])
 def test_a_damaged_checkpoint_is_named_with_what_to_do(base: Path, tmp_path: Path, damage: str) -> None:
-    saved = trainer(base, tmp_path)
+    saved = learner(base, tmp_path)
     saved.save(tmp_path / "1")
     path = tmp_path / "1" / STATE_FILE
     whole = path.read_bytes()
@@ -72,7 +63,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(base: Path, tmp_path: Pat
 def test_without_optimizer_state_its_moments_and_the_schedule_begin_anew_and_that_is_said(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved = trainer(base, tmp_path, lr_scheduler="linear", max_steps=4)
+    saved = learner(base, tmp_path, lr_scheduler="linear", max_steps=4)
     saved.save(tmp_path / "1")
     state = torch.load(tmp_path / "1" / STATE_FILE, weights_only=True)
     del state["optimizer"]
@@ -91,10 +82,10 @@ def test_without_optimizer_state_its_moments_and_the_schedule_begin_anew_and_tha
 def test_training_goes_on_with_fewer_or_more_gpus(
     base: Path, tmp_path: Path, there: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer(base, tmp_path).save(tmp_path / "1")
+    learner(base, tmp_path).save(tmp_path / "1")
     state = torch.load(tmp_path / "1" / STATE_FILE)
     torch.save({**state, "cuda_rng": [torch.get_rng_state()] * 2}, tmp_path / "1" / STATE_FILE)
-    again, seeded = trainer(base, tmp_path), list[int]()
+    again, seeded = learner(base, tmp_path), list[int]()
     monkeypatch.setattr("torch.cuda.is_available", lambda: there > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
     monkeypatch.setattr("torch.cuda.set_rng_state", lambda rng, device: seeded.append(device))
@@ -105,7 +96,7 @@ def test_training_goes_on_with_fewer_or_more_gpus(
 def test_no_secret_is_in_a_checkpoint(base: Path, tmp_path: Path) -> None:
     judge = CallsConfig(model="openai/gpt").model_dump()
     teacher = {"base_url": "http://h/v1", "api_key": "sk-of-the-teacher"}
-    trainer(base, tmp_path, judge=judge, teacher=teacher).save(tmp_path / "1")
+    learner(base, tmp_path, judge=judge, teacher=teacher).save(tmp_path / "1")
     text = (tmp_path / "1" / "config.json").read_text()
     saved = json.loads(text)
     assert "sk-of-the-teacher" not in text
@@ -129,6 +120,4 @@ def test_a_directory_that_is_not_finished_leaves_what_was_there(
     assert (tmp_path / "1" / "a").read_text() == "whole"
     with atomic_directory(tmp_path / "1") as directory:
         assert not list(directory.iterdir())
-        (directory / "a").write_text("new")
-    assert (tmp_path / "1" / "a").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["1"]

@@ -1,117 +1,91 @@
-"""The training loop: what a step takes, what it drops, when it begins, and what it reports."""
+"""The training loop: what a step takes, what it drops, when it begins, and what it reports; its features."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import subprocess
+import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.core.records import Choice, Reward
 from lightning_proxy.trainer.loop import TrainingLoop
-from lightning_proxy.trainer.plugins import TrainerHooks
+from lightning_proxy.trainer.plugins import Run, TrainerHooks, TrainerPlugin, check, open_plugins
 from lightning_proxy.trainer.report.metric_schema import METRICS, all_metrics
 from lightning_proxy.trainer.types import Batch
 from lightning_proxy.trainer.waiting import GuideError
 from support.models import VOCABULARY
-from support.training import bench
+from support.training import Start
 
 
-async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, group_timeout_s=0.01, kl_metric=True, entropy={"coef": 0.01}) as b:
+async def test_a_step_reports_every_metric_of_the_schema_and_no_other(bench: Start) -> None:
+    async with bench(group_timeout_s=0.01, kl_metric=True, entropy={"coef": 0.01}) as b:
         await b.rollout("t1", 1.0)
         await asyncio.sleep(0.02)
-        equal = [await b.rollout("t2", 1.0) for _ in range(4)]
-        await b.groups("t4", "t5")
-        await b.loop().run(asyncio.Event(), once=True)
-        step = await b.store.steps.last()
-        assert step is not None
-        assert {*METRICS, "reward_by_task"} <= set(step.metrics) <= {*all_metrics(), "reward_by_task"}
+        for _ in range(4):
+            await b.rollout("t2", 1.0)
+        await b.train("t4", "t5")
+        metrics = (await b.last()).metrics
+        assert {*METRICS, "reward_by_task"} <= set(metrics) <= {*all_metrics(), "reward_by_task"}
         # What was looked at before without a step to make of it counts for this one.
-        assert step.metrics["groups"] == 4 and step.metrics["groups_trained"] == 2
-        assert step.metrics["groups_equal"] == 1 and step.metrics["groups_incomplete"] == 1
-        assert step.metrics["rollouts"] == 13 and step.metrics["rollouts_dropped"] == len(equal) + 1
-        assert step.metrics["reward_mean"] == pytest.approx((1 + 4 + 4) / 13)
-        assert step.metrics["reward_by_task"]["t4"] == {"mean": 0.5, "std": 0.5, "rollouts": 4.0}
-        assert (step.metrics["version"], step.metrics["advantage_positive"]) == (1, 0.5)
-        assert step.metrics["forward_backward_s"] <= step.metrics["step_s"]
+        expected = {
+            "groups": 4, "groups_trained": 2, "groups_equal": 1, "groups_incomplete": 1, "rollouts": 13,
+            "rollouts_dropped": 5, "reward_mean": pytest.approx(9 / 13), "version": 1, "advantage_positive": 0.5,
+            "reward_by_task": metrics["reward_by_task"] | {"t4": {"mean": 0.5, "std": 0.5, "rollouts": 4.0}},
+        }  # fmt: skip
+        assert {name: metrics[name] for name in expected} == expected
+        assert metrics["forward_backward_s"] <= metrics["step_s"]
         assert "reward_by_task" not in (await b.store.versions.get(1)).metrics
 
 
-async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_nothing(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
+async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_nothing(bench: Start) -> None:
+    async with bench() as b:
         equal = [await b.rollout(task, 0.5) for task in ("t1", "t2") for _ in range(4)]
         useful = await b.groups("t3")  # fewer groups than a step usually takes
         loop = b.loop()
         await loop.run(asyncio.Event(), once=True)
         assert {(await b.store.rollouts.get(r)).dropped for r in equal} == {"all rewards of the group are equal"}
         assert await b.steps_of(useful) == {1}
-        alone = await b.groups("t4")
+        await b.groups("t4")
         await loop.resume()
         assert not await loop.train_once()  # without `once` it waits for more
-        assert await b.steps_of(alone) == {None}
 
 
-async def test_tokens_of_another_tokenizer_end_no_step(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
+async def test_tokens_of_another_tokenizer_end_no_step(bench: Start) -> None:
+    async with bench() as b:
         await b.groups("t1")
         for i in range(4):
             other = await b.record("t2", Choice(0, (VOCABULARY,) * i + (3,), (-1.0,) * (i + 1), "stop"), 0)
             await b.store.rewards.post([Reward(other, float(i))], None, b"")
-        await b.loop().run(asyncio.Event(), once=True)
-        step = await b.store.steps.last()
-        assert step is not None
+        await b.train()
+        step = await b.last()
         assert (step.metrics["calls"], step.metrics["calls_other_tokens"], step.metrics["skipped"]) == (5, 3, 0)
         assert "not the model's tokens" in str((await b.store.rollouts.get(other)).dropped)
 
 
-async def test_a_warm_ups_first_step_publishes_no_version_and_the_next_one_does(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, lr_scheduler="constant_with_warmup", warmup_steps=2) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        first = await b.store.steps.last()
-        assert first is not None and (first.metrics["lr"], first.version) == (0.0, None)
-        await b.loop().run(asyncio.Event(), once=True)  # a restart does not publish it either
-        assert (await b.store.versions.live()).version == 0
-        await b.groups("t3", "t4")
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.step) == (1, 2)
-
-
-async def test_agents_go_on_while_a_step_is_computed_and_what_they_do_is_the_next_steps(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with bench(base, tmp_path) as b:
-        first = await b.groups("t1", "t2")
-        loop = b.loop()
-        computing, go_on, whole = threading.Event(), threading.Event(), b.trainer.forward_backward
-
-        def held(batch: Batch) -> None:
-            computing.set()
-            assert go_on.wait(30)
-            whole(batch)
-
-        monkeypatch.setattr(b.trainer, "forward_backward", held)
-        training = asyncio.create_task(loop.run(asyncio.Event(), once=True))
-        while not computing.is_set():
-            await asyncio.sleep(0.01)
-        second = await b.groups("t3", "t4")  # recorded and rewarded meanwhile
-        assert not training.done()
-        go_on.set()
-        await training
-        assert await b.steps_of(first) == {1}
-        assert await b.steps_of(second) == {2}
+async def test_a_warm_ups_first_step_publishes_no_version_and_the_next_one_does(bench: Start) -> None:
+    async with bench(lr_scheduler="constant_with_warmup", warmup_steps=2) as b:
+        await b.train("t1", "t2")
+        first = await b.last()
+        assert (first.metrics["lr"], first.version) == (0.0, None)
+        await b.train()  # a restart does not publish it either
+        assert (await b.live())[0] == 0
+        await b.train("t3", "t4")
+        assert (await b.live())[:2] == (1, 2)
 
 
 async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bench: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    async with bench(base, tmp_path, schedule={"when": "rollouts", "every_rollouts": 9}) as b:
+    async with bench(schedule={"when": "rollouts", "every_rollouts": 9}) as b:
         await b.groups("t1", "t2")
         loop = b.loop()
         await loop.resume()
@@ -128,7 +102,7 @@ async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(
 
 
 async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     asked = list[int]()
@@ -139,31 +113,67 @@ async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
             raise GuideError("teacher: away")
         return batch
 
-    async with bench(base, tmp_path) as b:
+    async with bench() as b:
         equal = [await b.rollout("t1", 0.5) for _ in range(4)]
         await b.loop(partial(TrainingLoop, hooks=TrainerHooks(guide=away_twice))).run(asyncio.Event(), once=True)
         assert await b.steps_of(equal) == {1}
         assert asked == [4, 4, 4] and caplog.text.count("step 1 waits: teacher: away") == 2
 
 
-async def test_what_is_too_old_is_dropped_with_a_reason(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, max_staleness=0) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        stale = await b.groups("t3", "t4")
-        await b.loop().run(asyncio.Event(), once=True)
+async def test_what_is_too_old_is_dropped_with_a_reason(bench: Start) -> None:
+    async with bench(max_staleness=0) as b:
+        await b.train("t1", "t2")
+        stale = await b.train("t3", "t4")
         reasons = {(await b.store.rollouts.get(rollout)).dropped for rollout in stale}
         assert reasons == {"stale: sampled by too old a policy version"}
 
 
-async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, group_timeout_s=30.0) as b:
+async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(bench: Start) -> None:
+    async with bench(group_timeout_s=30.0) as b:
         old = [await b.rollout("t1", None, status=status) for status in ("completed", "failed")]
         late = [await b.rollout("t2", None, status="completed") for _ in range(4)]
         hour_ago = [{"rollout_id": rollout, "at": time.time() - 3600} for rollout in (*old, *late)]
         await b.store.database.commit([("UPDATE rollouts SET ended_at = :at WHERE rollout_id = :rollout_id", hour_ago)])
         new = await b.rollout("t1", 1.0)
         await b.store.rewards.post([Reward(late[0], 1.0)], None, b"")  # the others' rewards are on their way
-        await b.loop().run(asyncio.Event(), once=True)
+        await b.train()
         for waiting in (new, late[0]):
             assert (await b.store.rollouts.get(waiting)).dropped is None
+
+
+# Features -------------------------------------------------------------------------------------------------------------
+
+
+async def test_two_features_with_the_same_hook_are_refused_and_are_closed() -> None:
+    closed, anything = 0, cast(Any, object())
+
+    class Guiding(TrainerPlugin):
+        @asynccontextmanager
+        async def opened(self, core: Any) -> AsyncIterator[TrainerHooks]:
+            nonlocal closed
+            try:
+                yield TrainerHooks(guide=anything)
+            finally:
+                closed += 1
+
+    with pytest.raises(ConfigError, match="2 features have the trainer's hook guide, which only one may have"):
+        async with open_plugins([Guiding(Config()), Guiding(Config())], anything):
+            pass
+    assert closed == 2
+
+
+def test_a_method_of_fine_tuning_is_refused_under_a_launcher() -> None:
+    with pytest.raises(ConfigError, match="--method kto runs in one process: start it without a launcher"):
+        check(Config(), Run("kto", launched=True))
+    check(Config(), Run(launched=True))
+
+
+def test_torch_is_not_loaded_to_know_the_methods() -> None:
+    """It reads the environment once, which `train` prepares after it has checked the configuration."""
+    code = (
+        "import sys; from lightning_proxy.core.config.root import Config\n"
+        "from lightning_proxy.trainer.plugins import Run, check, methods\n"
+        "check(Config(), Run('sft')); print(*methods(), 'torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["rl", "sft", "dpo", "kto", "False"]

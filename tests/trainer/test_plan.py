@@ -1,4 +1,4 @@
-"""The plan chooses what the configuration does not, keeps what it does, and refuses what cannot fit in one line."""
+"""The plan and the learning rate: chosen where the configuration says nothing, and refused in one line if unfit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer import plan as plan_module
 from lightning_proxy.trainer.plan import Plan, cards, cards_like, check_model, make_plan
+from lightning_proxy.trainer.rate import Rate, automatic_rate, rate_of
 from support.models import SIZES
+from support.sections import TrainerConfig
 
 
 def planned(tmp_path: Path, name: str, gpus: str, **sections: dict[str, Any]) -> Plan:
@@ -34,19 +36,17 @@ def planned(tmp_path: Path, name: str, gpus: str, **sections: dict[str, Any]) ->
 def test_what_is_planned_fits(tmp_path: Path, name: str, gpus: str, vllm: Any, trainer: Any) -> None:
     plan = planned(tmp_path, name, gpus)
     assert (plan.vllm_devices, plan.trainer_devices) == (vllm, trainer)
-    server, share = plan.config.vllm, plan.config.vllm.gpu_memory_utilization
-    assert share is not None and server.max_model_len is not None
+    share, longest = plan.config.vllm.gpu_memory_utilization, plan.config.vllm.max_model_len
     card, sides = plan.cards[0], (sum(plan.vllm.values()), sum(plan.trainer.values()))
     assert (sum(sides) if plan.shared else max(sides)) <= 0.98 * card
-    assert sides[0] == pytest.approx(share * card, rel=0.03)
-    assert 4096 <= server.max_model_len == plan.config.trainer.max_sample_tokens
-    assert plan.kv_tokens >= 2 * server.max_model_len
+    assert share is not None and sides[0] == pytest.approx(share * card, rel=0.03)
+    assert longest is not None and 4096 <= longest == plan.config.trainer.max_sample_tokens
+    assert plan.kv_tokens >= 2 * longest
 
 
-@pytest.mark.parametrize("share", [0.5, 0.55])
-def test_a_share_of_vllms_that_is_configured_leaves_the_trainer_the_rest(tmp_path: Path, share: float) -> None:
-    plan = planned(tmp_path, "Qwen3-4B", "1x24", vllm={"gpu_memory_utilization": share})
-    assert plan.shared and sum(plan.trainer.values()) + share * 24 <= 24
+def test_a_share_of_vllms_that_is_configured_leaves_the_trainer_the_rest(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "Qwen3-4B", "1x24", vllm={"gpu_memory_utilization": 0.55})
+    assert plan.shared and sum(plan.trainer.values()) + 0.55 * 24 <= 24
 
 
 def test_gpus_go_to_those_that_they_are_configured_for(tmp_path: Path) -> None:
@@ -123,3 +123,28 @@ def test_cards_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(cards()) == [3]
     monkeypatch.setattr(plan_module, "ASK", ("no-such-program",))
     assert cards() == {}
+
+
+WIDTH = 576  # SmolLM2-135M
+
+
+@pytest.mark.parametrize(
+    ("width", "lora", "full"),
+    [
+        (WIDTH, 2.0e-4, 1.3e-5),  # 2000 / 576 = 3.472; ln 1.245; times 0.781 0.972; e^0.972 = 2.644
+        (2000, 7.5e-5, 5.0e-6),  # the width at which nothing is scaled
+        (4096, 4.3e-5, 2.9e-6),  # 2000 / 4096 = 0.488; ln -0.717; times 0.781 -0.560; e^-0.560 = 0.571
+    ],
+)
+def test_the_rate_falls_with_the_width_and_is_smaller_for_all_weights(width: int, lora: float, full: float) -> None:
+    assert (automatic_rate(width), automatic_rate(width, "full")) == (lora, full)
+
+
+def test_a_rate_says_what_it_is_for_and_a_checkpoints_counts_until_one_is_set() -> None:
+    lora, full = TrainerConfig(), TrainerConfig(weights="full")
+    assert rate_of(lora, WIDTH) == Rate(2e-4, "`auto` for LoRA of rank 16 and alpha 32 at width 576")
+    assert rate_of(full, WIDTH) == Rate(1.3e-5, "`auto` for all weights at width 576")
+    kept = rate_of(lora, WIDTH, kept=1e-5)
+    assert kept.value == 1e-5 and "the checkpoint's" in kept.reason and "0.0002" in kept.reason
+    assert rate_of(TrainerConfig(learning_rate=3e-5), WIDTH, kept=1e-5).value == 3e-5
+    assert rate_of(lora, WIDTH, kept=2e-4) == rate_of(lora, WIDTH)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
+from safetensors.torch import load_file
 
-from lightning_proxy.core.errors import (
-    LightningError,
-    NotSaved,
-    PublishError,
-    TrainingUnavailable,
-    UpstreamTimeout,
-    UpstreamUnreachable,
-)
-from lightning_proxy.serving.swap import NotServed, Swap
+from lightning_proxy.core import errors
+from lightning_proxy.core.errors import LightningError, NotSaved, PublishError, UpstreamUnreachable
+from lightning_proxy.core.records import PolicyVersion
+from lightning_proxy.serving.swap import NotServed
 from lightning_proxy.serving.vllm import VllmError, VllmFault, VllmServer
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from support.training import DeafServer, HonestServer, RestartingServer, bench
+from support.training import (
+    OWN_ADAPTERS,
+    DeafServer,
+    HonestServer,
+    RestartingServer,
+    Start,
+    require_seen_clearly,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,67 +34,52 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_proxy.serving.swap.LEAVE_S", 0.05)
 
 
-async def test_a_version_made_live_by_hand_during_a_step_stays_live(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
+async def test_a_version_made_live_by_hand_during_a_step_stays_live(bench: Start) -> None:
+    async with bench() as b:
+        await b.train("t1", "t2")
         await b.groups("t3", "t4")
         loop = b.loop()
         await loop.resume()
-        swap = Swap(b.store, b.vllm, "merged", b.config.policy.directory)
-        await swap.activate(await b.store.versions.get(0))  # while the next step is under way
+        await b.activate(0)  # while the next step is under way
         assert await loop.train_once()
-        assert (await b.store.versions.live()).version == 0
-        assert (await b.store.versions.get(2)).status == "failed"
+        assert ((await b.live())[0], (await b.store.versions.get(2)).status) == (0, "failed")
         await b.groups("t5", "t6")
         await loop.run(asyncio.Event(), once=True)
-        last = await b.store.steps.last()
-        assert last is not None
+        last = await b.last()
         assert (last.step, last.base, last.version) == (3, 0, 3)
 
 
-async def test_a_vllm_that_restarts_during_verification_gets_the_weights_again(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_verification_goes_on_when_vllm_restarted_or_was_away(
+    bench: Start, base: Path, monkeypatch: pytest.MonkeyPatch, restarts: bool
 ) -> None:
-    async with bench(base, tmp_path) as b:
-        await b.groups("t1", "t2")
-        sample, restarts = VllmServer.sample, []
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+    async with bench() as b:
+        sample, tries = VllmServer.sample, []
 
-        async def restarted_at_first(*args: Any) -> Any:
-            if not restarts:
-                restarts.append(b.server.load("base", str(base)))
+        async def away_at_first(*args: Any) -> Any:
+            tries.append(args)
+            if restarts and len(tries) == 1:
+                b.server.load("base", str(base))
                 b.server.label = "default"
+            if not restarts and len(tries) < 3:
+                raise UpstreamUnreachable("away")
             return await sample(*args)
 
-        monkeypatch.setattr(VllmServer, "sample", restarted_at_first)
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.verified, live.status) == (1, True, "live")
+        monkeypatch.setattr(VllmServer, "sample", away_at_first)
+        await b.train("t1", "t2")
+        assert await b.live() == (1, 1, True)
 
 
-async def test_a_changed_way_of_publishing_publishes_the_last_step_anew(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, "merged") as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-    async with bench(base, tmp_path, "lora") as b:
-        swap = Swap(b.store, b.vllm, "lora", b.config.policy.directory)
+async def test_a_changed_way_of_publishing_publishes_the_last_step_anew(bench: Start) -> None:
+    async with bench("merged") as b:
+        await b.train("t1", "t2")
+    async with bench("lora") as b:
         with pytest.raises(NotServed, match="published as merged"):
-            await swap.restore(set())
-        await b.loop().run(asyncio.Event(), once=True)
-        await swap.restore(set())
-        live = await b.store.versions.live()
-        assert (live.version, live.step, live.publish, live.verified) == (2, 1, "lora", True)
-
-
-async def test_an_adapter_that_ends_vllm_whenever_it_is_asked_is_not_published(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, "lora", RestartingServer) as b:
-        assert isinstance(b.server, RestartingServer)
-        b.server.always = True
-        await b.groups("t1", "t2")
-        with pytest.raises(PublishError, match="vLLM restarted 3 times while policy version 1 was verified"):
-            await b.loop().run(asyncio.Event(), once=True)
-        assert ((await b.store.versions.live()).version, b.server.restarts) == (0, 3 * b.config.policy.verify_samples)
-        assert (await b.store.versions.get(1)).status == "failed"
+            await b.swap.restore(set())
+        await b.train()
+        await b.swap.restore(set())
+        assert await b.live() == (2, 1, True) and (await b.store.versions.live()).publish == "lora"
 
 
 class FaultyServer(HonestServer):
@@ -112,12 +102,12 @@ class FaultyServer(HonestServer):
     + [("lora", f"/v1/{route}") for route in ("load_lora_adapter", "unload_lora_adapter", "completions")],
 )
 async def test_a_vllm_that_is_there_and_fails_is_asked_again_so_many_times(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, publish: str,
+    bench: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, publish: str,
     faults_at: str, faults: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     monkeypatch.setattr("lightning_proxy.trainer.publish.FAULTS", 4)
-    async with bench(base, tmp_path, publish, FaultyServer) as b:
+    async with bench(publish, FaultyServer) as b:
         assert isinstance(b.server, FaultyServer)
         # In our own way, and in vLLM's; and for several answers at once.
         asked = {"/collective_rpc": 2, "/v1/completions": b.config.policy.verify_samples}.get(faults_at, 1)
@@ -127,23 +117,21 @@ async def test_a_vllm_that_is_there_and_fails_is_asked_again_so_many_times(
         rollouts = await b.groups("t1", "t2")
         if faults == 100:
             with pytest.raises(VllmError, match=f"vLLM answered 500 to POST {faults_at}.*EngineCore died"):
-                await b.loop().run(asyncio.Event(), once=True)
-            assert (await b.store.versions.live()).version == 0
+                await b.train()
             *_, last = await b.store.versions.all()
-            assert (last.status, last.path) == ("failed", None)
-            assert last.error is not None and last.error.startswith("vLLM answered 500 to POST")
+            assert ((await b.live())[0], last.status, last.path) == (0, "failed", None)
+            assert str(last.error).startswith("vLLM answered 500 to POST")
             b.server.faults = 0
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.step, live.verified, await b.steps_of(rollouts)) == (1, True, {1})
+        await b.train()
+        assert ((await b.live())[1:], await b.steps_of(rollouts)) == ((1, True), {1})
         assert caplog.text.count("publishing step 1 is tried again") == 3
         assert "publishing step 1 is tried again (3 of 3): vLLM answered 500" in caplog.text
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
-@pytest.mark.parametrize("missing", [NotSaved, TrainingUnavailable])
+@pytest.mark.parametrize("missing", [NotSaved, errors.TrainingUnavailable])
 async def test_however_long_weights_cannot_be_written_the_rollouts_of_now_are_no_staler_for_it(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: str, missing: type[LightningError]
+    bench: Start, monkeypatch: pytest.MonkeyPatch, publish: str, missing: type[LightningError]
 ) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     whole, tries, paths = LightningTrainer.save_weights, iter(range(5)), set[Path]()
@@ -155,10 +143,9 @@ async def test_however_long_weights_cannot_be_written_the_rollouts_of_now_are_no
         whole(self, directory, merged=merged)
 
     monkeypatch.setattr(LightningTrainer, "save_weights", away)
-    async with bench(base, tmp_path, publish, max_staleness=1) as b:
+    async with bench(publish, max_staleness=1) as b:
         await b.groups("t1", "t2")
-        asked_before = await b.groups("t3", "t4")
-        await b.loop().run(asyncio.Event(), once=True)
+        asked_before = await b.train("t3", "t4")
         assert [v.version for v in await b.store.versions.all()] == [0, 1, 2] and len(paths) == 1
         assert await b.steps_of(asked_before) == {2}
 
@@ -179,52 +166,29 @@ class DyingServer(HonestServer):
 @pytest.mark.parametrize("publish", ["merged", "lora"])
 @pytest.mark.parametrize("order", [(HonestServer, DyingServer), (DyingServer, HonestServer)])
 async def test_a_replica_that_dies_while_it_is_verified_holds_nothing_up(
-    base: Path, tmp_path: Path, publish: str, order: tuple[type[HonestServer], type[HonestServer]]
+    bench: Start, publish: str, order: tuple[type[HonestServer], type[HonestServer]]
 ) -> None:
-    async with bench(base, tmp_path, publish, order[0], replicas=[order[1]]) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.step, live.verified) == (1, 1, True)
+    async with bench(publish, order[0], replicas=[order[1]]) as b:
+        await b.train("t1", "t2")
+        assert await b.live() == (1, 1, True)
 
 
-async def test_an_adapter_that_one_replica_does_not_serve_does_not_count(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, "lora", replicas=[DeafServer]) as b:
-        await b.groups("t1", "t2")
+async def test_an_adapter_that_one_replica_does_not_serve_does_not_count(bench: Start) -> None:
+    async with bench("lora", replicas=[DeafServer]) as b:
         with pytest.raises(PublishError, match="does not serve the weights"):
-            await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.store.versions.live()).version == 0
-
-
-async def test_verification_goes_on_when_vllm_was_away(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with bench(base, tmp_path) as b:
-        await b.groups("t1", "t2")
-        sample, tries = VllmServer.sample, []
-
-        async def away_at_first(*args: Any) -> Any:
-            tries.append(args)
-            if len(tries) < 3:
-                raise UpstreamUnreachable("away")
-            return await sample(*args)
-
-        monkeypatch.setattr(VllmServer, "sample", away_at_first)
-        monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.step, live.verified) == (1, 1, True)
+            await b.train("t1", "t2")
+        assert (await b.live())[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("between", "ends"), [(UpstreamUnreachable, False), (UpstreamTimeout, False), (NotSaved, True)]
+    ("between", "ends"), [(UpstreamUnreachable, False), (errors.UpstreamTimeout, False), (NotSaved, True)]
 )
 async def test_faults_of_a_vllm_that_was_away_between_them_are_not_added_up(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: type[LightningError], ends: bool
+    bench: Start, monkeypatch: pytest.MonkeyPatch, between: type[LightningError], ends: bool
 ) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     monkeypatch.setattr("lightning_proxy.trainer.publish.FAULTS", 3)
-    async with bench(base, tmp_path, "lora") as b:
+    async with bench("lora") as b:
         load, met = VllmServer.load_adapters, [VllmFault, VllmFault, between, VllmFault, VllmFault]
 
         async def faulty_at_first(*args: Any) -> None:
@@ -233,8 +197,90 @@ async def test_faults_of_a_vllm_that_was_away_between_them_are_not_added_up(
             await load(*args)
 
         monkeypatch.setattr(VllmServer, "load_adapters", faulty_at_first)
-        await b.groups("t1", "t2")
         with pytest.raises(VllmFault) if ends else nullcontext():
-            await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.store.versions.live()).step == (None if ends else 1)
+            await b.train("t1", "t2")
+        assert (await b.live())[1] == (None if ends else 1)
         assert "publishing" not in {version.status for version in await b.store.versions.all()}
+
+
+# Adapters of agents ---------------------------------------------------------------------------------------------------
+
+
+def adapter_files(version: PolicyVersion, name: str = "") -> dict[str, torch.Tensor]:
+    return load_file(Path(str(version.path)) / name / "adapter_model.safetensors")
+
+
+async def test_a_version_holds_an_adapter_of_each_agent_and_a_step_moves_those_it_has_samples_of(bench: Start) -> None:
+    async with bench("lora", policy=OWN_ADAPTERS) as b:
+        await b.groups("t1", agent="rewriter")
+        await b.groups("t2")  # of no name
+        await b.train()
+        live = await b.store.versions.live()
+        assert (live.version, live.verified, live.served_model) == (1, True, "policy-v1")
+        assert live.adapters == {"writer": "policy-v1.writer", "checker": "policy-v1.checker"}
+        assert set(b.server.models) == {"base", *live.served_models}
+        for name, moved in (("", True), ("writer", True), ("checker", False)):
+            assert any(w.any() for key, w in adapter_files(live, name).items() if "lora_B" in key) == moved, name
+        await require_seen_clearly(b.store, 1)
+        await b.train("t3", "t4", agent="checker")
+        second = await b.store.versions.live()
+        for name, stays in (("", True), ("writer", True), ("checker", False)):
+            before, after = adapter_files(live, name), adapter_files(second, name)
+            assert all(torch.equal(before[key], after[key]) for key in before) == stays, name
+
+
+async def test_all_adapters_of_a_version_are_served_again_after_a_restart_and_go_with_it(bench: Start) -> None:
+    unwatched = {"collapse": {"action": "off"}}  # no version to go back to stays
+    async with bench("lora", policy=OWN_ADAPTERS | {"keep_versions": 2}, **unwatched) as b:
+        await b.train("t1", "t2", agent="writer")
+        for lost in (list((await b.store.versions.live()).served_models), ["policy-v1.checker"]):
+            for name in lost:
+                del b.server.models[name]
+            await b.swap.restore(set())
+            assert set(b.server.models) == {"base", "policy-v1", "policy-v1.writer", "policy-v1.checker"}
+        await b.train("t3", "t4", agent="checker")
+        await b.train("t5", "t6", agent="checker")
+        served = {f"policy-v{v}{own}" for v in (2, 3) for own in ("", ".writer", ".checker")}
+        assert set(b.server.models) == {"base", *served}
+        assert (await b.store.versions.get(1)).path is None
+
+
+class MixedUpServer(HonestServer):
+    """Serves the writer's weights to the checker, too."""
+
+    def load(self, name: str, path: str) -> None:
+        super().load(name, path.replace("checker", "writer"))
+
+
+async def test_an_adapter_that_is_not_served_keeps_the_whole_version_from_going_live(bench: Start) -> None:
+    async with bench("lora", MixedUpServer, policy=OWN_ADAPTERS) as b:
+        with pytest.raises(PublishError, match=r"were published as policy-v1\.checker"):
+            await b.train("t1", "t2", agent="checker")
+        assert ((await b.live())[0], (await b.store.versions.get(1)).status) == (0, "failed")
+
+
+@pytest.mark.parametrize("replicas", [(), (HonestServer,)])
+@pytest.mark.parametrize(
+    "policy, restarts_at", [({}, "policy-v1"), (OWN_ADAPTERS, "policy-v1"), (OWN_ADAPTERS, "policy-v1.checker")]
+)
+async def test_a_vllm_that_restarts_during_verification_gets_all_adapters_again(
+    bench: Start, replicas: Sequence[type[HonestServer]], policy: dict[str, Any], restarts_at: str
+) -> None:
+    async with bench("lora", RestartingServer, replicas, policy=policy) as b:
+        assert isinstance(b.server, RestartingServer)
+        b.server.restarts_at = restarts_at
+        await b.train("t1", "t2")
+        live = await b.store.versions.live()
+        assert (live.version, live.verified, b.server.restarts) == (1, True, 1)
+        for server in (b.server, *b.replicas):
+            assert set(server.models) == {"base", *live.served_models}
+
+
+async def test_an_adapter_that_ends_vllm_whenever_it_is_asked_is_not_published(bench: Start) -> None:
+    async with bench("lora", RestartingServer) as b:
+        assert isinstance(b.server, RestartingServer)
+        b.server.always = True
+        with pytest.raises(PublishError, match="vLLM restarted 3 times while policy version 1 was verified"):
+            await b.train("t1", "t2")
+        assert ((await b.live())[0], b.server.restarts) == (0, 3 * b.config.policy.verify_samples)
+        assert (await b.store.versions.get(1)).status == "failed"

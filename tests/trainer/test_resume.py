@@ -1,26 +1,32 @@
-"""What a killed or stopped trainer leaves behind, and that the next one goes on from there."""
+"""What a killed or stopped trainer leaves behind, and that the next one goes on from there; one works at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError, StoreUnavailable
-from lightning_proxy.serving.swap import Swap
-from lightning_proxy.trainer.lock import only_trainer
+from lightning_proxy.store.opening import opened
+from lightning_proxy.trainer import lock
 from lightning_proxy.trainer.types import Batch
-from support.training import bench
+from lightning_proxy.trainer.waiting import in_thread
+from support.stores import END_LOCKS, Server, postgres_server
+from support.training import Start
 
 
 async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_told(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with bench(base, tmp_path) as b:
+    async with bench() as b:
         await b.groups("t1", "t2")
         loop, told = b.loop(), []
         with monkeypatch.context() as killed:
@@ -31,18 +37,16 @@ async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_t
             loop = b.loop()
             monkeypatch.setattr(b.trainer.trackers, "report", told.append)
             await loop.run(asyncio.Event(), once=True)
-        assert [(metrics.get("version"), "verify_deviations" in metrics) for metrics in told] == [
-            (1, False),
-            (None, True),
-        ]
+        found = [(metrics.get("version"), "verify_deviations" in metrics) for metrics in told]
+        assert found == [(1, False), (None, True)]
 
 
 @pytest.mark.parametrize("moment", ["claim", "trained", "set_live", "update_metrics"])
 async def test_a_store_that_is_locked_for_long_is_waited_for(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
+    bench: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.05)
-    async with bench(base, tmp_path, busy_timeout_s=0.1) as b:
+    async with bench(busy_timeout_s=0.1) as b:
         rollouts = await b.groups("t1", "t2")
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
         part = b.store.versions if moment == "set_live" else b.store.steps
@@ -61,18 +65,17 @@ async def test_a_store_that_is_locked_for_long_is_waited_for(
         other.execute("COMMIT")
         await training
         other.close()
-        last = await b.store.steps.last()
-        assert last is not None and "publish_s" in last.metrics
+        last = await b.last()
+        assert "publish_s" in last.metrics
         assert await b.steps_of(rollouts) == {last.step}
-        live = await b.store.versions.live()
-        assert (live.step, live.verified) == (last.step, True)
+        assert (await b.live())[1:] == (last.step, True)
 
 
 async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_base(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-    async with bench(base, tmp_path) as b:
+    async with bench() as b:
         await b.groups("t1", "t2")
         loop, began, failures = b.loop(), [], [StoreUnavailable("the store cannot be read")]
         computed, newest = b.trainer.forward_backward, b.store.steps.newest
@@ -94,27 +97,96 @@ async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_ba
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-async def test_a_start_without_a_step_leaves_nothing_that_another_configuration_cannot_go_back_to(
-    base: Path, tmp_path: Path
-) -> None:
-    async with bench(base, tmp_path, lora_rank=4) as b:
+async def test_a_start_without_a_step_leaves_nothing_that_another_configuration_cannot_go_back_to(bench: Start) -> None:
+    async with bench(lora_rank=4) as b:
         await b.loop().resume()
-        await b.groups("t1", "t2")
-        await b.loop(lora_rank=8).run(asyncio.Event(), once=True)
-        await Swap(b.store, b.vllm, "merged", b.config.policy.directory).activate(await b.store.versions.get(0))
-        await b.groups("t3", "t4")
-        await b.loop(lora_rank=8).run(asyncio.Event(), once=True)
+        await b.train("t1", "t2", lora_rank=8)
+        await b.activate(0)
+        await b.train("t3", "t4", lora_rank=8)
         assert [(step.base, step.version) for step in await b.store.steps.all()] == [(0, 1), (0, 2)]
 
 
+# One trainer ----------------------------------------------------------------------------------------------------------
+
+
 def test_two_trainers_share_neither_a_store_nor_a_directory(tmp_path: Path) -> None:
-    with only_trainer(tmp_path / "a", tmp_path / "s.db"):
+    with lock.only_trainer(tmp_path / "a", tmp_path / "s.db"):
         (tmp_path / "link.db").symlink_to(tmp_path / "s.db")
         for directory, store, held in (("b", "link.db", "s.db"), ("a", "other.db", "a")):
             with (
                 pytest.raises(ConfigError, match=f"another trainer works on {tmp_path / held}; stop it first"),
-                only_trainer(tmp_path / directory, tmp_path / store),
+                lock.only_trainer(tmp_path / directory, tmp_path / store),
             ):
                 pass
-    with only_trainer(tmp_path / "b", tmp_path / "s.db"):
+    with lock.only_trainer(tmp_path / "b", tmp_path / "s.db"):
         pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with postgres_server() as server:
+        yield server
+
+
+async def test_a_trainer_that_loses_its_lock_waits_while_another_has_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(store=StoreConfig(url=server.new_database()))
+    running, begun, again = 0, asyncio.Event(), asyncio.Semaphore(0)
+
+    async def work() -> None:
+        nonlocal running
+        running += 1
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(lock, "pause", lambda stop: again.acquire())
+    async with opened(config.store) as one, opened(config.store) as two:
+        training = asyncio.create_task(lock.while_alone(config, one, asyncio.Event(), work))
+        await begun.wait()
+        with pytest.raises(ConfigError, match="another trainer works on"):
+            await lock.while_alone(config, two, asyncio.Event(), work)
+        begun.clear()
+        await two.all(END_LOCKS)
+        while running:
+            await asyncio.sleep(0.01)
+        async with two.lock("trainer") as other:
+            assert other
+            again.release()
+            await asyncio.sleep(0.3)
+            assert not running and not training.done()
+        again.release()
+        await begun.wait()
+        assert running == 1
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+
+
+async def test_what_runs_in_a_thread_has_ended_when_a_cancellation_goes_on() -> None:
+    begun, go, ended = threading.Event(), threading.Event(), False
+
+    def slow() -> None:
+        nonlocal ended
+        begun.set()
+        go.wait(10)
+        ended = True
+
+    leaving = asyncio.create_task(in_thread(slow))
+    await asyncio.to_thread(begun.wait, 10)
+    leaving.cancel()
+    await asyncio.sleep(0.05)
+    assert not leaving.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert ended
+
+
+async def test_work_in_a_thread_that_raises_stop_iteration_ends() -> None:
+    empty: Iterator[int] = iter(())
+    async with asyncio.timeout(20):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await in_thread(next, empty)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from aiohttp import web
@@ -14,7 +13,7 @@ from lightning_proxy.core.errors import PublishError
 from lightning_proxy.serving import swap
 from lightning_proxy.serving.swap import LOADED
 from lightning_proxy.serving.vllm import LOADING
-from support.training import DeafServer, HonestServer, bench
+from support.training import DeafServer, HonestServer, Start
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +57,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[WatchedServer]:
 
 @pytest.mark.parametrize("servers", [2, 3, 4])
 async def test_a_server_is_verified_before_agents_can_reach_it(
-    base: Path, tmp_path: Path, watched: type[WatchedServer], servers: int
+    bench: Start, watched: type[WatchedServer], servers: int
 ) -> None:
-    async with bench(base, tmp_path, server=watched, replicas=[watched] * (servers - 1)) as b:
-        await b.groups("t1", "t2")
+    async with bench(server=watched, replicas=[watched] * (servers - 1)) as b:
         watched.all[0].running = 5
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        label = f"1-{int(live.created_at)}"
-        assert (live.version, live.step, live.verified) == (1, 1, True)
+        await b.train("t1", "t2")
+        label = f"1-{int((await b.store.versions.live()).created_at)}"
+        assert await b.live() == (1, 1, True)
         assert [server.label for server in watched.all] == [label] * servers
         assert [server.told for server in watched.all] == [["load"]] * servers
         half = (servers + 1) // 2
@@ -79,14 +76,13 @@ async def test_a_server_is_verified_before_agents_can_reach_it(
 
 @pytest.mark.parametrize("deaf_first", [True, False])
 async def test_weights_that_one_server_does_not_serve_are_taken_back_and_reach_no_other(
-    base: Path, tmp_path: Path, watched: type[WatchedServer], deaf_first: bool
+    bench: Start, watched: type[WatchedServer], deaf_first: bool
 ) -> None:
     order = (DeafServer, watched) if deaf_first else (watched, DeafServer)
-    async with bench(base, tmp_path, server=order[0], replicas=[order[1]]) as b:
-        await b.groups("t1", "t2")
+    async with bench(server=order[0], replicas=[order[1]]) as b:
         with pytest.raises(PublishError, match="does not serve the weights"):
-            await b.loop().run(asyncio.Event(), once=True)
-        assert ((await b.store.versions.live()).version, (await b.store.versions.get(1)).status) == (0, "failed")
+            await b.train("t1", "t2")
+        assert ((await b.live())[0], (await b.store.versions.get(1)).status) == (0, "failed")
         assert [server.label[:2] for server in (b.server, *b.replicas)] == ["0-", "de" if deaf_first else "0-"]
         assert watched.all[0].told == ([] if deaf_first else ["load", "load"])
         assert not b.server.paused
@@ -101,43 +97,34 @@ class RefusingServer(HonestServer):
         return await super().handle(request)
 
 
-async def test_a_server_that_fails_once_the_version_is_live_is_left_to_the_proxy(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, replicas=[RefusingServer]) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.verified, len(await b.store.versions.all())) == (1, True, 2)
+async def test_a_server_that_fails_once_the_version_is_live_is_left_to_the_proxy(bench: Start) -> None:
+    async with bench(replicas=[RefusingServer]) as b:
+        await b.train("t1", "t2")
+        assert await b.live() == (1, 1, True) and len(await b.store.versions.all()) == 2
         assert b.replicas[0].label == LOADING
 
 
 async def test_a_publishing_that_is_broken_off_leaves_the_live_weights(
-    base: Path, tmp_path: Path, watched: type[WatchedServer]
+    bench: Start, watched: type[WatchedServer]
 ) -> None:
-    async with bench(base, tmp_path, server=watched, replicas=[watched]) as b:
+    async with bench(server=watched, replicas=[watched]) as b:
         await b.groups("t1", "t2")
         watched.all[0].running = 10**6
         training = asyncio.create_task(b.loop().run(asyncio.Event(), once=True))
-        await _until(lambda: watched.all[0].label == LOADING)
+        async with asyncio.timeout(60):
+            while watched.all[0].label != LOADING:
+                await asyncio.sleep(0.01)
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
             await training
         assert [server.label[:2] for server in watched.all] == ["0-", "de"]
-        assert (await b.store.versions.live()).version == 0
+        assert (await b.live())[0] == 0
 
 
-async def _until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def test_a_server_that_answers_nobody_gets_new_weights_first(
-    base: Path, tmp_path: Path, watched: type[WatchedServer]
-) -> None:
-    async with bench(base, tmp_path, server=watched, replicas=[watched]) as b:
-        await b.groups("t1", "t2")
+async def test_a_server_that_answers_nobody_gets_new_weights_first(bench: Start, watched: type[WatchedServer]) -> None:
+    async with bench(server=watched, replicas=[watched]) as b:
         watched.all[1].label = "lost"
-        await b.loop().run(asyncio.Event(), once=True)
+        await b.train("t1", "t2")
         label = f"1-{int((await b.store.versions.live()).created_at)}"
         assert [server.label for server in watched.all] == [label] * 2
         first, labels = watched.asked[0]

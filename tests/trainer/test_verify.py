@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_proxy.core.errors import PublishError
-from lightning_proxy.serving.swap import Swap
 from lightning_proxy.serving.vllm import VllmServer
-from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, ROUNDS, SURE, VERIFIED_TOKENS, WeightEvidence
-from support.training import HonestServer, bench, require_seen_clearly
+from lightning_proxy.trainer.verify import (
+    MORE_ANSWERS,
+    MORE_TOKENS,
+    ROUNDS,
+    SURE,
+    VERIFIED_TOKENS,
+    Verification,
+    WeightEvidence,
+)
+from support.training import Bench, DeafServer, HonestServer, Start, require_seen_clearly
 
 NOISE = 0.05  # what bfloat16 does to a log-probability
 PROMPTS = 4
@@ -59,11 +68,8 @@ class RoundingServer(HonestServer):
         return answer
 
 
-class RoundingDeafServer(RoundingServer):
-    """Says yes to new weights, names them rightly, and goes on serving the old ones."""
-
-    def load(self, name: str, path: str) -> None:
-        self.models[name] = self.models["base"]
+class RoundingDeafServer(DeafServer, RoundingServer):
+    """Names new weights rightly and serves the old ones, with rounding."""
 
 
 class MisnamingServer(RoundingServer):
@@ -89,27 +95,25 @@ LOOSE = {"verify_tolerance": 0.5}
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_old_weights_are_noticed_below_the_tolerance(base: Path, tmp_path: Path, publish: str) -> None:
+async def test_old_weights_are_noticed_below_the_tolerance(bench: Start, publish: str) -> None:
     """At this learning rate a step moves log-probabilities by more than rounding, and by less than is tolerated."""
-    async with bench(base, tmp_path, publish, RoundingDeafServer, policy=LOOSE, learning_rate=0.005) as b:
-        await b.groups("t1", "t2")
+    async with bench(publish, RoundingDeafServer, policy=LOOSE, learning_rate=0.005) as b:
         with pytest.raises(PublishError, match="vLLM still serves the previous weights as "):
-            await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.store.versions.live()).version == 0
+            await b.train("t1", "t2")
+        assert (await b.live())[0] == 0
 
 
 @pytest.mark.parametrize("rolled_back", [False, True])
 async def test_new_weights_are_compared_with_the_live_ones_after_a_restart_and_after_a_rollback(
-    base: Path, tmp_path: Path, rolled_back: bool
+    bench: Start, rolled_back: bool
 ) -> None:
-    async with bench(base, tmp_path, "merged", RoundingServer, policy=LOOSE, learning_rate=0.005) as b:
+    async with bench("merged", RoundingServer, policy=LOOSE, learning_rate=0.005) as b:
         loop = b.loop()
         for tasks in (("t1", "t2"), ("t3", "t4")):
             await b.groups(*tasks)
             await loop.run(asyncio.Event(), once=True)
         if rolled_back:
-            swap = Swap(b.store, b.vllm, b.mode, b.config.policy.directory)
-            await swap.activate(await b.store.versions.get(0))
+            await b.activate(0)
         else:
             loop = b.loop()
         b.server.load = lambda *_: None  # says yes to new weights from now on, and ignores them
@@ -117,84 +121,135 @@ async def test_new_weights_are_compared_with_the_live_ones_after_a_restart_and_a
         for _ in range(2):  # at the second start the last step is not published
             with pytest.raises(PublishError, match="vLLM still serves the previous weights as "):
                 await loop.run(asyncio.Event(), once=True)
-            assert (await b.store.versions.live()).version == (0 if rolled_back else 2)
+            assert (await b.live())[0] == (0 if rolled_back else 2)
             loop = b.loop()
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
 async def test_where_answers_do_not_tell_names_do_and_that_is_said(
-    base: Path, tmp_path: Path, publish: str, caplog: pytest.LogCaptureFixture
+    bench: Start, publish: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    async with bench(base, tmp_path, publish, RoundingServer, policy=LOOSE, learning_rate=1e-6) as b:
-        await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.verified) == (1, True)
-        step = await b.store.steps.last()
-        assert step is not None
-        assert 0.2 * NOISE < step.metrics["verify_difference"] < 2 * NOISE
-        assert abs(step.metrics["verify_deviations"]) < SURE
-        names = "its label" if publish == "merged" else "its name and its files"
-        assert step.metrics["verified_by"] == names
+    async with bench(publish, RoundingServer, policy=LOOSE, learning_rate=1e-6) as b:
+        await b.train("t1", "t2")
+        assert await b.live() == (1, 1, True)
+        metrics = (await b.last()).metrics
+        assert 0.2 * NOISE < metrics["verify_difference"] < 2 * NOISE and abs(metrics["verify_deviations"]) < SURE
+    model, names = ("base", "its label") if publish == "merged" else ("policy-v1", "its name and its files")
+    assert metrics["verified_by"] == names
     (line,) = [r.getMessage() for r in caplog.records if "is verified by" in r.getMessage()]
-    names = (
-        "base is verified by its label" if publish == "merged" else "policy-v1 is verified by its name and its files"
-    )
-    assert line.startswith(names) and "alone: the log-probabilities of " in line
+    assert line.startswith(f"{model} is verified by {names}") and "alone: the log-probabilities of " in line
 
 
 @pytest.mark.parametrize(
     ("server", "said"), [(MisnamingServer, "from ['/elsewhere'], not from"), (ForgettingServer, "does not hold")]
 )
 async def test_a_wrong_name_or_file_is_noticed_where_answers_do_not_tell(
-    base: Path, tmp_path: Path, server: type[HonestServer], said: str
+    bench: Start, server: type[HonestServer], said: str
 ) -> None:
-    async with bench(base, tmp_path, "lora", server, policy=LOOSE, learning_rate=1e-6) as b:
-        await b.groups("t1", "t2")
+    async with bench("lora", server, policy=LOOSE, learning_rate=1e-6) as b:
         with pytest.raises(PublishError) as error:
-            await b.loop().run(asyncio.Event(), once=True)
+            await b.train("t1", "t2")
         assert said in error.value.message
 
 
-# Merged weights of one server: live at once, and verified before weights move again ---------------------------------
+# Merged weights of one server: live at once, and verified by agents' answers before weights move again ----------------
 
 
-async def test_an_idle_trainer_verifies_what_is_live(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, "merged") as b:
+@asynccontextmanager
+async def first_version(bench: Start, **settings: Any) -> AsyncIterator[tuple[Bench, Any]]:
+    """A loop after its first step: version 1 is live and not verified."""
+    async with bench(**settings) as b:
+        loop = b.loop()
+        await loop.resume()
+        await b.groups("t1", "t2")
+        assert await loop.train_once()
+        assert await b.live() == (1, 1, False)
+        yield b, loop
+
+
+async def answer_agents(b: Bench) -> None:
+    """The server's answers by version 1: two groups."""
+    for task in ("t3", "t4") * 4:
+        await b.sampled(task, version=1)
+
+
+@asynccontextmanager
+async def running(bench: Start) -> AsyncIterator[Bench]:
+    """A trainer that runs and whose version 1 is live; in the end it is verified."""
+    async with bench(group_size=16) as b:
         await b.groups("t1", "t2")
         stop = asyncio.Event()
         training = asyncio.create_task(b.loop().run(stop))
         async with asyncio.timeout(60):
-            while not (live := await b.store.versions.live()).verified or not live.version:
+            while (await b.live())[0] == 0:
                 assert not training.done()
                 await asyncio.sleep(0.01)
-        await require_seen_clearly(b.store, 1)
+            yield b
+            while not (await b.live())[2]:
+                await asyncio.sleep(0.01)
         stop.set()
         await training
+        assert "verify_deviations" in (await b.last()).metrics and len(await b.store.steps.all()) == 1
+
+
+async def test_the_answers_of_agents_verify_a_version_and_vllm_is_not_asked(
+    bench: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VllmServer, "sample", None)
+    async with first_version(bench) as (b, loop):
+        await answer_agents(b)
+        assert await loop.train_once()
+        assert (await b.store.versions.get(1)).verified and (await b.live())[0] == 2
+        await require_seen_clearly(b.store, 1)
+
+
+async def test_a_trainer_that_waits_for_rollouts_verifies_meanwhile(
+    bench: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VllmServer, "sample", None)
+    monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 3600.0)
+    async with running(bench) as b:
+        for _ in range(16):
+            await b.sampled("t3", version=1)  # one group, and a step takes two
+
+
+async def test_a_version_that_answers_nobody_is_verified_by_asking_after_a_while(
+    bench: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 0.1)
+    async with running(bench) as b:
+        pass
+    assert b.server.label.startswith("1-")
 
 
 async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_live(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with bench(base, tmp_path, "merged") as b:
-        loop, sample = b.loop(), VllmServer.sample
-        await loop.resume()
-        await b.groups("t1", "t2")
-        assert await loop.train_once()
-        assert not (await b.store.versions.live()).verified
+    async with first_version(bench) as (b, loop):
+        sample = VllmServer.sample
 
         async def rolls_back(*given: Any) -> Any:
-            swap = Swap(b.store, b.vllm, "merged", b.config.policy.directory)
-            if (await b.store.versions.live()).version:
-                await swap.activate(await b.store.versions.get(0))
+            if (await b.live())[0]:
+                await b.activate(0)
             return await sample(*given)
 
         monkeypatch.setattr(VllmServer, "sample", rolls_back)
         await b.groups("t3", "t4")
         await loop.train_once()
         assert b.server.label.startswith("0-")
-        versions = await b.store.versions.all()
-        assert [(v.version, v.status, v.verified) for v in versions] == [
-            (0, "live", True), (1, "ready", False), (2, "failed", False)
-        ]  # fmt: skip
+        versions = [(v.version, v.status, v.verified) for v in await b.store.versions.all()]
+        assert versions == [(0, "live", True), (1, "ready", False), (2, "failed", False)]
+
+
+async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
+    bench: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tells_nothing(*_: Any) -> WeightEvidence:
+        return WeightEvidence()
+
+    monkeypatch.setattr(Verification, "_ask", tells_nothing)
+    async with first_version(bench, server=DeafServer) as (b, loop):
+        await answer_agents(b)
+        with pytest.raises(PublishError, match="agents got answers from the previous weights"):
+            await loop.train_once()

@@ -18,17 +18,8 @@ CONFIG = CollapseConfig()
 TASKS = ("a", "b", "c", "d", "e", "f", "g", "h")
 
 
-def rollout(version: int, task: str | None, reward: float) -> Scored:
-    return Scored(version, task, reward, 0.0, 0.0)
-
-
 def scored(version: int, task: str | None, *rewards: float) -> list[Scored]:
-    return [rollout(version, task, reward) for reward in rewards]
-
-
-def on_tasks(version: int, *rewards: float) -> list[Scored]:
-    """The same rewards for each of eight tasks."""
-    return [one for task in TASKS for one in scored(version, task, *rewards)]
+    return [Scored(version, task, reward, 0.0, 0.0) for reward in rewards]
 
 
 # Rewards --------------------------------------------------------------------------------------------------------------
@@ -50,7 +41,7 @@ def test_a_task_of_another_difficulty_is_no_drop_of_the_one_that_both_have() -> 
 
 
 def test_a_version_whose_reward_falls_is_named_with_numbers() -> None:
-    rewards = [*on_tasks(3, 1, 1, 1, 0), *on_tasks(4, 0, 0, 0, 0)]
+    rewards = [one for task in TASKS for one in [*scored(3, task, 1, 1, 1, 0), *scored(4, task, 0, 0, 0, 0)]]
     sign = reward_sign(rewards, [4, 3], CONFIG)
     # Of 1, 1, 1 and five 0 the variance is 15/56, times 4 / 2; fallen by 3 / 2: 12 of 8 tasks, by the root of 30/7.
     assert sign is not None and (sign.name, sign.since, sign.collapsed) == ("reward", 4, True)
@@ -60,7 +51,7 @@ def test_a_version_whose_reward_falls_is_named_with_numbers() -> None:
 @pytest.mark.parametrize("shift", [0.0, -7.0])
 def test_a_certain_but_small_drop_is_only_a_warning(shift: float) -> None:
     # 94 % after 100 %: 64 rollouts a version, 8 versions each.
-    rewards = [rollout(v, f"t{i // 8}", shift + (v < 8 or i % 16 != 0)) for v in range(16) for i in range(64)]
+    rewards = [Scored(v, f"t{i // 8}", shift + (v < 8 or i % 16 != 0), 0.0, 0.0) for v in range(16) for i in range(64)]
     line = range(15, -1, -1)
     sign = reward_sign(rewards, line, CONFIG)
     assert sign is not None and "(5." in sign.what and not sign.collapsed
@@ -73,28 +64,28 @@ def test_a_certain_but_small_drop_is_only_a_warning(shift: float) -> None:
 Reward = Callable[[random.Random], float]
 
 
-def bernoulli(share: float) -> Reward:
-    return lambda r: float(r.random() < share)
-
-
 def tasks_of_their_own(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
     """Every task comes once, and is easier or harder than others."""
     for version in versions:
         for i in range(r.choice((2, 8))):
             difficulty = r.random()
-            yield from (rollout(version, f"{version}-{i}", draw(r) * difficulty) for _ in range(4))
+            yield from scored(version, f"{version}-{i}", *(draw(r) * difficulty for _ in range(4)))
 
 
 def shared_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
     """The same tasks come again, some with fewer rollouts."""
     for version in versions:
         for i in range(4):
-            yield from (rollout(version, f"t{i}", draw(r) + i) for _ in range(r.choice((1, 4, 8))))
+            yield from scored(version, f"t{i}", *(draw(r) + i for _ in range(r.choice((1, 4, 8)))))
 
 
 def no_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
     for version in versions:
-        yield from (rollout(version, None, draw(r)) for _ in range(r.choice((1, 8, 40))))
+        yield from scored(version, None, *(draw(r) for _ in range(r.choice((1, 8, 40)))))
+
+
+def bernoulli(share: float) -> Reward:
+    return lambda r: float(r.random() < share)
 
 
 @pytest.mark.parametrize("traffic", [tasks_of_their_own, shared_tasks, no_tasks])
@@ -206,5 +197,4 @@ def test_too_few_to_compare_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(collapse, "WARN", 0.1)
     few = [*scored(0, None, *[1.0] * 7), *scored(1, None, *[0.0] * 7)]
     assert reward_sign(few, [1, 0], CONFIG) is None
-    enough = [*few, rollout(0, None, 1.0), rollout(1, None, 0.0)]
-    assert reward_sign(enough, [1, 0], CONFIG) is not None
+    assert reward_sign([*few, *scored(0, None, 1.0), *scored(1, None, 0.0)], [1, 0], CONFIG) is not None

@@ -1,4 +1,4 @@
-"""What the monitor finds in a real store, keeps there, and lets go of. The whole trainer: test_loop.py."""
+"""What the monitor finds in a real store, keeps there, and lets go of."""
 
 from __future__ import annotations
 
@@ -22,18 +22,15 @@ from support.sections import TrainerConfig
 
 
 class Run:
-    """A store with steps, versions and rewarded rollouts; `monitor()` is that of a trainer that was just started."""
+    """A store with steps, versions and rewarded rollouts; `monitor()`: of a trainer that was just started."""
 
     def __init__(self, store: Store, directory: Path) -> None:
         self.store, self._directory, self._ids = store, directory, itertools.count()
         self.ahead = 60.0
 
-    def monitor(self, **config: Any) -> Monitor:
-        return Monitor(TrainerConfig.model_validate({"collapse": config}), self.store, self.clock)
-
-    def clock(self) -> float:
-        """Later than it is: whatever was opened has had its time."""
-        return time.time() + self.ahead
+    def monitor(self, **trainer: Any) -> Monitor:
+        """Its clock is ahead: whatever was opened has had its time."""
+        return Monitor(TrainerConfig.model_validate(trainer), self.store, lambda: time.time() + self.ahead)
 
     async def committed(self, **metrics: Any) -> int:
         """A step from the live version; its trainer was killed before it was published."""
@@ -60,18 +57,15 @@ class Run:
         """For each of eight tasks. `judged`: what a judge says of the only call, which is what is rewarded."""
         async with Recorder(self.store, merged=True) as recorder:
             for task, reward in itertools.product("abcdefgh", rewards):
-                rollout_id = f"r{next(self._ids)}"
-                name = RolloutName(rollout_id, task, None, mode)
-                await recorder.start(
-                    CallStart(rollout_id, name, "chat/completions", "policy", version, {}, time.time())
-                )
-                if status is None:
-                    await self.store.rewards.post([Reward(rollout_id, reward, rollout_id)], None, b"")
-                    if judged is not None:
-                        score = Reward(rollout_id, judged, rollout_id, name=JUDGE, final=False)
-                        await self.store.rewards.post([score], None, b"")
-                else:
-                    await self.store.rollouts.end(rollout_id, status, None)  # type: ignore[arg-type]
+                one = f"r{next(self._ids)}"
+                name = RolloutName(one, task, None, mode)
+                await recorder.start(CallStart(one, name, "chat/completions", "policy", version, {}, time.time()))
+                if status is not None:
+                    await self.store.rollouts.end(one, status, None)  # type: ignore[arg-type]
+                    continue
+                await self.store.rewards.post([Reward(one, reward, one)], None, b"")
+                if judged is not None:
+                    await self.store.rewards.post([Reward(one, judged, one, name=JUDGE, final=False)], None, b"")
 
 
 @pytest.fixture
@@ -96,9 +90,11 @@ async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(
     assert await run.monitor().look() == found == await run.store.steps.collapse()
 
 
-@pytest.mark.parametrize("version", [1, 2])
-async def test_a_version_made_live_by_hand_lets_training_go_on(run: Run, version: int) -> None:
+@pytest.mark.parametrize(("version", "skipped"), [(1, False), (2, False), (2, True)])
+async def test_a_version_made_live_by_hand_lets_training_go_on(run: Run, version: int, skipped: bool) -> None:
     await run.versions(GOOD, (1, 1, 1, 0), BAD)
+    if skipped:
+        await run.committed(skipped=1.0)
     monitor = run.monitor()
     assert 1 in await monitor.keep()
     found = await monitor.look()
@@ -122,26 +118,24 @@ async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(
     assert await monitor.look() is None
     await run.rollouts(1, 0)
     assert await monitor.look() is None
-    last = await run.store.steps.last()
-    assert last is not None and "collapse" not in last.metrics
-    assert last.metrics["warnings"]["reward"].startswith("the reward fell from 0.5 to 0.25 with policy version 1")
+    metrics = (await run.store.steps.all())[-1].metrics
+    assert "collapse" not in metrics
+    assert metrics["warnings"]["reward"].startswith("the reward fell from 0.5 to 0.25 with policy version 1")
     assert caplog.text.count("may be collapsing") == 1
 
 
-@pytest.mark.parametrize(("action", "stops"), [("stop", True), ("rollback", True), ("warn", False), ("off", False)])
-async def test_what_is_done_is_configured(run: Run, action: str, stops: bool) -> None:
+@pytest.mark.parametrize("action", ["stop", "rollback", "warn", "off"])
+async def test_what_is_done_is_configured(run: Run, action: str) -> None:
     await run.versions(GOOD, BAD)
-    assert (await run.monitor(action=action).look() is not None) is stops
-    last = await run.store.steps.last()
-    assert last is not None and ("warnings" in last.metrics) is (action != "off")
+    assert (await run.monitor(collapse={"action": action}).look() is not None) is (action in ("stop", "rollback"))
+    assert ("warnings" in (await run.store.steps.all())[-1].metrics) is (action != "off")
 
 
 async def test_a_judges_scores_of_what_was_trained_on_do_not_set_versions_apart(run: Run) -> None:
     await run.rollouts(0, 1, 1, 0, 0, judged=1.0)
     await run.step()
     await run.rollouts(1, 1, 1, 0, 0)
-    config = TrainerConfig.model_validate({"credit": "judge", "judge": {"model": "openai/y"}})
-    assert await Monitor(config, run.store, run.clock).look() is None
+    assert await run.monitor(credit="judge", judge={"model": "openai/y"}).look() is None
 
 
 async def test_evaluations_do_not_count_and_failed_rollouts_as_the_trainer_counts_them(run: Run) -> None:
@@ -149,8 +143,7 @@ async def test_evaluations_do_not_count_and_failed_rollouts_as_the_trainer_count
     await run.rollouts(1, 0, 0, 0, 0, mode="eval")
     await run.rollouts(1, 0, 0, 0, 0, status="failed")
     assert await run.monitor().look() is None
-    config = TrainerConfig.model_validate({"failed_rollouts": "zero"})
-    assert await Monitor(config, run.store, run.clock).look() is not None
+    assert await run.monitor(failed_rollouts="zero").look() is not None
 
 
 async def test_rollouts_that_fail_sooner_than_others_succeed_are_waited_for(run: Run) -> None:
@@ -162,26 +155,12 @@ async def test_rollouts_that_fail_sooner_than_others_succeed_are_waited_for(run:
     assert await monitor.look() is not None, "without any new reward"
 
 
-async def test_a_step_out_of_bounds_stops_after_some_in_a_row_and_goes_back_to_before_the_first(run: Run) -> None:
-    monitor, bad = run.monitor(), {"kl": 2.0, "skipped": 0.0}
-    for kl in (0.1, 0.1):
-        metrics = {"kl": kl, "skipped": 0.0}
-        assert await monitor.of_step((await run.store.versions.live()).version, metrics) == {}
-        await run.step(**metrics)
-    for _ in range(2):
-        said = await monitor.of_step((await run.store.versions.live()).version, bad)
-        assert list(said) == ["warnings"] and 1 in await monitor.keep(), "version 2 is the first out of bounds"
-        await run.step(**bad, **said)
-    said = await run.monitor().of_step(4, bad)
-    assert said["collapse"]["sign"] == "kl" and said["collapse"]["go_back_to"] == 1
-    assert said["collapse"]["what"].endswith("is 2, over 1 (3 steps in a row)")
-
-
 @pytest.mark.parametrize("action", ["stop", "off"])
 async def test_what_can_be_gone_back_to_keeps_its_files_from_the_beginning(run: Run, action: str) -> None:
     for _ in range(20):
         await run.step()
-    assert await run.monitor(action=action).keep() == ({19, 17, 13, 9} if action == "stop" else set())
+    found = await run.monitor(collapse={"action": action}).keep()
+    assert found == ({19, 17, 13, 9} if action == "stop" else set())
 
 
 async def test_a_step_that_is_not_published_yet_hides_nothing(run: Run) -> None:
@@ -200,15 +179,6 @@ async def test_a_step_that_was_overtaken_by_hand_is_not_of_the_line_of_what_is_l
     assert await run.monitor().look() is None
 
 
-async def test_promoting_the_live_version_lets_training_go_on_where_the_last_step_was_skipped(run: Run) -> None:
-    await run.versions(GOOD, BAD)
-    await run.committed(skipped=1.0)
-    monitor = run.monitor()
-    assert await monitor.look() is not None
-    await run.store.versions.set_live(1)
-    assert await monitor.look() is None
-
-
 async def test_a_reward_that_falls_little_by_little_is_gone_back_from_while_few_versions_have_files(run: Run) -> None:
     found, monitor = None, run.monitor()
     for version, right in enumerate([8] * 6 + [7, 7, 6, 5, 5, 4]):
@@ -224,6 +194,7 @@ async def test_a_reward_that_falls_little_by_little_is_gone_back_from_while_few_
 @pytest.mark.parametrize(
     ("kls", "gone", "back_to"),
     [
+        ((0.1, 0.1, 2.0, 2.0), (), 1),  # three in a row, from version 2 on
         ((0.1, 2.0, 2.0), (), 0),  # the first version is out of bounds
         ((0.1, 0.1, 0.1, 2.0, 2.0), (1, 2), 3),  # the base model is not the one before
         ((0.1, 0.1, 0.1, 2.0, 2.0), (1, 2, 3), 4),
@@ -238,10 +209,11 @@ async def test_a_version_whose_files_are_gone_is_nothing_to_go_back_to(
     for version in gone:
         await run.store.versions.forget_files(version)
     said = await run.monitor().of_step(len(kls), {"kl": 2.0, "skipped": 0.0})
-    assert said["collapse"]["go_back_to"] == back_to
+    assert (said["collapse"]["sign"], said["collapse"]["go_back_to"]) == ("kl", back_to)
+    assert said["collapse"]["what"].endswith("is 2, over 1 (3 steps in a row)")
 
 
 async def test_clipped_sequences_are_no_sign(run: Run) -> None:
     await run.step()
-    config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": "sequence"})
-    assert await Monitor(config, run.store).of_step(1, {"clip_share": 0.6, "skipped": 0.0}) == {}
+    monitor = run.monitor(loss_type="grpo", importance_level="sequence")
+    assert await monitor.of_step(1, {"clip_share": 0.6, "skipped": 0.0}) == {}

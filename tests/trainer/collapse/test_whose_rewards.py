@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,11 @@ import pytest
 from lightning_proxy.trainer.collapse import Monitor
 from support.sections import TrainerConfig
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 GOOD, BAD = [1.0] * 30, [0.0] * 14
 
 
 class Tenants:
-    """A proxy with versions 0 and 1, of which 1 is live for the trainer."""
+    """A proxy whose version 1 is live for the trainer."""
 
     def __init__(self, system: Any, store: Any) -> None:
         self.system, self.store = system, store
@@ -31,18 +28,17 @@ class Tenants:
         await self.store.versions.set_live(version, step, verified=True)
 
     async def rewarded(
-        self, key: dict[str, str], version: int, rewards: list[float], by: dict[str, str] | None = None, **more: Any
+        self, key: dict[str, str], version: int, rewards: list[float], n: int | None = None
     ) -> list[str]:
-        """Rollouts that a key opened, and that the same key, or another one, rewards."""
-        body = {"task_id": "t", "n": len(rewards), **more}
-        status, opened = await self.system.call("POST", "/rollouts", body, **key)
+        """Rollouts that a key opened and rewards."""
+        status, opened = await self.system.call("POST", "/rollouts", {"task_id": "t", "n": n or len(rewards)}, **key)
         assert status == 200
-        ids = [one["rollout_id"] for one in opened]
-        rows = [{"version": version, "rollout_id": one} for one in ids]
+        rows = [{"version": version, "rollout_id": one["rollout_id"]} for one in opened]
         begun = "UPDATE rollouts SET policy_version = :version WHERE rollout_id = :rollout_id"
         await self.store.database.commit([(begun, rows)])
+        ids = [one["rollout_id"] for one in opened]
         if rewards:
-            await self.reward(by or key, ids, rewards)
+            await self.reward(key, ids, rewards)
         return ids
 
     async def reward(self, key: dict[str, str], ids: list[str], rewards: list[float]) -> None:
@@ -59,7 +55,7 @@ class Tenants:
 
 
 @pytest.fixture
-async def tenants(running: Running, tmp_path: Path) -> Any:
+async def tenants(running: Any, tmp_path: Path) -> Any:
     async with running(tmp_path) as system, system.store() as store:
         yield Tenants(system, store)
 

@@ -9,50 +9,37 @@ import pytest
 
 from lightning_proxy.core.records import Choice, Reward, RolloutName
 from lightning_proxy.core.tokens import NOT_FOLLOWED
-from lightning_proxy.trainer.collect.collector import Collector
-from support.rewarded import Traffic, advantages, traffic
+from support.rewarded import Traffic, advantages
 from support.sections import TrainerConfig
-
-__all__ = ["traffic"]
 
 EQUAL = "all rewards of the group are equal"
 AT_ONCE = {"group_timeout_s": 1e-9}
-ONE_EQUAL = {"equal 0": 1.0, "equal 1": 1.0}, {"a0": 0.0, "a1": 1.0}
 
 
 async def test_calls_left_out_for_how_they_were_sampled_are_a_share_and_most_of_them_a_line(traffic: Traffic) -> None:
     why = NOT_FOLLOWED + "a thinking budget forces the end of thinking; leave it out of the request"
     await traffic.rollouts("t", {"left out 0": 1.0, "left out 1": 0.0}, calls=(0.0,) * 2, untrainable_reason=why)
     await traffic.rollouts("u", {"plain 0": 1.0, "plain 1": 0.0})
-    batch = await traffic.batch(tasks_per_step=2)
-    assert batch is not None
+    batch = await traffic.taken(tasks_per_step=2)
     assert (batch.metrics["calls_not_followed"], batch.metrics["not_followed_share"]) == (4, pytest.approx(2 / 3))
     assert batch.left_out == f"67% of the calls are left out, 4 of them: {why}"
     assert await traffic.dropped("left out 0", "plain 0") == [f"no trainable calls: {why}", None]
     await traffic.rollouts("v", {"later 0": 1.0, "later 1": 0.0})
-    later = await traffic.batch()
-    assert later is not None
+    later = await traffic.taken()
     assert (later.metrics["not_followed_share"], later.left_out) == (0, None)
 
 
-async def test_a_group_waits_for_its_own_siblings_and_rollouts_of_other_models_count_in_no_reward(
-    traffic: Traffic,
-) -> None:
+async def test_a_group_waits_for_its_own_siblings_and_no_reward_of_other_models_counts(traffic: Traffic) -> None:
     await traffic.rollouts("t", {"taught 0": 1.0, "taught 1": 1.0}, version=None)
     await traffic.rollout("own 0", "t", 0.0)
     await traffic.rollout("failed", "t", None, version=None, status="failed")
     assert await traffic.batch() is None
     assert await traffic.dropped("taught 0", "own 0") == [None, None]
     await traffic.rollout("own 1", "t", 1.0)
-    batch = await traffic.batch()
-    assert batch is not None
+    batch = await traffic.taken()
     assert sorted(batch.rollout_ids) == ["own 0", "own 1"]
-    assert [batch.metrics[name] for name in ("groups", "groups_incomplete", "rollouts", "reward_mean")] == [
-        1,
-        0,
-        2,
-        0.5,
-    ]
+    expected = {"groups": 1, "groups_incomplete": 0, "rollouts": 2, "reward_mean": 0.5}
+    assert {name: batch.metrics[name] for name in expected} == expected
     assert set(await traffic.dropped("taught 0", "taught 1")) == {"answered by other models than the policy"}
 
 
@@ -69,8 +56,8 @@ async def test_a_loss_of_tools_results_takes_such_a_group_where_tools_answered(t
     await traffic.rollouts("t", {"with 0": 0.0, "with 1": 0.0}, **twice)
     await traffic.rollouts("u", {"without 0": 0.0, "without 1": 0.0})
     await traffic.rollouts("v", {"edited 0": 0.0, "edited 1": 0.0}, **twice, prompt_token_ids=(0, 5))
-    batch = await traffic.batch(context_loss="echo", tasks_per_step=3)
-    assert batch is not None and sorted(batch.rollout_ids) == ["with 0", "with 1"]
+    batch = await traffic.taken(context_loss="echo", tasks_per_step=3)
+    assert sorted(batch.rollout_ids) == ["with 0", "with 1"]
     assert set(advantages(batch).values()) == {0.0}
     assert all(sample.results for sample in batch.samples)
     assert set(await traffic.dropped("without 0", "without 1", "edited 0", "edited 1")) == {EQUAL}
@@ -79,7 +66,7 @@ async def test_a_loss_of_tools_results_takes_such_a_group_where_tools_answered(t
 async def test_that_nothing_is_learned_is_said_once_with_what_to_try(
     traffic: Traffic, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1), traffic.store)
+    collector = traffic.collector()
     for i in range(12):
         await traffic.rollout(f"r{i}", f"t{i // 2}", 1.0)
         assert await collector.next_batch(0) is None
@@ -95,32 +82,26 @@ async def test_that_nothing_is_learned_is_said_once_with_what_to_try(
 
 
 async def test_with_dynamic_sampling_a_step_waits_for_groups_that_teach_something(traffic: Traffic) -> None:
-    config = TrainerConfig(group_size=2, tasks_per_step=2, dynamic_sampling=True, baseline="dr_grpo")
-    collector = Collector(config, traffic.store)
-    for task, rewards in zip("ea", ONE_EQUAL, strict=True):
-        await traffic.rollouts(task, rewards)
+    collector = traffic.collector(tasks_per_step=2, dynamic_sampling=True)
+    await traffic.rollouts("e", {"equal 0": 1.0, "equal 1": 1.0})
+    await traffic.rollouts("a", {"a0": 0.0, "a1": 1.0})
     assert await collector.next_batch(0) is None, "one of the two groups taught nothing"
     assert await traffic.dropped("equal 0", "equal 1", "a0", "a1") == [EQUAL, EQUAL, None, None]
     await traffic.rollouts("b", {"b0": 0.0, "b1": 1.0})
     batch = await collector.next_batch(0)
     assert batch is not None and set(batch.rollout_ids) == {"a0", "a1", "b0", "b1"}
     assert (batch.metrics["groups"], batch.metrics["groups_equal"], batch.compared) == (3, 1, 4)
-
-
-async def test_with_dynamic_sampling_a_step_takes_fewer_groups_after_a_time(traffic: Traffic) -> None:
-    for task, rewards in zip("ea", ONE_EQUAL, strict=True):
-        await traffic.rollouts(task, rewards)
-    config = TrainerConfig.model_validate({"group_size": 2, "tasks_per_step": 2, "dynamic_sampling": True, **AT_ONCE})
-    batch = await Collector(config, traffic.store).next_batch(0)
-    assert batch is not None and set(batch.rollout_ids) == {"a0", "a1"}
+    await traffic.rollouts("c", {"c0": 0.0, "c1": 1.0})
+    batch = await traffic.collector(tasks_per_step=2, dynamic_sampling=True, **AT_ONCE).next_batch(0)
+    assert batch is not None and set(batch.rollout_ids) == {"c0", "c1"}, "after a time it takes fewer"
 
 
 async def test_automatic_rewards_add_to_posted_ones(traffic: Traffic) -> None:
     await traffic.rollout("a", "t", 1.0, finish="length")
     await traffic.rollout("b", "t", 1.0)
-    batch = await traffic.batch(air={"truncated": -0.5})
+    batch = await traffic.taken(air={"truncated": -0.5})
     assert advantages(batch) == {"a-0": -0.25, "b-0": 0.25}
-    assert batch is not None and batch.metrics["reward_mean"] == 1.0  # what was posted
+    assert batch.metrics["reward_mean"] == 1.0  # what was posted
 
 
 @pytest.mark.parametrize(("failed", "reward"), [("zero", 0.0), (-1.0, -1.0)])
@@ -128,10 +109,10 @@ async def test_failed_rollouts_may_have_a_reward(traffic: Traffic, failed: Any, 
     await traffic.rollout("a", "t", 1.0)
     await traffic.rollout("b", "t", None, status="failed")
     await traffic.rollout("c", "t", None, status="discarded")
-    batch = await traffic.batch(failed_rollouts=failed)
+    batch = await traffic.taken(failed_rollouts=failed)
     mean = fmean([1.0, reward])
     assert advantages(batch) == {"a-0": 1.0 - mean, "b-0": reward - mean}
-    assert batch is not None and (batch.metrics["rollouts_failed"], batch.metrics["reward_mean"]) == (1.0, mean)
+    assert (batch.metrics["rollouts_failed"], batch.metrics["reward_mean"]) == (1.0, mean)
     assert await traffic.dropped("c") == ["failed or discarded"]
 
 
@@ -139,7 +120,7 @@ async def test_a_group_of_failed_rollouts_makes_nothing_wait(traffic: Traffic) -
     await traffic.open("failed", "f0", "f1")
     await traffic.rollouts("failed", {"f0": None, "f1": None}, status="failed")
     await traffic.rollouts("t", {"a": 0.0, "b": 1.0})
-    collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1, baseline="dr_grpo"), traffic.store)
+    collector = traffic.collector()
     assert advantages(await collector.next_batch(0)) == {"a-0": -0.5, "b-0": 0.5}
     assert await collector.next_batch(0) is None
     assert await collector.waiting.totals() == (0, None), "and no round waits for it"
@@ -166,8 +147,8 @@ async def test_a_late_sibling_is_compared_with_its_whole_group(traffic: Traffic)
     first = await traffic.batch(group_size=4, **AT_ONCE)  # the mean of three is 0.33
     assert advantages(first) == pytest.approx({"a-0": -0.33, "b-0": -0.33, "c-0": 0.66})
     await traffic.rollout("late", "t", 0.9)
-    found = await traffic.batch(group_size=4)
-    assert found is not None and found.rollout_ids == ("late",), "only it becomes a row"
+    found = await traffic.taken(group_size=4)
+    assert found.rollout_ids == ("late",), "only it becomes a row"
     assert advantages(found) == pytest.approx({"late-0": 0.9 - fmean([0.0, 0.0, 0.99, 0.9])})
     assert (found.compared, found.metrics["groups_incomplete"]) == (1, 0.0)
     await traffic.open("u", "equal 0", "equal 1", "later")
@@ -214,10 +195,10 @@ async def test_rollouts_without_a_task_wait_or_are_compared_with_those_before_th
     await traffic.rollouts(None, {f"before-{i}": float(i) for i in range(4)} | {"new": 4.0})
     assert await traffic.batch() is None
     assert await traffic.dropped("new") == [None]
-    batch = await traffic.batch(lone_rollouts="running", group_size=5)
+    batch = await traffic.taken(lone_rollouts="running", group_size=5)
     # Those that had too few before them to be compared with are not trained on, but count: 0, 1, 2, 3 and 4 itself.
     assert advantages(batch) == {"new-0": 2.0}
-    assert batch is not None and batch.metrics["rollouts_lone"] == 5.0
+    assert batch.metrics["rollouts_lone"] == 5.0
     assert await traffic.dropped("before-0", "before-3") == ["no siblings"] * 2
 
 
@@ -238,25 +219,22 @@ async def test_a_rollout_alone_in_its_task_is_compared_with_earlier_ones_of_it(t
 NOTHING_SAID = {"choices": (Choice(0, (), (), "stop"),), "untrainable_reason": "the answer is empty"}
 NO_LOGPROBS = {"choices": (Choice(0, (3,), (), "stop"),), "untrainable_reason": "no log-probabilities"}
 TWO_ANSWERS = {"choices": (Choice(0, (3,), (-1.0,), "stop"), Choice(1, (4,), (-1.0,), "stop"))}
+UNUSABLE: list[tuple[dict[str, Any], str, str]] = [
+    (NOTHING_SAID, "calls_untrainable", "no trainable calls"),
+    (NO_LOGPROBS, "calls_untrainable", "no trainable calls"),
+    (TWO_ANSWERS, "calls_ambiguous", "several answers"),
+    ({"prompt_token_ids": tuple(range(60))}, "rows_too_long", "longer than"),
+]
 
 
-@pytest.mark.parametrize(
-    ("end", "counted", "why"),
-    [
-        pytest.param(NOTHING_SAID, "calls_untrainable", "no trainable calls", id="zero-length answer"),
-        pytest.param(NO_LOGPROBS, "calls_untrainable", "no trainable calls", id="no logprobs"),
-        pytest.param(TWO_ANSWERS, "calls_ambiguous", "several answers", id="several answers"),
-        pytest.param({"prompt_token_ids": tuple(range(60))}, "rows_too_long", "longer than", id="too long a prompt"),
-    ],
-)
+@pytest.mark.parametrize(("end", "counted", "why"), UNUSABLE)
 async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
     traffic: Traffic, end: dict[str, Any], counted: str, why: str
 ) -> None:
     await traffic.rollouts("t", {"a": 1.0, "b": 0.0})
     await traffic.rollout("bad", "t", 0.5, **end)
-    batch = await traffic.batch(group_size=3, max_sample_tokens=50)
+    batch = await traffic.taken(group_size=3, max_sample_tokens=50)
     assert advantages(batch) == {"a-0": 0.5, "b-0": -0.5}
-    assert batch is not None
     assert (batch.metrics[counted], batch.metrics["rollouts_dropped"], batch.metrics["rollouts_trained"]) == (1, 1, 2)
     (reason,) = await traffic.dropped("bad")
     assert reason is not None and why in reason

@@ -14,12 +14,11 @@ from lightning_proxy.trainer.collect import collector as collecting
 from lightning_proxy.trainer.collect import groups
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.types import Batch
-from support.rewarded import Traffic, advantages, traffic
+from support.rewarded import Traffic, advantages
 from support.sections import TrainerConfig
 
-__all__ = ["traffic"]
-
 EIGHT = {"group_size": 8, "tasks_per_step": 2}
+SMALL: dict[str, Any] = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo"}
 
 
 def halves(prefix: str, count: int = 8) -> dict[str, float]:
@@ -27,13 +26,12 @@ def halves(prefix: str, count: int = 8) -> dict[str, float]:
     return {f"{prefix}{i}": float(i % 2) for i in range(count)}
 
 
-async def own_key(traffic: Traffic, name: str) -> str:
-    _, key = await traffic.store.keys.create(name, "agent", Limits(), recording=True, scope="own")
-    return key.key_id
-
-
-async def of_key(traffic: Traffic, key_id: str | None, task: str | None, *names: str) -> None:
-    """Open rollouts one by one with a key."""
+async def of_key(traffic: Traffic, scope: Any, task: str | None, *names: str) -> None:
+    """Open rollouts one by one with a new key, or without one."""
+    key_id = None
+    if scope is not None:
+        _, key = await traffic.store.keys.create(names[0], "agent", Limits(), recording=True, scope=scope)
+        key_id = key.key_id
     for name in names:
         await traffic.store.rollouts.open([(RolloutName(name, task, key_id=key_id), f"hash of {name}")], {})
 
@@ -47,20 +45,16 @@ async def test_groups_are_those_that_were_opened_whichever_siblings_end_first(tr
     await traffic.rollouts("t", {name: 1.0 for name in rewards if rewards[name]})
     assert await traffic.batch(**EIGHT) is None, "eight have ended, and no group has"
     await traffic.rollouts("t", {name: 0.0 for name in rewards if not rewards[name]})
-    found = await traffic.batch(**EIGHT)
-    assert found is not None
+    found = await traffic.taken(**EIGHT)
     assert Counter(advantages(found).values()) == {0.5: 8, -0.5: 8}
     assert [found.metrics[name] for name in ("groups", "groups_trained", "groups_equal")] == [2, 2, 0]
 
 
-async def test_a_set_smaller_than_the_trainers_group_is_a_group_and_one_that_is_larger_waits_for_all(
-    traffic: Traffic,
-) -> None:
+async def test_a_set_smaller_than_the_trainers_group_is_one_and_a_larger_one_waits_for_all(traffic: Traffic) -> None:
     await traffic.open("t", "a", "b")
     await traffic.open("t", *(f"c{i}" for i in range(5)))
     await traffic.rollouts("t", {"a": 0.0, "b": 1.0, "c0": 0.0, "c1": 0.0, "c2": 1.0, "c3": 1.0})
-    found = await traffic.batch(group_size=4)
-    assert advantages(found) == {"a-0": -0.5, "b-0": 0.5}
+    assert advantages(await traffic.batch(group_size=4)) == {"a-0": -0.5, "b-0": 0.5}
     assert await traffic.batch(group_size=4) is None
     await traffic.rollout("c4", "t", 0.5)
     assert set(advantages(await traffic.batch(group_size=4))) == {f"c{i}-0" for i in range(5)}
@@ -70,8 +64,8 @@ async def test_a_sibling_that_fails_is_discarded_or_is_stale_leaves_the_others_a
     await traffic.open("t", "good", "bad", "failed", "discarded", "stale")
     await traffic.open("t", "next 0", "next 1")
     await traffic.rollout("next 0", "t", 5.0)
-    await traffic.rollout("failed", "t", None, status="failed")
-    await traffic.rollout("discarded", "t", None, status="discarded")
+    for status in ("failed", "discarded"):
+        await traffic.rollout(status, "t", None, status=status)
     await traffic.rollout("stale", "t", 9.0, version=-100)
     await traffic.rollout("good", "t", 1.0)
     assert await traffic.batch(group_size=2) is None, "one is still running"
@@ -84,11 +78,10 @@ async def test_a_sibling_that_never_ends_holds_up_its_group_for_a_time_and_no_ot
         for name in names:
             await traffic.open("t", name)
     await traffic.rollouts("t", {"a": 0.0, "b": 1.0, "c": 2.0, "d": 2.0, "e": 5.0})
-    found = await traffic.batch(group_size=3)
-    assert advantages(found) == {"c-0": -1.0, "d-0": -1.0, "e-0": 2.0}
+    assert advantages(await traffic.batch(group_size=3)) == {"c-0": -1.0, "d-0": -1.0, "e-0": 2.0}
     assert await traffic.batch(group_size=3) is None
     # A sibling was opened at most so long before: that time is not over here, and the wait for it is.
-    waited = Collector(TrainerConfig(group_size=3, tasks_per_step=1, baseline="dr_grpo"), traffic.store)
+    waited = traffic.collector(group_size=3)
     assert await waited.next_batch(0, fewer=True) is None
     waited.waiting._has_waited = lambda *_: True  # type: ignore[method-assign]
     assert advantages(await waited.next_batch(0, fewer=True)) == {"a-0": -0.5, "b-0": 0.5}
@@ -99,9 +92,8 @@ async def test_a_sibling_that_never_ends_holds_up_its_group_for_a_time_and_no_ot
 async def test_rollouts_without_a_reward_take_no_place_in_a_group_of_live_traffic(traffic: Traffic) -> None:
     for i in range(12):
         await traffic.rollout(f"r{i}", "t", float(i % 8) if i % 4 == 0 else None)
-    assert advantages(await traffic.batch(group_size=3)) == pytest.approx(
-        {"r0-0": -4 / 3, "r4-0": 8 / 3, "r8-0": -4 / 3}
-    )
+    found = advantages(await traffic.batch(group_size=3))
+    assert found == pytest.approx({"r0-0": -4 / 3, "r4-0": 8 / 3, "r8-0": -4 / 3})
     await traffic.post(Reward("r1", 5.0))
     found = advantages(await traffic.batch(group_size=3))
     assert found == {"r1-0": 5.0 - (0 + 4 + 0 + 5) / 4}, "it was opened among them, and its reward is late"
@@ -110,9 +102,8 @@ async def test_rollouts_without_a_reward_take_no_place_in_a_group_of_live_traffi
 @pytest.mark.parametrize("task", ["t", None])
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
 async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline: str, task: str | None) -> None:
-    first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
-    await of_key(traffic, second, task, "b0", "b1")
-    await of_key(traffic, first, task, "a0", "a1")
+    await of_key(traffic, "own", task, "b0", "b1")
+    await of_key(traffic, "own", task, "a0", "a1")
     await traffic.rollouts(task, {"a0": 1e308, "b0": 0.0, "a1": -1e308, "b1": 1.0})
     settings = {"tasks_per_step": 2, "baseline": baseline, "compare": "step", "lone_rollouts": "running"}
     found = advantages(await traffic.batch(**settings))
@@ -123,9 +114,8 @@ async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline:
 
 @pytest.mark.parametrize("task", ["t", None])
 async def test_a_running_baseline_has_no_rewards_of_another_tenant(traffic: Traffic, task: str | None) -> None:
-    first, second = await own_key(traffic, "A"), await own_key(traffic, "B")
-    await of_key(traffic, first, task, *(f"a{i}" for i in range(6)))
-    await of_key(traffic, second, task, *(f"b{i}" for i in range(5)))
+    await of_key(traffic, "own", task, *(f"a{i}" for i in range(6)))
+    await of_key(traffic, "own", task, *(f"b{i}" for i in range(5)))
     await traffic.rollouts(task, {f"a{i}": 1000.0 * i for i in range(6)} | {f"b{i}": 0.0 for i in range(4)})
     await traffic.batch(lone_rollouts="running", group_timeout_s=1e-9, tasks_per_step=8)
     await traffic.rollout("b4", task, 1.0)
@@ -148,18 +138,16 @@ async def test_a_group_of_absurd_advantages_is_left_out_by_name_and_the_step_is_
 async def fill(traffic: Traffic, count: int) -> None:
     """Write rollouts that wait for siblings, each in a task of its own."""
     rows = [{"id": f"w{i}", "task": f"task{i}"} for i in range(count)]
+    of_rollouts = (
+        "INSERT INTO rollouts (rollout_id, task_id, mode, status, created_at, ended_at, rewarded_at, calls) "
+        "VALUES (:id, :task, 'train', 'completed', 1e9, 1e9, 1, 1)"
+    )
+    of_rewards = (
+        "INSERT INTO rewards (rollout_id, name, value, final, evidence, created_at) VALUES (:id, 'reward', 0, 1, 1, 1)"
+    )
     for begin in range(0, count, 5_000):  # a server gives one commit 5 s
         some = rows[begin : begin + 5_000]
-        await traffic.store.database.commit([
-            (
-                "INSERT INTO rollouts (rollout_id, task_id, mode, status, created_at, ended_at, rewarded_at, calls) "
-                "VALUES (:id, :task, 'train', 'completed', 1e9, 1e9, 1, 1)", some,
-            ),
-            (
-                "INSERT INTO rewards (rollout_id, name, value, final, evidence, created_at) "
-                "VALUES (:id, 'reward', 0, 1, 1, 1)", some,
-            ),
-        ])  # fmt: skip
+        await traffic.store.database.commit([(of_rollouts, some), (of_rewards, some)])
 
 
 @pytest.mark.parametrize("waiting", [0, 40_000])
@@ -183,8 +171,7 @@ async def test_a_look_reads_what_has_changed_however_much_waits(
         assert (read["statements"] <= statements, read["rows"] <= rows, read["writes"]) == (True, True, writes)
         return found
 
-    config = TrainerConfig(group_size=2, tasks_per_step=1, baseline="dr_grpo", group_timeout_s=1e10,
-                           reward_weights={"reward": 1.0, "style": 1.0})  # fmt: skip
+    config = TrainerConfig(**SMALL, group_timeout_s=1e10, reward_weights={"reward": 1.0, "style": 1.0})
     await traffic.store.rewards.use(Rules.of(config))
     await fill(traffic, waiting)
     collector = Collector(config, traffic.store)
@@ -199,7 +186,7 @@ async def test_a_look_reads_what_has_changed_however_much_waits(
 
 
 async def test_a_trainer_that_missed_what_happened_looks_at_all_again(traffic: Traffic) -> None:
-    collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1, baseline="dr_grpo"), traffic.store)
+    collector = traffic.collector()
     assert await collector.next_batch(0) is None
     await traffic.rollouts("t", {"a": 1.0, "b": 0.0})
     await traffic.store.database.commit([("DELETE FROM feed WHERE n < (SELECT MAX(n) FROM feed)", [{}])])
@@ -207,7 +194,7 @@ async def test_a_trainer_that_missed_what_happened_looks_at_all_again(traffic: T
 
 
 async def test_deleted_rollouts_hold_up_no_trainer(traffic: Traffic) -> None:
-    collector = Collector(TrainerConfig(group_size=2, tasks_per_step=2, group_timeout_s=1e-9), traffic.store)
+    collector = traffic.collector(tasks_per_step=2, group_timeout_s=1e-9)
     await traffic.rollouts("t", {"a": 1.0, "b": 0.0})
     assert (await collector.waiting.totals())[0] == 2
     for name in ("a", "b"):
@@ -218,11 +205,11 @@ async def test_deleted_rollouts_hold_up_no_trainer(traffic: Traffic) -> None:
 async def test_what_a_step_lacks_is_said_once_rollouts_have_waited_for_minutes(
     traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collector = Collector(TrainerConfig(group_size=8, tasks_per_step=2), traffic.store)
+    collector = traffic.collector(**EIGHT)
     await traffic.rollout("untold", "t", None, status="completed")
     assert await collector.next_batch(0) is None and await collector.why_no_step() is None
     monkeypatch.setattr(collecting, "STANDS_S", -1.0)
-    collector = Collector(TrainerConfig(group_size=8, tasks_per_step=2), traffic.store)
+    collector = traffic.collector(**EIGHT)
     assert await collector.why_no_step() == (
         "1 completed rollouts have no reward that counts (none came, or a reward function failed)"
     )
@@ -246,16 +233,14 @@ async def test_a_replaced_sibling_belongs_to_the_group(traffic: Traffic) -> None
 
 
 async def test_rollouts_of_all_other_keys_and_of_none_share_their_groups(traffic: Traffic) -> None:
-    _, all_scoped = await traffic.store.keys.create("agents", "agent", Limits(), recording=True)
-    await of_key(traffic, all_scoped.key_id, "t", "a")
+    await of_key(traffic, "all", "t", "a")
     await of_key(traffic, None, "t", "b")
     await traffic.rollouts("t", {"a": 1.0, "b": 0.0})
     assert advantages(await traffic.batch()) == {"a-0": 0.5, "b-0": -0.5}
 
 
 async def test_older_rewards_count_as_the_nearer_end_of_the_range(traffic: Traffic) -> None:
-    config = Config.model_validate({"rewards": {"range": [0, 1]}, "trainer": {"group_size": 2, "tasks_per_step": 1,
-                                                                             "baseline": "dr_grpo"}})  # fmt: skip
+    config = Config.model_validate({"rewards": {"range": [0, 1]}, "trainer": SMALL})
     await traffic.rollouts("t", {"a": 1e9, "b": -1e9})
     found = await Collector(config.trainer, traffic.store).next_batch(0)
     assert advantages(found) == {"a-0": 0.5, "b-0": -0.5}

@@ -25,21 +25,15 @@ class RenderingServer:
     """Says how it samples: as it is asked, and else by its own defaults."""
 
     def __init__(self, defaults: dict[str, Any], **more: Any) -> None:
-        self.defaults, self.more, self.asked = defaults, more, 0
-        self.path = ""
+        self.defaults, self.more, self.path = defaults, more, ""
 
     async def handle(self, request: web.Request) -> web.Response:
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "base", "parent": None}]})
-        body = await request.json()
-        self.asked += 1
-        self.path = request.path
-        if body.get("tools") == [{}]:
-            return web.json_response({"error": "no"}, status=400)
-        shown = {"structured_outputs"} & body.keys() | {"temperature", "top_p", "tools"} & body.keys()
-        parameters = self.defaults | {name: body[name] for name in shown if name != "tools"}
-        answer = {"token_ids": [1], "sampling_params": parameters, **self.more}
-        return web.json_response([answer] if "prompt" in body else answer)
+        body, self.path = await request.json(), request.path
+        shown = {"structured_outputs", "temperature", "top_p"} & body.keys()
+        parameters = self.defaults | {name: body[name] for name in shown}
+        return web.json_response({"token_ids": [1], "sampling_params": parameters, **self.more})
 
 
 @asynccontextmanager
@@ -51,8 +45,8 @@ async def asked_of(server: RenderingServer | None) -> AsyncIterator[Sampled]:
         yield Sampled(VllmServer(session, f"{url}/v1", {}), as_chat)
 
 
-def asking(endpoint: str = "chat/completions", **request: Any) -> ModelCall:
-    return call("c", request=request, endpoint=endpoint)
+def asking(**request: Any) -> ModelCall:
+    return call("c", request=request)
 
 
 async def test_the_servers_own_defaults_count_where_the_request_is_silent() -> None:
@@ -69,7 +63,7 @@ async def test_a_call_for_messages_is_asked_for_as_the_chat_that_it_was_sent_as(
     said = [{"role": "user", "content": "hi"}, {"role": "system", "content": "Be brief."}]
     asked = {"model": "m", "max_tokens": 5, "messages": said, "tools": [], "thinking": {"type": "disabled"}}
     async with asked_of(server) as sampled:
-        await sampled.look([asking("messages", **asked)])
+        await sampled.look([call("c", request=asked, endpoint="messages")])
     assert server.path == "/v1/chat/completions/render"
 
 
@@ -86,19 +80,18 @@ async def test_a_grammar_is_vllms_own_and_is_not_guessed_without_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "more", "because"),
+    ("because", "outputs"),
     [
-        ({"choice": ["a"]}, {"reasoning_ended": False}, "reasoning"),
-        ({"json": {"type": "number", "multipleOf": 2}}, {}, "multipleOf"),
-        ({"json": '{"allOf": [{}, {}]}'}, {}, "allOf"),
-        ({"json": {"type": "string", "format": "iban"}}, {}, "format"),
-        ({"grammar": "start: /a/"}, {}, "Lark"),
-        ({"json": {}, "disable_any_whitespace": True}, {}, "blanks"),
+        ("reasoning", {"choice": ["a"]}),
+        ("multipleOf", {"json": {"type": "number", "multipleOf": 2}}),
+        ("allOf", {"json": '{"allOf": [{}, {}]}'}),
+        ("format", {"json": {"type": "string", "format": "iban"}}),
+        ("Lark", {"grammar": "start: /a/"}),
+        ("blanks", {"json": {}, "disable_any_whitespace": True}),
     ],
 )
-async def test_a_grammar_that_cannot_be_replayed_says_why(
-    outputs: dict[str, Any], more: dict[str, Any], because: str
-) -> None:
+async def test_a_grammar_that_cannot_be_replayed_says_why(because: str, outputs: dict[str, Any]) -> None:
+    more = {"reasoning_ended": False} if because == "reasoning" else {}
     async with asked_of(RenderingServer({}, **more)) as sampled:
         constrained = asking(structured_outputs=outputs)
         await sampled.look([constrained])

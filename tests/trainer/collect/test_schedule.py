@@ -1,24 +1,20 @@
-"""When a step may begin."""
+"""When a step may begin; times of day count once where clocks change. Rounds: test_loop.py."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 
 from lightning_proxy.core.config.file import load_config
-from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.trainer import ScheduleConfig
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.core.records import CallStart, Reward, RolloutName
-from lightning_proxy.proxy.gateway.recorder import Recorder
-from lightning_proxy.store.opening import opened
-from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.collect.groups import Schedule, WaitingGroups
-from support.sections import TrainerConfig
+from lightning_proxy.trainer.collect.groups import Schedule
 
 
 @pytest.mark.parametrize(
@@ -44,35 +40,46 @@ async def test_a_round_at_a_time_takes_what_waited_then(
     assert await Schedule(ScheduleConfig(when="times", at=[at]), waiting).waits_for() == waits_for
 
 
-@pytest.mark.parametrize(
-    ("schedule", "what"),
-    [
+def test_a_wrong_schedule_is_named(tmp_path: Path) -> None:
+    for schedule, what in (
         ("{when: times}", "needs schedule.at"),
         ('{when: times, at: ["25:00"]}', "'25:00' is neither a time of day"),
-        ("{when: times, at: [tomorrow]}", "'tomorrow' is neither a time of day"),
         ("{when: nightly}", "continuous"),
-    ],
-)
-def test_a_wrong_schedule_is_named(tmp_path: Path, schedule: str, what: str) -> None:
-    (tmp_path / "c.yaml").write_text(f"trainer: {{schedule: {schedule}}}")
-    with pytest.raises(ConfigError, match="trainer.schedule") as error:
-        load_config(tmp_path / "c.yaml")
-    assert what in error.value.message
+    ):
+        (tmp_path / "c.yaml").write_text(f"trainer: {{schedule: {schedule}}}")
+        with pytest.raises(ConfigError, match=f"trainer.schedule.*{what}"):
+            load_config(tmp_path / "c.yaml")
 
 
-async def test_a_round_begins_with_enough_rollouts_and_takes_all_that_waited_then(tmp_path: Path) -> None:
-    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/s.db")) as database:
-        store, config = Store(database), TrainerConfig.model_validate({})
-        schedule = Schedule(ScheduleConfig(when="rollouts", every_rollouts=2), WaitingGroups(config, store))
-        async with Recorder(store, merged=False) as recorder:
-            for name in ("r1", "r2"):
-                assert await schedule.waits_for() is not None
-                start = CallStart(name, RolloutName(name, "task"), "chat/completions", "policy", 0, {}, time.time())
-                await recorder.start(start)
-                await store.rewards.post([Reward(name, 1.0)], None, b"")
-        assert await schedule.waits_for() is None
-        await store.steps.claim(["r1"], 0)
-        assert await schedule.waits_for() is None, "r2 waited when the round began"
-        await store.steps.claim(["r2"], 0)
-        assert await schedule.waits_for() == "2 complete rollouts, 0 so far"
-        assert schedule.round is None
+SAT, SUN, MON = "2026-10-24", "2026-10-25", "2026-10-26"  # at 03:00 on Sunday it is 02:00 again
+
+
+@pytest.fixture
+def in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def at(text: str, fold: int = 0) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo("Europe/Berlin"), fold=fold).timestamp()
+
+
+@pytest.mark.usefixtures("in_berlin")
+def test_a_time_of_day_counts_once_where_clocks_change() -> None:
+    for text, now, last, following in (
+        ("02:30", at(f"{SUN} 02:29"), at(f"{SAT} 02:30"), at(f"{SUN} 02:30")),
+        ("02:30", at(f"{SUN} 02:30"), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:59"), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:10", 1), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:30", 1), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:45", 1), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 03:00"), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:00", at(f"{SUN} 02:00", 1), at(f"{SUN} 02:00"), at(f"{MON} 02:00")),
+        ("03:00", at(f"{SUN} 02:59", 1), at(f"{SAT} 03:00"), at(f"{SUN} 03:00")),
+        ("02:30", at("2026-11-20 02:30") + 0.5, at("2026-11-20 02:30"), at("2026-11-21 02:30")),
+    ):
+        times = ScheduleConfig(at=[text])
+        assert (times.last_time(now), times.next_time(now)) == (last, following), (text, now)

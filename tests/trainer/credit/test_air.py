@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -67,46 +66,32 @@ def test_arguments_that_do_not_parse_or_match_the_schema_count(arguments: str) -
     assert reward(made(tool(arguments))) == {"a": -10.0}
 
 
-@pytest.mark.parametrize(
-    "offered",
-    [
+def test_schemas_are_found_in_the_requests_of_every_api() -> None:
+    for offered in (
         CHAT["tools"][0],
         {"type": "function", "name": "f", "parameters": SCHEMA},
         {"name": "f", "input_schema": SCHEMA},
         {"type": "custom", "name": "f", "input_schema": SCHEMA},
-    ],
-)
-def test_schemas_are_found_in_the_requests_of_every_api(offered: dict[str, Any]) -> None:
-    request = {"tools": [offered]}
-    assert reward(made(tool('{"n": 1}'), request=request)) == {}
-    assert reward(made(tool('{"n": -1}'), request=request)) == {"a": -10.0}
+    ):
+        assert reward(made(tool('{"n": 1}'), request={"tools": [offered]})) == {}
+        assert reward(made(tool('{"n": -1}'), request={"tools": [offered]})) == {"a": -10.0}
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "no such type"},
-        {"$ref": "http://127.0.0.1:9/schema.json"},
-        {"$ref": "#"},
-        {"$ref": "#/nowhere"},
-        {"properties": {"n": {"pattern": "("}}},
-        {"properties": {"n": {"pattern": "a{99999999999}"}}},
-        {"$schema": "http://["},
-        None,
-        7,
-    ],
-)
+UNUSABLE: list[Any] = [
+    {"type": "no such type"}, {"$ref": "http://127.0.0.1:9/schema.json"}, {"$ref": "#"}, {"$ref": "#/nowhere"},
+    {"properties": {"n": {"pattern": "("}}}, {"properties": {"n": {"pattern": "a{99999999999}"}}},
+    {"$schema": "http://["}, None, 7,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", UNUSABLE)
 def test_a_schema_that_cannot_be_used_allows_every_object(schema: Any) -> None:
     request = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
     assert reward(made(tool('{"n": "x"}'), request=request)) == {}
 
 
 def test_the_same_call_again_counts_however_its_arguments_are_written() -> None:
-    first, second = '{"a": 1, "b": 2}', json.dumps({"b": 2, "a": 1})
-    free = {"tools": []}
-    calls = [
-        made(tool(first, "g"), request=free, call_id="1"),
-        made(tool(second, "g"), tool(first, "h"), request=free, call_id="2"),
-        made(tool(first, "g"), request=free, call_id="3"),
-    ]
-    assert reward(*calls) == {"2": -100.0, "3": -100.0}
+    first, second = '{"a": 1, "b": 2}', '{"b":2, "a":1}'
+    used = ([tool(first, "g")], [tool(second, "g"), tool(first, "h")], [tool(first, "g")])
+    calls = [made(*tools, request={"tools": []}, call_id=str(i)) for i, tools in enumerate(used)]
+    assert reward(*calls) == {"1": -100.0, "2": -100.0}

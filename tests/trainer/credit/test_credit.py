@@ -1,28 +1,34 @@
-"""Credit and baselines against numbers worked out by hand."""
+"""Credit and baselines against numbers worked out by hand; credit by a function of the user's own."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from lightning_proxy.core.records import Reward
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.core.records import Reward, ToolCall
 from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.credit.strategies import STRATEGIES, discounted_returns, state_of
+from lightning_proxy.trainer.functions import check_functions
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
+from support.paths import EXAMPLES
 from support.rewarded import group_advantages, group_returns
 from support.sections import TrainerConfig
 
 
-def sibling(final: float | None, *rewards: float, prompts: str = "") -> Sibling:
-    """A rollout with one call a reward; `prompts` has one letter a call, its state."""
-    calls = [call(str(i), prompt=(ord(prompts[i]),) if prompts else ()) for i in range(len(rewards))]
+def sibling(final: float, *rewards: float) -> Sibling:
+    """A rollout with one call a reward."""
+    calls = [call(str(i)) for i in range(len(rewards))]
     return Sibling(calls, RolloutRewards(final, {str(i): r for i, r in enumerate(rewards)}))
 
 
-def config(**changed: Any) -> TrainerConfig:
-    return TrainerConfig.model_validate({"baseline": "dr_grpo", **changed})
+def config(**trainer: Any) -> TrainerConfig:
+    return TrainerConfig.model_validate(trainer)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +62,57 @@ def test_rewards_that_are_as_large_as_numbers_can_be_are_compared_too(baseline: 
     assert all(0 < abs(advantage or 0) < 1e31 for (advantage,) in found)
 
 
-def test_automatic_rewards_are_added_to_what_was_posted() -> None:
-    both = RolloutRewards(1.0, {"0": 2.0}, {"0": -0.25, "1": -0.5})
-    assert (both.posted, both.total, both.of_call("0"), both.of_call("1")) == (1.0, 0.25, 1.75, -0.5)
-    assert RolloutRewards(None, {"0": 2.0}, {"0": -0.25}).total == 1.75
+# A function of the user's own -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("credit", ["uniform", "discounted", "anchor"])
-def test_rollouts_that_are_alike_or_alone_have_no_advantages(credit: str) -> None:
-    for group in ([sibling(1.0, 0.5, prompts="s")], [sibling(1.0, 0.5, prompts="s")] * 3):
-        assert group_advantages(group, config(credit=credit)) == [[0.0]] * len(group)
-    assert group_advantages([], config(credit=credit)) == []
+def with_tools(reward: float, *tools: bool) -> Sibling:
+    """A rollout with one call for each of `tools`: whether it uses one."""
+    used = ((ToolCall("1", "f", "{}"),) if uses else () for uses in tools)
+    calls = [call(str(i), seq=i, prompt_token_ids=(i,), tool_calls=own) for i, own in enumerate(used)]
+    return Sibling(calls, RolloutRewards(reward, {}))
+
+
+GROUP = [with_tools(1.0, False, True, True), with_tools(0.0, False, False)]
+
+
+def test_the_example_gives_credit_to_one_call() -> None:
+    won = 0.5 / math.sqrt(0.5)  # the sample's standard deviation of 1 and 0 is √0.5
+    example = f"{EXAMPLES}/hooks/credit.py:first_tool_call"
+    for credit in (example, {"*": example, "planner": "uniform"}):
+        own = config(credit=credit)
+        check_functions(own)
+        assert group_advantages(GROUP, own) == [[0.0, won, 0.0], [0.0, -won]]
+        assert group_returns(GROUP, own) == [[1.0] * 3, [0.0] * 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return [[0.0] * 3]", "one list for each of the 2 rollouts is needed, got [[0.0, 0.0, 0.0]]"),
+        ("return [[0.0] * 3, [0.0]]", "a rollout of 2 calls needs 2 numbers, got [0.0]"),
+        ("return [[0.0] * 3, [0.0, float('nan')]]", "nan is not a finite number"),
+        ("return [[0.0] * 3, [0.0, 'x']]", "'x' is not a finite number"),
+        ("return group[9]", "IndexError: list index out of range (line 2)"),
+    ],
+)
+def test_a_wrong_answer_is_named(tmp_path: Path, body: str, told: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def f(group, config):\n    {body}\n")
+    with pytest.raises(ConfigError) as error:
+        group_advantages(GROUP, config(credit=f"{file}:f"))
+    assert str(error.value) == f"trainer.credit {file}:f: {told}"
+
+
+def test_what_cannot_be_loaded_is_said_before_anything_is_trained(tmp_path: Path) -> None:
+    for name, text, told in (
+        ("gone", None, "^trainer.credit: there is no file "),
+        ("broken", "import nothing_like_it\n", r"ModuleNotFoundError: .*nothing_like_it.* \(line 1\)$"),
+        ("other", "f = 3\n", "^trainer.credit: .*other.py has no function f$"),
+    ):
+        file = tmp_path / f"{name}.py"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            check_functions(config(credit=f"{file}:f"))
+    with pytest.raises(ValidationError, match="got .unifrom."):
+        config(credit="unifrom")

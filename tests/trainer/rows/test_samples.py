@@ -15,11 +15,9 @@ from lightning_proxy.trainer.types import Sampling
 from support.calls import call as call_with
 
 
-def call(
-    prompt: list[int], answer: list[int], *, name: str = "c", trainable: bool = True, choices: int = 1, **request: Any
-) -> ModelCall:
+def call(prompt: list[int], answer: list[int], *, name: str = "c", trainable: bool = True, **request: Any) -> ModelCall:
     choice = Choice(0, tuple(answer), tuple(-0.1 * t for t in answer))
-    return call_with(name, prompt=tuple(prompt), choices=(choice,) * choices, trainable=trainable, request=request)
+    return call_with(name, prompt=tuple(prompt), choices=(choice,), trainable=trainable, request=request)
 
 
 def rows(*calls: ModelCall, max_tokens: int = 100) -> RolloutSamples:
@@ -32,59 +30,37 @@ def test_a_row_says_how_its_answers_were_sampled_where_that_is_more_than_a_tempe
     (sample,) = rows(first, second).samples
     assert sample.shaped == ((3, 5, Sampling(0.7, top_p=0.9, top_k=5)),)
     assert sample.temperatures == (1.0, 0.7, 1.0, 0.7, 0.7)
+    (cold,) = rows(call([1], [2], temperature=0.001)).samples
+    assert cold.temperatures == (1.0, 0.01), "vLLM samples at no lower one"
 
 
-def test_temperatures_near_0_are_those_that_vllm_samples_at() -> None:
-    (sample,) = rows(call([1], [2], temperature=0.001)).samples
-    assert sample.temperatures == (1.0, 0.01)
+TOOL: dict[str, Any] = {"tools": [{"name": "f"}]}
+STRICT = {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}
+NOT_TOLD: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}}, {"structured_outputs": {"choice": ["a"]}},
+    {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, STRICT,
+    {"tools": [{"type": "function", "name": "f", "strict": True}], "tool_choice": "auto"},
+    TOOL | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, TOOL | {"tool_choice": "required"},
+    TOOL | {"parallel_tool_calls": False}, {"logit_bias": {"x": 1}}, {"top_p": "high"}, {"repetition_penalty": -1.0},
+    {"logit_bias": {"-7": 1.0}}, {"allowed_token_ids": []}, {"bad_words": ["no"]},
+]  # fmt: skip
+PLAIN: list[dict[str, Any]] = [
+    {"response_format": {"type": "text"}}, {"text": {"format": {"type": "text"}}}, TOOL,
+    TOOL | {"output_config": {"effort": "low"}, "tool_choice": {"type": "auto"}}, STRICT | {"tool_choice": "none"},
+    {"top_p": None, "logit_bias": None, "top_k": -1},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"choice": ["a"]}},
-        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-        {"tools": [{"type": "function", "name": "f", "strict": True}], "tool_choice": "auto"},
-        {"tools": [{"name": "f"}], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        {"tools": [{"name": "f"}], "tool_choice": "required"},
-        {"tools": [{"name": "f"}], "parallel_tool_calls": False},
-        {"logit_bias": {"x": 1}},
-        {"top_p": "high"},
-        {"repetition_penalty": -1.0},
-        {"logit_bias": {"-7": 1.0}},
-        {"allowed_token_ids": []},
-        {"bad_words": ["no"]},
-    ],
-)
+@pytest.mark.parametrize("request_", NOT_TOLD)
 def test_what_a_request_alone_does_not_tell_is_left_out(request_: dict[str, Any]) -> None:
     made = rows(call([1], [2], **request_))
     assert made.samples == () and made.counts["calls_not_followed"] == 1
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        {"response_format": {"type": "text"}},
-        {"text": {"format": {"type": "text"}}},
-        {"tools": [{"name": "f"}]},
-        {"tools": [{"name": "f"}], "output_config": {"effort": "low"}, "tool_choice": {"type": "auto"}},
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "tool_choice": "none"},
-        {"top_p": None, "logit_bias": None, "top_k": -1},
-    ],
-)
+@pytest.mark.parametrize("request_", PLAIN)
 def test_requests_without_constraints_are_plain(request_: dict[str, Any]) -> None:
     (sample,) = rows(call([1], [2], **request_)).samples
     assert sample.shaped == ()
-
-
-def test_a_call_that_continues_the_tokens_joins_the_row_with_its_own_advantage() -> None:
-    (sample,) = rows(call([1], [2], name="a"), call([1, 2, 7, 8], [9], name="b")).samples
-    assert sample.token_ids == (1, 2, 7, 8, 9)
-    assert sample.mask == (0, 1, 0, 0, 1)
-    assert sample.advantages == (0.0, 1.0, 0.0, 0.0, 2.0)
-    assert sample.call_ids == ("a", "b")
 
 
 @pytest.mark.parametrize("unusable", [call([], [1]), call([1], []), call([1], [2], temperature=0)])
@@ -97,13 +73,6 @@ def test_rows_over_the_limit_are_dropped_and_counted() -> None:
     assert [s.token_ids for s in made.samples] == [(9, 8)]
     assert made.counts["rows_too_long"] == 1
     assert made.placements == ((None, "too_long"), (0, "first"))
-
-
-def test_calls_with_tokens_that_the_model_does_not_have_are_left_out_and_counted() -> None:
-    calls = (call([1], [2]), call([9], [2]), call([1, 2], [9]), call([1, 2, 3], [8]))
-    made = rollout_samples(calls, [1.0] * 4, task_id="t", max_tokens=100, vocabulary=9)
-    assert [s.token_ids for s in made.samples] == [(1, 2, 3, 8)]
-    assert made.counts["calls_other_tokens"] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""What a step says of its tokens, and a loss of one's own. The gradient of each loss: tests/reference."""
+"""What a step says of its tokens, a loss of one's own, the entropy bonus' weight, and how often layers are computed.
+
+The gradients of all: tests/reference.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,64 +14,52 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_proxy.core.config.trainer import EntropyConfig
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.step.losses import EntropyBonus
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
 from support.paths import EXAMPLES
-from support.ranks import batch, make_model, trainer
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("losses")
-    make_model(directory / "model")
-    return directory
+from support.ranks import batch, trainer
+from support.training import learner
 
 
 def test_what_a_guide_says_is_measured(directory: Path) -> None:
-    learner = trainer(directory)
-    first, second = learner.logprobs([[3, 4, 5]])[0][1:]
+    trained = trainer(directory)
+    first, second = trained.logprobs([[3, 4, 5]])[0][1:]
     said = Guidance((math.nan, first - 1.0, math.nan), 0.5)
     none = (0.0,) * 3
     sample = Sample("r", "t", (3, 4, 5), (0, 1, 1), (0.0, first, second), none, (1.0,) * 3, guidance=said)
-    metrics = learner.step(Batch(1, (sample,), ()))
+    metrics = trained.step(Batch(1, (sample,), ()))
     assert (metrics["guided_share"], metrics["guide_advantage"], metrics["guide_kl"]) == pytest.approx((0.5, 0.5, 1.0))
-    assert learner.logprobs([[3, 4]])[0][1] < first  # the guide finds the token less likely than the policy does
+    assert trained.logprobs([[3, 4]])[0][1] < first  # the guide finds the token less likely than the policy does
 
 
 @pytest.mark.parametrize("place", ["captured log-probabilities", "advantages"])
 def test_a_skipped_step_says_what_was_not_finite_and_where(directory: Path, place: str) -> None:
-    learner = trainer(directory)
+    trained = trainer(directory)
     field = "advantages" if place == "advantages" else "logprobs"
     first, *others = batch(1).samples
     bad = replace(first, **{field: tuple(math.nan if m else 0.0 for m in first.mask)})
-    metrics = learner.step(Batch(1, (bad, *others), ()))
-    assert metrics["skipped"] == 1.0
-    assert learner.skipped_because == f"{place} not finite in rollout {first.rollout_id}"
-    assert learner.step(Batch(2, tuple(others), ()))["skipped"] == 0.0
-    assert learner.skipped_because is None
+    assert trained.step(Batch(1, (bad, *others), ()))["skipped"] == 1.0
+    assert trained.skipped_because == f"{place} not finite in rollout {first.rollout_id}"
+    assert trained.step(Batch(2, tuple(others), ()))["skipped"] == 0.0
+    assert trained.skipped_because is None
 
 
 def test_a_gradient_that_is_not_finite_is_told_from_a_loss(directory: Path) -> None:
-    learner = trainer(directory)
-    parameter = next(p for p in learner.model.parameters() if p.requires_grad)
+    trained = trainer(directory)
+    parameter = next(p for p in trained.model.parameters() if p.requires_grad)
     handle = parameter.register_hook(lambda slope: slope * math.inf)
-    assert learner.step(batch(1))["skipped"] == 1.0
+    assert trained.step(batch(1))["skipped"] == 1.0
     handle.remove()
-    assert learner.skipped_because is not None
-    assert learner.skipped_because.startswith("the gradient is not finite over rollouts 0-0, 0-1, ")
-    assert learner.skipped_because.endswith("and 10 more")
+    why = str(trained.skipped_because)
+    assert why.startswith("the gradient is not finite over rollouts 0-0, 0-1, ") and why.endswith("and 10 more")
 
 
 def test_a_loss_of_ones_own_takes_the_place_of_the_products(directory: Path) -> None:
-    def moved(**own: Any) -> tuple[float, LightningTrainer]:
-        learner = trainer(
-            directory, loss_type="grpo", clip_low=0.2, clip_high=0.2, importance_cap=1e6, max_grad_norm=1e9, **own
-        )
-        return learner.step(batch(1))["loss"], learner
-
-    (expected, built), (loss, by_hand) = moved(), moved(loss=f"{EXAMPLES}/hooks/loss.py:clipped")
-    assert loss == pytest.approx(expected, rel=1e-5)
+    grpo: Any = {"loss_type": "grpo", "clip_low": 0.2, "clip_high": 0.2, "importance_cap": 1e6, "max_grad_norm": 1e9}
+    built, by_hand = trainer(directory, **grpo), trainer(directory, **grpo, loss=f"{EXAMPLES}/hooks/loss.py:clipped")
+    assert by_hand.step(batch(1))["loss"] == pytest.approx(built.step(batch(1))["loss"], rel=1e-5)
     for name, weight in built.adapter().items():
         torch.testing.assert_close(by_hand.adapter()[name], weight, atol=1e-5, rtol=1e-4)
 
@@ -83,6 +75,44 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_products(directory: Path) -> 
 )
 def test_a_wrong_loss_is_named(directory: Path, tmp_path: Path, body: str, told: str) -> None:
     (tmp_path / "mine.py").write_text(f"def f(given):\n    {body}\n")
-    learner = trainer(directory, loss=f"{tmp_path}/mine.py:f")
+    trained = trainer(directory, loss=f"{tmp_path}/mine.py:f")
     with pytest.raises(ConfigError, match=f"^trainer.loss {tmp_path}/mine.py:f: {told}$"):
-        learner.step(batch(1))
+        trained.step(batch(1))
+
+
+# The weight of the entropy bonus --------------------------------------------------------------------------------------
+
+
+def test_with_a_target_the_weight_grows_while_the_entropy_is_low_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EntropyBonus, "MOST", 0.0125)
+    bonus = EntropyBonus(EntropyConfig(target=0.5))
+    used = []
+    for entropy in (0.5, 0.4, 0.4, 0.6, 0.4):
+        used.append(bonus.weight)
+        bonus.update(entropy)
+    # By hand: 0 + 0.005 + 0.005, at most 0.0125; over the target it shrinks and does not count.
+    assert [*used, bonus.weight] == pytest.approx([0.0, 0.005, 0.01, 0.0125, 0.0, 0.0125])
+
+
+def test_an_adapted_weight_goes_on_after_a_restart(base: Path, tmp_path: Path) -> None:
+    first, again = (learner(base, tmp_path, entropy={"target": 9.0}) for _ in range(2))
+    sample = Sample("r", "t", (0, 5, 7), (0, 0, 1), (0.0, 0.0, -3.0), (0.0, 0.0, 1.0), (1.0,) * 3)
+    used = [first.step(Batch(number, (sample,), ("r",)))["entropy_coef"] for number in (1, 2)]
+    first.save(tmp_path / "checkpoint")
+    again.load(tmp_path / "checkpoint")
+    assert [*used, again.step(Batch(3, (sample,), ("r",)))["entropy_coef"]] == [0.0, 0.005, 0.01]
+
+
+# Gradient checkpointing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1}])
+def test_with_checkpointing_a_step_computes_its_layers_twice_and_scoring_once(directory: Path, settings: Any) -> None:
+    trained = trainer(directory, gradient_checkpointing=True, **settings)
+    computed = Counter[str]()
+    trained.policy_model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: computed.update(["first"]))
+    passes = trained.step(batch(1))["micro_batches"]
+    assert computed["first"] == (2 + bool(settings)) * passes, "once more for the base model's KL"
+    computed.clear()
+    trained.logprobs([[1, 2, 3], [1, 2, 4]])
+    assert computed["first"] == 1

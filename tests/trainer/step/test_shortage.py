@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,46 +10,33 @@ import pytest
 import torch
 
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from support.ranks import batch, make_model, shared_out, trainer
-from support.training import bench
+from support.ranks import batch, shared_out, trainer
+from support.training import Start
 
 ROOMY = 10_000
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("shortage")
-    make_model(directory / "model")
-    return directory
 
 
 def run_out(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
 
 
-def forward(model: Any, most: int) -> None:
-    """Memory for `most` tokens in the forward pass."""
+def with_memory_for(learner: LightningTrainer, most: int, *, backward: bool = False) -> LightningTrainer:
+    """Memory for `most` tokens in a pass; with `backward` it lacks when the upper layer has its gradients already."""
 
-    def look(module: Any, args: Any, kwargs: Any) -> None:
+    def look_forward(module: Any, args: Any, kwargs: Any) -> None:
         if kwargs["input_ids"].numel() > most:
             run_out()
 
-    model.register_forward_pre_hook(look, with_kwargs=True)
-
-
-def backward(model: Any, most: int) -> None:
-    """Memory for `most` tokens in the backward pass, when the upper layer has its gradients already."""
-
-    def look(module: Any, args: Any, output: Any) -> None:
+    def look_backward(module: Any, args: Any, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
         if states.requires_grad and states.shape[1] > most:
             states.register_hook(run_out)
 
-    model.layers[0].register_forward_hook(look)
-
-
-def with_memory_for(learner: LightningTrainer, most: int, where: Callable[[Any, int], None]) -> LightningTrainer:
-    where(learner.policy_model.base_model, most)
+    model = learner.policy_model.base_model
+    if backward:
+        model.layers[0].register_forward_hook(look_backward)
+    else:
+        model.register_forward_pre_hook(look_forward, with_kwargs=True)
     return learner
 
 
@@ -58,10 +44,11 @@ TWO = {"adapters": ("writer",), "max_tokens_per_batch": ROOMY}
 FULL = {"weights": "full", "max_tokens_per_batch": 60, "learning_rate": 1e-4}
 
 
-@pytest.mark.parametrize("where", [forward, backward])
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("settings", [TWO, {**TWO, "gradient_checkpointing": True}, FULL])
-def test_a_pass_is_halved_and_the_step_is_the_same(directory: Path, where: Any, settings: Any) -> None:
-    plain, short = trainer(directory, **settings), with_memory_for(trainer(directory, **settings), 40, where)
+def test_a_pass_is_halved_and_the_step_is_the_same(directory: Path, backward: bool, settings: Any) -> None:
+    plain, short = (trainer(directory, **settings) for _ in range(2))
+    with_memory_for(short, 40, backward=backward)
     given = shared_out(batch(1), plain.weight_sets.names)
     expected, found = plain.step(given), short.step(given)
     assert found["passes_halved"] >= 1 and found["rows_out_of_memory"] == 0 and short.left_out_because is None
@@ -70,6 +57,8 @@ def test_a_pass_is_halved_and_the_step_is_the_same(directory: Path, where: Any, 
     for name in plain.weight_sets.names:
         for key, weight in plain.adapter(name).items():
             torch.testing.assert_close(short.adapter(name)[key], weight, atol=1e-4, rtol=1e-3)
+    following = shared_out(batch(2), plain.weight_sets.names)
+    assert short.step(following)["passes_halved"] == 0, "the next step begins with passes that fit"
 
 
 def test_a_sample_that_does_not_fit_alone_is_left_out_and_named(directory: Path) -> None:
@@ -79,47 +68,44 @@ def test_a_sample_that_does_not_fit_alone_is_left_out_and_named(directory: Path)
     fields: dict[str, Any] = {name: getattr(largest, name) * 4 for name in repeated}
     long = replace(largest, **fields, mask=largest.mask + (0,) * 3 * len(largest.mask))
     others = tuple(s for s in given.samples if s is not largest)
-    learner = with_memory_for(trainer(directory), 40, forward)
+    learner = with_memory_for(trainer(directory), 40)
     metrics = learner.step(replace(given, samples=(*others, long)))
     assert metrics["rows_out_of_memory"] == 1 and not metrics["skipped"]
     assert metrics["trained_tokens"] == sum(s.trained_tokens for s in others)
     assert learner.left_out_because is not None and f"1 row of rollout {long.rollout_id}: " in learner.left_out_because
 
 
-async def test_rollouts_that_do_not_fit_are_not_offered_again(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
+async def test_rollouts_that_do_not_fit_are_not_offered_again(bench: Start) -> None:
+    async with bench() as b:
         rollouts = await b.groups("t1", "t2")
         loop = b.loop()
-        with_memory_for(b.trainer, 1, forward)
+        with_memory_for(b.trainer, 1)
         await loop.resume()
         assert await loop.train_once()
         assert not await loop.train_once()
         assert await b.steps_of(rollouts) == {1}
-        last = await b.store.steps.last()
-        assert last is not None and "too large for the memory" in last.metrics["left_out_because"]
+        last = await b.last()
+        assert "too large for the memory" in last.metrics["left_out_because"]
 
 
 async def test_between_steps_no_memory_is_kept_that_a_vllm_might_need(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back: list[bool] = []
-    async with bench(base, tmp_path, "lora") as b:
-        loop = b.loop()
+    async with bench("lora") as b:
+        loop, logprobs = b.loop(), b.trainer.logprobs
 
-        def noting(work: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(*args: Any, **options: Any) -> Any:
-                done = work(*args, **options)
-                given_back.append(False)
-                return done
-
-            return noted
+        def noted(*args: Any, **options: Any) -> Any:
+            scores = logprobs(*args, **options)
+            given_back.append(False)
+            return scores
 
         def empty_cache() -> None:
             assert all(p.grad is None for p in b.trainer.weight_sets.parameters())
             given_back.append(True)
 
         monkeypatch.setattr("torch.cuda.empty_cache", empty_cache)
-        b.trainer.logprobs = noting(b.trainer.logprobs)
+        b.trainer.logprobs = noted
         await b.groups("t1", "t2")
         await loop.resume()
         assert await loop.train_once()
@@ -127,16 +113,10 @@ async def test_between_steps_no_memory_is_kept_that_a_vllm_might_need(
         assert after_step and scored and not any(scored) and at_last, "and after its weights were verified"
 
 
-def test_the_next_step_begins_with_passes_that_fit(directory: Path) -> None:
-    learner = with_memory_for(trainer(directory, max_tokens_per_batch=ROOMY), 40, forward)
-    assert learner.step(batch(1))["passes_halved"] > 0
-    assert learner.step(batch(2))["passes_halved"] == 0
-
-
 def test_samples_that_are_all_the_same_are_halved_down_to_one(directory: Path) -> None:
     """Their trees are as large as that of one of them, so no half is smaller."""
     (sample, *_) = batch(1).samples
-    learner = with_memory_for(trainer(directory), 1, forward)
+    learner = with_memory_for(trainer(directory), 1)
     before = learner.adapter()
     given = replace(batch(1), samples=tuple(replace(sample, rollout_id=f"r{i}") for i in range(3)))
     metrics = learner.step(given)

@@ -6,31 +6,20 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM
 
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, TreeCost, build_tree, micro_batches, padded_tree
+from lightning_proxy.trainer.step import tree_attention
+from lightning_proxy.trainer.step.scoring import score
+from lightning_proxy.trainer.step.tree_attention import FLEX_BLOCK, RUN, TreeMask, use_tree_attention
 from lightning_proxy.trainer.types import Sample
-
-torch = pytest.importorskip("torch")
-
-from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
-from torch._dynamo.testing import CompileCounter  # noqa: E402
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM  # noqa: E402
-
-from lightning_proxy.trainer.step import tree_attention  # noqa: E402
-from lightning_proxy.trainer.step.scoring import score  # noqa: E402
-from lightning_proxy.trainer.step.tree_attention import (  # noqa: E402
-    FLEX_BLOCK,
-    NAME,
-    RUN,
-    TreeMask,
-    attention_plan,
-    block_mask,
-    flex,
-    use_tree_attention,
-)  # fmt: skip
-from support.models import random_rows  # noqa: E402
+from support.models import random_rows
 
 VOCABULARY = 50
 CPU = torch.device("cpu")
@@ -81,7 +70,7 @@ def random_samples(seed: int, shape: str) -> list[Sample]:
     return [s for s in samples if len(s.token_ids) > 1]
 
 
-Scored = tuple["torch.Tensor", "torch.Tensor"]
+Scored = tuple[Tensor, Tensor]
 
 
 def one_by_one(model: PeftModel, samples: Sequence[Sample]) -> Scored:
@@ -103,7 +92,7 @@ def as_a_tree(model: PeftModel, samples: Sequence[Sample]) -> Scored:
     return score(model.get_base_model(), together.tree, together.samples)
 
 
-def gradient(model: PeftModel, samples: Sequence[Sample], way: Callable[..., Scored]) -> "torch.Tensor":
+def gradient(model: PeftModel, samples: Sequence[Sample], way: Callable[..., Scored]) -> Tensor:
     """The whole LoRA gradient of a weighted sum of log-probabilities, as one vector."""
     logprobs, _ = way(model, samples)
     weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
@@ -112,17 +101,14 @@ def gradient(model: PeftModel, samples: Sequence[Sample], way: Callable[..., Sco
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def relative_difference(found: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 def assert_a_tree_equals_its_rows(model: PeftModel, samples: Sequence[Sample]) -> None:
     with torch.no_grad():
         expected = one_by_one(model, samples)
         found = as_a_tree(model, samples)
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
-    assert relative_difference(gradient(model, samples, as_a_tree), gradient(model, samples, one_by_one)) < 1e-4
+    gradients = [gradient(model, samples, way) for way in (as_a_tree, one_by_one)]
+    assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 1e-4
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
@@ -140,7 +126,7 @@ def test_a_model_that_attends_by_trees_scores_ordinary_padded_rows_as_before(kin
         expected = model(input_ids=ids, attention_mask=present).logits[present.bool()]
         use_tree_attention(model.get_base_model())
         found = model(input_ids=ids, attention_mask=present).logits[present.bool()]
-    assert model.get_base_model().config._attn_implementation == NAME
+    assert model.get_base_model().config._attn_implementation == tree_attention.NAME
     assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -150,7 +136,7 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused() -> None:
         use_tree_attention(CodeGenForCausalLM(config))
 
 
-def visible_by_paths(tree: PrefixTree) -> "torch.Tensor":
+def visible_by_paths(tree: PrefixTree) -> Tensor:
     visible = torch.zeros(len(tree), len(tree), dtype=torch.bool)
     for path in tree.paths:
         for i, node in enumerate(path):
@@ -179,7 +165,7 @@ def test_siblings_cost_what_their_paths_cost_not_the_square_of_the_tree() -> Non
     prompt = [rng.randrange(VOCABULARY) for _ in range(1000)]
     tree = build_tree([[*prompt, i, *(rng.randrange(VOCABULARY) for _ in range(1000))] for i in range(8)])
     pairs = int((tree.depths + 1).sum())
-    squares = [(stop - start) * (end - begin) for _, (start, stop), (begin, end) in attention_plan(tree)]
+    squares = [(stop - start) * (end - begin) for _, (start, stop), (begin, end) in tree_attention.attention_plan(tree)]
     assert sum(squares) < 1.4 * pairs < 0.3 * len(tree) ** 2
 
 
@@ -200,7 +186,7 @@ def test_what_a_gpu_runs_gives_the_scores_and_gradients_of_the_rows_one_by_one(
 def test_the_mask_by_blocks_is_the_one_that_pytorch_finds_pair_by_pair(shape: str, seed: int) -> None:
     shapes = {"long": {"count": 5, "first": 600, "most": 300}, "wide": {"count": 60, "first": 40, "most": 60}}
     ends = torch.from_numpy(padded_tree(build_tree(random_rows(seed, **shapes[shape])), FLEX_BLOCK).ends)
-    found = block_mask(ends)
+    found = tree_attention.block_mask(ends)
     expected = create_block_mask(found.mask_mod, B=None, H=None, Q_LEN=len(ends), KV_LEN=len(ends), device="cpu")
     assert torch.equal(found.to_dense(), expected.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
@@ -218,5 +204,5 @@ def test_trees_of_fifteen_sizes_take_few_compilations(monkeypatch: pytest.Monkey
         for _layer in range(2):
             mask = TreeMask(padded_tree(build_tree([list(range(size * FLEX_BLOCK))]), FLEX_BLOCK), CPU)
             query = torch.randn(1, 4, size * FLEX_BLOCK, 8, requires_grad=True)
-            flex(query, query[:, :2], query[:, :2], mask.block_mask, None, None)
+            tree_attention.flex(query, query[:, :2], query[:, :2], mask.block_mask, None, None)
     assert 0 < counter.frame_count <= 3
