@@ -1,4 +1,4 @@
-"""The command line: parse, wire, call. A command's modules are imported when it runs, so that --help is quick."""
+"""The command line: parse, wire, call. A command's modules are imported when it runs, to keep --help fast."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def up(
 def serve(
     context: typer.Context,
     port: Port = None,
-    upstream: Annotated[str | None, typer.Option(metavar="URL", help="a vLLM's, with /v1, as only upstream")] = None,
-    model: Annotated[str | None, typer.Option(help="what that server calls the model (policy.model)")] = None,
-    log_format: Annotated[Literal["text", "json"], typer.Option(help="lines for people or for programs")] = "text",
+    upstream: Annotated[str | None, typer.Option(metavar="URL", help="a vLLM, with /v1: the only upstream")] = None,
+    model: Annotated[str | None, typer.Option(help="the model's name on that server (policy.model)")] = None,
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="log lines for people or for programs")] = "text",
 ) -> None:
     """Run the proxy alone."""
     from .commands.serve import serve as run
@@ -122,7 +122,7 @@ def train(
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then exit")] = False,
     method: Annotated[
-        str, typer.Option(help="`rl`; or one run: `sft` imitates, `dpo` prefers better siblings, `kto` goes by thumbs")
+        str, typer.Option(help="`rl`, or one run: `sft` imitates, `dpo` prefers better siblings, `kto` likes good ones")
     ] = "rl",
     offline: Annotated[bool, typer.Option("--offline", help="train on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
@@ -130,7 +130,7 @@ def train(
     ] = None,
     epochs: Annotated[int | None, typer.Option(metavar="N", min=1, help="passes over the data")] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="where an offline run is kept", show_default="policy.directory/offline")
+        Path | None, typer.Option("--dir", help="directory of an offline run", show_default="policy.directory/offline")
     ] = None,
 ) -> None:
     """Run the trainer alone."""
@@ -139,10 +139,10 @@ def train(
     from .trainer.plugins import Offline, Run, methods
 
     if method not in methods():
-        raise ConfigError(f"--method is {', '.join(methods())}; got {method!r}")
+        raise ConfigError(f"--method must be one of {', '.join(methods())}; got {method!r}")
     tuning = method != "rl"
     if not offline and (data or directory or (epochs and not tuning)):
-        raise ConfigError("--data and --dir need --offline; --epochs needs --offline or another method than rl")
+        raise ConfigError("--data and --dir need --offline; --epochs needs --offline or a method other than rl")
     os.umask(OWNER_ONLY)
     config = configuration(context, {"policy.model": model} | ({f"tune.{method}.epochs": epochs} if tuning else {}))
     from_data = Offline(data, directory, epochs or 1) if offline else None
@@ -151,7 +151,7 @@ def train(
 
 @app.command(rich_help_panel=SYSTEM)
 def vllm(context: typer.Context, model: Model = None) -> None:
-    """Run vLLM alone, as proxy and trainer need it."""
+    """Run vLLM alone, set up for the proxy and the trainer."""
     from .commands.vllm import exec_vllm
 
     os.umask(OWNER_ONLY)
@@ -170,15 +170,15 @@ def run(
     mode: Annotated[Literal["train", "eval"], typer.Option(help="`eval`: recorded but never trained on")] = "train",
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="passes over the tasks")] = 1,
     ahead: Annotated[float | None, typer.Option(metavar="N", min=0, max=1000, help=AHEAD)] = None,
-    budget: Annotated[float | None, typer.Option(metavar="USD", min=0, help="begin no more once it is spent")] = None,
+    budget: Annotated[float | None, typer.Option(metavar="USD", min=0, help="start no more once it is spent")] = None,
     preload: Preload = "",
     resume: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="notes what was opened; what has its reward is not run again")
+        Path | None, typer.Option(metavar="FILE", help="keeps a list; rollouts with a reward are not run again")
     ] = None,
     logs: Outputs = None,
     as_json: Json = False,
 ) -> None:
-    """Run an agent program over tasks. Each task gets siblings, each sibling a rollout of its own."""
+    """Run an agent program on tasks. Each task gets several sibling rollouts."""
     from .commands.run.command import run_command
 
     run_command(
@@ -204,7 +204,7 @@ def evaluate(
     command: Command,
     tasks: Tasks,
     models: Annotated[
-        str, typer.Option(help="what answers, by commas: live, a policy version, a model; the first is the baseline")
+        str, typer.Option(help="what answers, by comma: live, a version or a model; the first is the baseline")
     ] = "live",
     samples: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task and model")] = 1,
     concurrency: Concurrency = 8,
@@ -253,12 +253,12 @@ def export_version(
 @app.command(rich_help_panel=START)
 def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps")] = 90,
-    directory: Annotated[Path, typer.Option("--dir", help="is emptied first")] = Path("lightning-demo"),
-    model: Annotated[Path | None, typer.Option(help="the model's directory; it is made on first use")] = None,
-    api: Annotated[Literal["chat", "messages", "responses"], typer.Option(help="that its agent speaks")] = "chat",
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the demo in --dir, with its options")] = False,
+    directory: Annotated[Path, typer.Option("--dir", help="emptied first")] = Path("lightning-demo"),
+    model: Annotated[Path | None, typer.Option(help="the model's directory, made on first use")] = None,
+    api: Annotated[Literal["chat", "messages", "responses"], typer.Option(help="the API that the agent uses")] = "chat",
+    resume: Annotated[bool, typer.Option("--resume", help="continue the demo in --dir, with its options")] = False,
 ) -> None:
-    """Show the loop on a small real model on this machine."""
+    """Run the whole loop with a small real model on this machine."""
     from .commands.demo.demo import DemoOptions
     from .commands.demo.demo import demo as run
 
@@ -278,7 +278,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 def export(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="ends in .jsonl or .parquet; `-` and pipes take JSON Lines")],
-    kind: Annotated[Literal["transitions", "sft"], typer.Option(help="`sft`: to fine-tune on")] = "transitions",
+    kind: Annotated[Literal["transitions", "sft"], typer.Option(help="`sft`: for fine-tuning")] = "transitions",
     mode: Annotated[
         Literal["train", "eval", "all"] | None, typer.Option(help="of rollouts", show_default="all; sft: train")
     ] = None,
@@ -292,7 +292,7 @@ def export(
         str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
 ) -> None:
-    """Write what was recorded as JSON Lines or Parquet. The proxy need not run."""
+    """Write recorded rollouts as JSON Lines or Parquet. The proxy need not run."""
     from .commands.export.export import export_command
 
     filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
@@ -306,7 +306,7 @@ def import_(
     model: Annotated[str, typer.Option(help="the model of lines without `model`")] = "imported",
     reward: Annotated[float, typer.Option(help="the reward of lines without `reward`")] = 1.0,
 ) -> None:
-    """Record conversations of others, to imitate. The proxy need not run.
+    """Record conversations from elsewhere, to imitate them. The proxy need not run.
 
     `train --method sft` learns from them.
     """
@@ -323,7 +323,7 @@ def plan(
     gpus: Annotated[str | None, typer.Option(help="cards x GiB: 1x24, 8x80", show_default="this machine's")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what fits on which GPUs. Nothing is started."""
+    """Show what fits on which GPUs, without starting anything."""
     from .commands.plan import plan_command
 
     plan_command(configuration(context, {"policy.model": model}), gpus, as_json=as_json)
@@ -333,13 +333,13 @@ def plan(
 def doctor(
     context: typer.Context,
     command: Annotated[list[str] | None, typer.Argument(help="with --learn: the agent program, after `--`")] = None,
-    learn: Annotated[bool, typer.Option("--learn", help="see by a training step whether this system learns")] = False,
+    learn: Annotated[bool, typer.Option("--learn", help="check by a training step that this system learns")] = False,
     tasks: Annotated[
         Path | None, typer.Option(help="with --learn: JSON Lines for the program", show_default="four questions")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check failed."""
+    """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check fails."""
     from .core.errors import ConfigError
 
     if not learn and (command or tasks):

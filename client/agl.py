@@ -2,8 +2,8 @@
 
     lightning-proxy run --tasks FILE -- python -m lightning_proxy.client.agl agents:Chat QUESTION=input.question
 
-The class is 1.0's `local.agent_class`. The variables are its `local.env_map`: each has its place in the task. The
-emitters are those of 0.2 and 0.3.
+The class is 1.0's `local.agent_class`. The variables are its `local.env_map`: each names a place in the task. The
+emitters are from 0.2 and 0.3.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _note(name: str, value: Any, attributes: Attributes = None) -> None:
 
 
 def value_at(given: Any, path: str) -> str:
-    """Return what the task has at `input.a.b`, as text or JSON. A path that does not begin so is the value itself."""
+    """Return the task's value at `input.a.b`, as text or JSON. Any other text is returned unchanged."""
     first, *places = path.split(".")
     if first != "input" or (not places and path != "input"):
         return path

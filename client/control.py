@@ -1,4 +1,4 @@
-"""Posts to the proxy's control API, retries until it answers, and reads answers. Standard library and tenacity only."""
+"""A small client of the proxy's control API, with retries. Uses the standard library and tenacity only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BACKOFF = wait_random_exponential(multiplier=0.1, max=10)
 
 
 class _Again(Exception):
-    """This try failed, but the next may succeed.
+    """This attempt failed, but the next one may succeed.
 
     `after_s`: the wait that the proxy asked for; `connected`: something answered at its address.
     """
@@ -40,7 +40,7 @@ class _Again(Exception):
 class Control:
     """The control API of the proxy at `url`. A request is retried for up to `patience_s` seconds.
 
-    `find_s`: how long the first request looks for something that listens there.
+    `find_s`: how long the first request waits for something to listen there.
     """
 
     url: str
@@ -49,7 +49,7 @@ class Control:
     find_s: float = PATIENCE_S
 
     def post(self, path: str, body: Any, headers: Mapping[str, str], *, first: bool = False) -> Any:
-        """Post and return the answer's JSON. A retry counts once. Raises Refused or ProxyUnreachable."""
+        """Post, and return the answer's JSON. The proxy counts retries once. Raises Refused or ProxyUnreachable."""
         try:
             data = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:

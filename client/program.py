@@ -1,4 +1,4 @@
-"""What a program that works on a rollout finds in its environment, and the client's errors. Standard library only."""
+"""The environment variables of a program that works on a rollout, and the client's errors. Standard library only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NoRollout(ClientError, RuntimeError):
 
 
 class ProxyUnreachable(ClientError):
-    """No proxy listens there, or it only asked to try again for `patience_s` seconds."""
+    """No proxy listens there, or it asked to try again for all of `patience_s` seconds."""
 
 
 class Refused(ClientError):
@@ -48,7 +48,7 @@ def task() -> Any:
 
 
 def names_of(url: str, base_url: str, api_key: str, rollout_id: str) -> dict[str, str]:
-    """Return the variables by which a program's clients call the model, and the client names its rollout."""
+    """Return the variables with which a program's clients call the model and name its rollout."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,  # what llama-index reads
@@ -61,9 +61,9 @@ def names_of(url: str, base_url: str, api_key: str, rollout_id: str) -> dict[str
 
 
 def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return all variables of a program: those that are `there`, and ours. The task goes to `file`.
+    """Return all variables of a program: the ones already `there`, and ours. The task is written to `file`.
 
-    Its variable is left out if the kernel would start no program with it.
+    The task's variable is left out if it is too long for the kernel.
     """
     found = {name: value for name, value in there.items() if name not in STALE} | reached_directly(env, there)
     if TASK not in found:
@@ -78,7 +78,7 @@ def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> d
 
 
 def reached_directly(env: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
-    """Return a program's variables, with the hosts of the proxy's addresses added to NO_PROXY in both spellings."""
+    """Return a program's variables, with the hosts of the proxy's addresses added to NO_PROXY and no_proxy."""
     hosts = [urlsplit(env[name]).hostname or "" for name in ADDRESSES if name in env]
     # An address of IPv6 stands with and without brackets: programs differ in what they look for.
     added = [name for host in hosts if host for name in ([host, f"[{host}]"] if ":" in host else [host])]

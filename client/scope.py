@@ -1,4 +1,4 @@
-"""The rollout that this asyncio task or thread works on, and what is emitted in it.
+"""The current rollout of an asyncio task or thread, and functions that emit rewards and events in it.
 
 Each `emit_…` returns once its event is recorded. In asyncio use `await asyncio.to_thread(emit_…, …)`.
 All raise NoRollout, Refused and ProxyUnreachable.
@@ -47,7 +47,7 @@ class Rollout:
 
     @property
     def base_url(self) -> str:
-        """A base URL that names rollout, task and agent, for programs that take nothing but a URL."""
+        """A base URL that names rollout, task and agent, for programs that accept only a URL."""
         task = "" if self.task_id is None else f"/tasks/{quote(self.task_id, safe=':')}"
         agent = "" if self.agent is None else f"/agents/{quote(self.agent, safe=':')}"
         return f"{self.control.url}/rollouts/{quote(self.rollout_id, safe=':')}{task}{agent}/v1"
@@ -72,7 +72,7 @@ class Rollout:
         return AsyncOpenAI(**{"http_client": DefaultAsyncHttpxClient(trust_env=False), **self._options(options)})
 
     def using(self, client: Any) -> Any:
-        """A copy of an OpenAI or Anthropic client that makes calls of the rollout. Connections are shared.
+        """A copy of an OpenAI or Anthropic client whose calls belong to the rollout. Connections are shared.
 
         The client must already talk to the proxy.
         """
@@ -149,12 +149,12 @@ def scoped() -> Rollout | None:
 
 
 class rollout:
-    """A scope for `with` or `async with`: what is emitted in it belongs to one rollout, and so do followed clients.
+    """A scope for `with` or `async with`. What is emitted in it, and calls of followed clients, belong to one rollout.
 
     It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
     With `end=False` it leaves the rollout open for somebody else to end or to reward. Arguments that are not given come
-    from the variables that `lightning-proxy run` sets. Where no proxy listens, opening it fails within seconds; with
-    `patience_s` it is waited for that long.
+    from the variables that `lightning-proxy run` sets. If no proxy listens, opening fails within seconds, or after
+    `patience_s`.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class rollout:
 
 @contextmanager
 def agent(name: str) -> Iterator[Rollout]:
-    """A scope of one agent within a rollout."""
+    """A scope for one agent within a rollout."""
     inner = current().as_agent(name)
     token = _current.set(inner)
     try:
@@ -239,12 +239,12 @@ def emit_reward(
 
 
 def emit_state(value: Any, *, name: str | None = None) -> int:
-    """Record the agent's state, any JSON. It is the state of the actions emitted after it."""
+    """Record the agent's state (any JSON). It applies to the actions emitted after it."""
     return current().event("state", value=value, name=name)
 
 
 def emit_action(name: str, arguments: Any = None, result: Any = None, *, is_error: bool = False) -> int:
-    """Record an action without a model, such as a retrieval, and its result. It is a tool transition."""
+    """Record an action that no model chose, such as a retrieval, and its result. It becomes a tool transition."""
     return current().event("action", name=name, arguments=arguments, result=result, is_error=is_error)
 
 
@@ -254,7 +254,7 @@ def emit_note(value: Any, *, name: str | None = None) -> int:
 
 
 def follow(client: Any) -> Any:
-    """Have each request of a client name the rollout that it is sent in, and return the client.
+    """Make each request of a client name the rollout it is sent in. Returns the client.
 
     The client is an `httpx.Client`, an `httpx.AsyncClient`, or an OpenAI or Anthropic client, which holds one.
     """

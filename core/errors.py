@@ -19,7 +19,7 @@ TYPES = {
 
 
 class LightningError(Exception):
-    """The base of all errors here. Its message is shown unchanged: what was wrong, where, and what to do."""
+    """The base of all errors here. Its message is shown to users: what was wrong, where, and what to do."""
 
     status = 500
     type: str | None = None  # None: that of the status
@@ -65,7 +65,7 @@ class MethodNotAllowed(LightningError):
 
 
 class RequestTimeout(LightningError):
-    """The client did not send its request in time. Where the next one would begin is not known."""
+    """The client did not send its request in time. It is not known where the next request would begin."""
 
     status = 408
     headers = ((b"connection", b"close"),)
@@ -88,7 +88,7 @@ class Unprocessable(LightningError):
 
 
 class UpgradeRequired(LightningError):
-    """A client asked for a WebSocket. Some fall back to HTTP on this status alone."""
+    """A client asked for a WebSocket. Some clients fall back to HTTP only on this status."""
 
     status = 426
     headers = ((b"upgrade", b"HTTP/1.1"),)
@@ -112,7 +112,7 @@ class Unsupported(LightningError):
 
 
 class UpstreamUnreachable(LightningError):
-    """The upstream could not be reached, or broke off or sent garbage before the agent got anything."""
+    """The upstream could not be reached, or broke off or sent garbage before the agent received anything."""
 
     status = 502
 
@@ -131,7 +131,7 @@ class OtherSchema(StoreUnavailable):
 
 
 class Overloaded(LightningError):
-    """There is no memory for another large request now, or no file for another connection."""
+    """There is no memory for another large request, or no file descriptor for another connection."""
 
     status = 503
     headers = ((b"retry-after", b"1"),)
@@ -142,7 +142,7 @@ class UpstreamTimeout(LightningError):
 
 
 class NotSaved(LightningError):
-    """A checkpoint or weights could not be written (disk full, no permission). Nothing of them is left behind."""
+    """A checkpoint or weights could not be written (disk full, no permission). No partial files are left."""
 
 
 class PublishError(LightningError):

@@ -1,4 +1,4 @@
-"""Finds the modules of features, and the packages of others that `plugins` names."""
+"""Finds the modules of features, and the third-party packages that `plugins` names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP = "lightning_proxy.plugins"
 
 
 def modules(name: str) -> list[ModuleType]:
-    """Return the modules of this name, of the features that have one."""
+    """Return the modules with this name, from all features that have one."""
     package = f"{__package__.rpartition('.')[0]}.features"
     paths = [f"{package}.{feature}.{name}" for feature in import_module(package).FEATURES]
     return [import_module(path) for path in paths if find_spec(path)]

@@ -1,9 +1,9 @@
 """Which rollouts are siblings: the groups that a training step compares. Pure.
 
-Rollouts that were opened together are a group, however they end. Rollouts of a task that were opened one by one are
-groups in the order of their opening: with `size` 2, rollouts 1, 2, 3 and 4 of a task are the groups (1, 2) and (3, 4),
-also if 1 and 3 are done first. What a step has compared stays a group. A group is complete when all of it has ended;
-the rest is awaited for a limited time.
+Rollouts that were opened together are a group, however they end. Rollouts of a task that were opened one by one form
+groups in opening order: with `size` 2, rollouts 1, 2, 3 and 4 of a task are the groups (1, 2) and (3, 4), even if 1 and
+3 end first. Rollouts that a step has compared stay a group. A group is complete when all its rollouts have ended; it
+waits for them for a limited time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NO_END = 2**62
 
 
 class Pool(NamedTuple):
-    """Rollouts of which groups are made. `owner`: the key that sees only its own rollouts, if they are such a key's.
+    """Rollouts that may form groups together. `owner`: the key that opened them, if it sees only its own rollouts.
 
-    `group_id`: the first of those that were opened together, or that a step compared; None: opened one by one.
+    `group_id`: the first rollout of those opened together or compared by a step; None: opened one by one.
     """
 
     task_id: str
@@ -30,10 +30,10 @@ class Pool(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A rollout that no step has taken, the `n`th that was opened. Times are Unix times.
+    """A rollout that no step has taken yet, the `n`th that was opened. Times are Unix times.
 
-    `own`: the policy answered a call of it. `scored`: no reward function is still to be asked about it. `since`: when
-    it had ended and was rewarded. `late`: a step has taken or dropped others of its group.
+    `own`: the policy answered one of its calls. `scored`: it awaits no reward function. `since`: when it had ended and
+    had a reward. `late`: a step has taken or dropped others of its group.
     """
 
     n: int
@@ -50,7 +50,7 @@ class Member(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it ended, with its reward if it was completed."""
+        """Return whether it has ended and, if it was completed, has its reward."""
         return self.status != "running" and self.scored and (self.rewarded or self.status != "completed")
 
 
@@ -58,9 +58,9 @@ class Member(NamedTuple):
 class Group:
     """The siblings of a group that no step has taken. `rewarded` of `ended` have a reward.
 
-    `complete`: nobody need wait for others of it. `oldest`: since when the first waits for a step. Its rollouts are in
-    `pool`, from after the `after`th to the `last`th that was opened; `awaited` of them have not ended, or await their
-    reward. `late`: a step took the others before. Without a pool: rollouts without a task, which are no siblings; only
+    `complete`: no other siblings are awaited. `oldest`: when its first rollout began to wait for a step. Its rollouts
+    are those of `pool` from after the `after`th to the `last`th opened; `awaited` of them have not ended or await their
+    reward. `late`: a step took the others before. Without a pool: rollouts without a task, which are not siblings; only
     rewarded ones are counted.
     """
 
@@ -81,10 +81,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How groups are made. `size`: of those that were opened one by one. `failed`: a failed rollout has a reward.
+    """How groups are formed. `size`: of groups opened one by one. `failed`: whether failed rollouts have a reward.
 
-    `timeout_s`: how long others are waited for; a rollout that is still running is not a sibling of one that was opened
-    so much later.
+    `timeout_s`: how long siblings are awaited; a rollout that still runs is not a sibling of one opened that much
+    later.
     """
 
     size: int = NO_END
@@ -122,7 +122,7 @@ def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterat
 
 
 def _parts(members: Sequence[Member], grouping: Grouping) -> list[list[Member]]:
-    """Rollouts that were opened one by one, as many as make a group in each part. Only the last may have fewer."""
+    """Split rollouts that were opened one by one into groups. Only the last may be smaller."""
     first = next((member.opened_at for member in members if member.has_ended), float("inf"))
     parts = list[list[Member]]()
     for member in members:

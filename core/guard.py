@@ -1,9 +1,9 @@
-"""Runs one program and makes sure that nothing of it stays: `guard.py LIFELINE_FD GRACE_S PROGRAM ARGS…`.
+"""Runs one program and cleans up everything that it started: `guard.py LIFELINE_FD GRACE_S PROGRAM ARGS…`.
 
-The lifeline is a pipe. Its other end closes when the supervisor lets go, or is killed. Then the program gets SIGTERM,
-and SIGKILL after the grace. Once it has ended, all that it started ends too, in whatever group or session it is.
-Signals are passed on to the program; its exit code, or the signal that killed it, becomes the guard's.
-It uses only the standard library, so that it starts in 20 ms, and can be sent to other machines as text.
+The lifeline is a pipe. Its other end closes when the supervisor closes it or is killed. Then the program gets SIGTERM,
+and SIGKILL after GRACE_S. Once it has ended, everything that it started is killed too, in whatever group or session.
+Signals are passed on to the program; its exit code, or the signal that killed it, becomes the guard's. It uses only the
+standard library, so it starts in 20 ms and can be sent to other machines as text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PRCTL, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
 
 
 def guard(lifeline: int, grace_s: float) -> None:
-    """Return in a child process, in a session of its own. This one guards it, and ends as the child did."""
+    """Fork. The child returns, in its own session. This process guards it, and exits as the child does."""
     this = os.getpid()
     adopt_orphans()
     wake, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,7 +59,7 @@ def guard(lifeline: int, grace_s: float) -> None:
 
 
 def _wait(child: int, lifeline: int, wake: int, grace_s: float) -> int:
-    """Return the child's exit code, negative for a signal. Once the lifeline closes, end it."""
+    """Return the child's exit code, negative for a signal. End the child once the lifeline closes."""
     watched, until = [wake, lifeline], math.inf
     while True:
         left = None if until == math.inf else max(until - time.monotonic(), 0.0)
@@ -79,12 +79,12 @@ def _wait(child: int, lifeline: int, wake: int, grace_s: float) -> int:
 
 
 def adopt_orphans() -> None:
-    """From now on, what this process started becomes its child when its own parent ends."""
+    """Make this process adopt its descendants when their parents end."""
     PRCTL(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children() -> None:
-    """Kill the children of this process, and theirs, which it adopts."""
+    """Kill the children of this process, and all descendants, which it adopts."""
     with suppress(ChildProcessError):  # there is none any more
         while True:
             os.waitpid(-1, os.WNOHANG)
@@ -103,7 +103,7 @@ def _killed(stat: Path) -> bool:
 
 
 def become(command: list[str]) -> int:
-    """Run a command in the place of this process. Return an exit code if it cannot be started."""
+    """Replace this process with a command. Return an exit code if it cannot be started."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it
     try:
         os.execvp(command[0], command)

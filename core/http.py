@@ -1,4 +1,4 @@
-"""What requests share, whoever sends them: ways to a server, why one failed, large ones. It opens no connection."""
+"""Helpers for all HTTP requests: proxies, errors, local addresses, large bodies. Opens no connections."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LARGE = 2**17  # bytes of a request, from which on the way to a thread costs les
 
 
 async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
-    """Do `work`, which uses nothing that others change: at once, or in a thread so that others need not wait."""
+    """Do `work`, which must not share mutable state: in a thread if it is large, so that others need not wait."""
     return work() if size < LARGE else await asyncio.to_thread(work)
 
 
 def through(upstream: UpstreamConfig, url: str) -> Mapping[str, Any]:
-    """Return aiohttp's arguments for a request to this server: the environment's proxy with `trust_env`, else none.
+    """Return aiohttp's arguments for a request to this server: with `trust_env`, the environment's proxy.
 
     A session's own trust_env would also look for passwords in ~/.netrc.
     """
@@ -42,7 +42,7 @@ def through(upstream: UpstreamConfig, url: str) -> Mapping[str, Any]:
 
 
 def why_it_failed(error: Exception) -> str:
-    """Return the system's reason (Connection refused), or the library's own, without any address."""
+    """Return the system's reason (Connection refused) or the library's, without any address."""
     cause: Any = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     number = getattr(cause, "errno", None) or 0
     if number > 0:
@@ -52,7 +52,7 @@ def why_it_failed(error: Exception) -> str:
 
 
 def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the Host or Origin header that names another machine, for people to read; None without one."""
+    """Return, for display, the Host or Origin header that names another machine; None if neither does."""
     for name, value in headers:
         if name in (b"host", b"origin"):
             text = value.decode("latin-1")
@@ -65,7 +65,7 @@ def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 @lru_cache(1024)
 def is_loopback(authority: str) -> bool:
-    """Return whether a Host header, or a URL without a path, names the loopback interface, and at most a port."""
+    """Return whether a Host header, or a URL without a path, names the loopback interface (with or without a port)."""
     try:
         parts = urlsplit(authority if "://" in authority else f"//{authority}")
         host = parts.hostname

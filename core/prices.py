@@ -1,6 +1,6 @@
-"""What calls used and what it costs: by `prices` of the configuration, or by the price table of litellm.
+"""Counts what calls used and computes the cost, from `prices` in the configuration or litellm's price table.
 
-litellm is there with the extra `providers`, for whoever asks a provider's model.
+litellm comes with the extra `providers`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _LITELLM_SETTINGS = {
 
 
 class Used(NamedTuple):
-    """Tokens of calls. `input` counts those that were read from a cache (`cached`) or written to it (`kept`), too.
+    """Tokens of calls. `input` includes tokens read from a cache (`cached`) or written to it (`kept`).
 
-    `reasoning`: the part of `output` that the agent may not have seen.
+    `reasoning`: the part of `output` that the agent may not see.
     """
 
     input: int = 0
@@ -51,10 +51,10 @@ class Used(NamedTuple):
 
 
 def used(usage: Any) -> Used | None:
-    """Return the tokens that a `usage` counts; None if it counts none.
+    """Return the tokens in a `usage` object; None if it has none.
 
-    Anthropic's `input_tokens` leave out what a cache had: 10 next to `cache_read_input_tokens` 90 are an input of 100.
-    Some providers (xAI, Gemini) count reasoning in `total_tokens` alone.
+    Anthropic's `input_tokens` leave out cached tokens: 10, with `cache_read_input_tokens` 90, is an input of 100. Some
+    providers (xAI, Gemini) count reasoning only in `total_tokens`.
     """
     if not isinstance(usage, dict) or usage.keys().isdisjoint(("prompt_tokens", "input_tokens", "total_tokens")):
         return None
@@ -72,7 +72,7 @@ def used(usage: Any) -> Used | None:
 
 
 def _count(value: Any, name: str) -> int:
-    """The count of this name; anything else is none."""
+    """The count with this name; 0 for any other value."""
     count = value.get(name) if isinstance(value, dict) else None
     return count if type(count) is int and 0 < count < 2**40 else 0
 
@@ -86,20 +86,20 @@ class Price(NamedTuple):
     kept: float
 
     def of(self, used: Used) -> float:
-        """Return what tokens cost. Example: 1,000 tokens of input at 3 USD cost 0.003 USD."""
+        """Return the cost of tokens in USD. Example: 1,000 input tokens at 3 USD per million cost 0.003 USD."""
         new = max(0, used.input - used.cached - used.kept) * self.input
         return (new + used.output * self.output + used.cached * self.cached + used.kept * self.kept) / MILLION
 
 
 class Prices:
-    """The prices of models. The first pattern of the configuration that fits a name counts."""
+    """The prices of models. The first configured pattern that matches a name applies."""
 
     def __init__(self, configured: Mapping[str, Sequence[float]]) -> None:
         self._configured = configured
         self._known: dict[str | None, Price | None] = {}
 
     def of(self, model: str | None) -> Price | None:
-        """Return a model's price; None if nobody knows it. It reads a table once, so not on the way of a call."""
+        """Return a model's price; None if unknown. The first call reads a table: do not let an agent wait for it."""
         if model not in self._known:
             self._known[model] = None if model is None else self.configured(model) or _litellms(model)
         return self._known[model]
@@ -113,7 +113,7 @@ class Prices:
 
 
 def _litellms(model: str) -> Price | None:
-    """The price in litellm's table, by the whole name, or without its providers."""
+    """The price in litellm's table, by the full name or without its provider prefixes."""
     provider, _, rest = model.partition("/")
     called = [model] if provider in OWN_MACHINES else [model, rest, rest.rpartition("/")[2]]
     listed = next((found for name in called if isinstance(found := _table().get(name), dict)), {})
@@ -126,7 +126,7 @@ def _litellms(model: str) -> Price | None:
 
 @cache
 def _table() -> Mapping[str, Any]:
-    """litellm's own copy of its table: importing litellm, which loads it, takes seconds."""
+    """litellm's table, read from its file: importing litellm takes seconds."""
     spec = importlib.util.find_spec("litellm")
     for folder in (spec and spec.submodule_search_locations) or ():
         with suppress(OSError, ValueError):

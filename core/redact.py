@@ -1,6 +1,6 @@
 """Removes secrets, text that matches patterns, and chosen fields from records before they are stored. Pure.
 
-What the agent and the model see is never changed. Ids (of rollouts, tasks, agents) are names, and stored as they are.
+What the agent and the model see is never changed. Ids (of rollouts, tasks, agents) are stored unchanged.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _TOKENS = frozenset(
 
 
 class SecretShape(NamedTuple):
-    """A kind of secret. Its pattern begins with the text `hint`, and takes a time that is linear in the text.
+    """A kind of secret. Its pattern begins with the literal `hint` and runs in time linear in the text.
 
-    Python finds a text quickly, and tries a pattern that begins with anything else at every character.
+    Python searches for a literal quickly, but tries a pattern that begins otherwise at every character.
     """
 
     hint: str
@@ -40,9 +40,9 @@ class SecretShape(NamedTuple):
 
 
 def _token(hint: str, then: str, inside: str = "A-Za-z0-9") -> SecretShape:
-    r"""A token that begins neither after a letter ("risk-…") nor after another sign from `inside`.
+    r"""A token that does not follow a letter ("risk-…") or another character from `inside`.
 
-    It may begin after an escape: JSON in a string has "\nsk-…", a URL "%20sk-…".
+    It may follow an escape: JSON in a string has "\nsk-…", a URL "%20sk-…".
     """
     begin = re.escape(hint)
     escapes = (r"\\[bfnrt]", r"\\u[0-9A-Fa-f]{4}", "%[0-9A-Fa-f]{2}")
@@ -85,10 +85,10 @@ SHAPES = (
 
 
 class Redactor:
-    """Redacts values without changing them in place. It returns the same object if nothing was redacted."""
+    """Redacts values without changing them in place. Returns the same object if nothing was redacted."""
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
-        """`keys`: the configuration's keys, which are secret whatever they look like."""
+        """`keys`: the configured keys, which are secret whatever they look like."""
         own = [SecretShape(key, re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
         chosen = [SecretShape("", pattern) for pattern in self._patterns]
@@ -128,8 +128,8 @@ class Redactor:
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
         """Return the redacted start of a call, and whether the record may lack something that the model saw.
 
-        Something may be missing wherever the server remembers an earlier response: its tokens would tell.
-        The agent's own text is never kept: a name that stands there twice holds a value that was not looked at.
+        Something may be missing wherever the server remembers an earlier response, so the tokens could reveal it. The
+        request's original text is never kept: with a repeated name, it would hold a value that was not checked.
         """
         start = start._replace(request_text=None)
         unseen = self._hides and start.request.get("previous_response_id") is not None
@@ -155,7 +155,7 @@ class Redactor:
         )
 
     def _texts(self, value: Any, *, numbers: bool = False) -> Any:
-        """The value with its texts redacted; `numbers`: also numbers, which some APIs make of what a model wrote."""
+        """The value with its texts redacted. `numbers`: numbers too, which some APIs parse from a model's text."""
         match value:
             case str():
                 return self.text(value)
@@ -174,9 +174,9 @@ class Redactor:
 
 
 def _mask_field(value: Any, path: Sequence[str]) -> Any:
-    """The value with everything at `path` masked; `*` stands for any key or index.
+    """The value with all at `path` masked; `*` stands for any key or index.
 
-    The mask of a number is null, since text in its place could not be read back.
+    Numbers become null, because text in their place could not be read back.
     """
     if not path:
         return MASK if isinstance(value, str | list | dict) else None

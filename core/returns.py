@@ -6,7 +6,7 @@ reward of each name in `trainer.reward_weights`. With weights {"reward": 1, "sty
     call a: reward 1, then reward 0, then style 1        call b: reward 1
 
 make 0.5 for a and 1 for b, so 1.5 for the rollout; a later reward 3 for the rollout itself makes that its return.
-A name of weight 0 counts as a reward of 0; other names do not count. Rewards of calls that the client sent again count.
+A name with weight 0 counts as a reward of 0; other names do not count. Rewards of calls that the client repeated count.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LARGEST = 1e30
 
 
 class Rules(NamedTuple):
-    """How rewards count. `failed`: the reward of a failed rollout that has none of its own; None: it has none.
+    """How rewards count. `failed`: the reward of a failed rollout that got none; None: no reward.
 
-    `within`: `rewards.range`. Rewards stored before there was one, and outside of it, count as the nearer end.
+    `within`: `rewards.range`. Rewards outside it, stored before it was set, count as its nearer end.
     """
 
     weights: Mapping[str, float]
@@ -37,13 +37,13 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Rules:
-        """Return the rules of a trainer's configuration. A judge's scores only add to them."""
+        """Return the rules in a trainer's configuration, without a judge's scores, which are only added in training."""
         return cls(config.reward_weights, config.failed_reward, config.reward_range)
 
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """The weighted rewards of a rollout: its `own` (None: it has none), and its calls' by their ids."""
+    """The weighted rewards of a rollout: its `own` (None if it has none), and its calls' by id."""
 
     own: float | None
     calls: Mapping[str, float] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def return_of(own: float | None, calls: Iterable[float]) -> float | None:
 
 
 def earned(rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> Earned:
-    """Return the rewards of a rollout with this status. Oldest first: the newest of a call and name counts."""
+    """Return the rewards of a rollout with this status. Input is oldest first; the newest per call and name counts."""
     (low, high), weights = rules.within, rules.weights
     newest = defaultdict[str | None, dict[str, float]](dict)
     for reward in rewards:

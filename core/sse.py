@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 
 
 class SSEDecoder:
-    """Cuts a byte stream, split anywhere, into frames. Their raw bytes and `rest`, joined, are the bytes fed."""
+    """Cuts a byte stream into frames, wherever it is split. Joined, their raw bytes and `rest` are the input."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -39,12 +39,12 @@ class SSEDecoder:
 
     @property
     def rest(self) -> bytes:
-        """Return bytes of a frame that has not ended yet."""
+        """Return the bytes of a frame that has not ended yet."""
         return bytes(self._buffer)
 
     @property
     def pending(self) -> int:
-        """Return how many bytes `rest` has."""
+        """Return the number of bytes in `rest`."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -55,7 +55,7 @@ class SSEDecoder:
         return frames
 
     def let_go(self) -> bytes:
-        """Return the bytes so far of a frame that has not ended. The rest of it will be a frame without data."""
+        """Return the bytes so far of a frame that has not ended. Its remainder will count as a frame without data."""
         self._let_go = True
         given = bytes(self._buffer[:-_BLANK])
         del self._buffer[:-_BLANK]
@@ -84,13 +84,13 @@ class SSEDecoder:
         return frames
 
     def close(self) -> Frame:
-        """Return the bytes of a frame that never ended, once the stream is over; they are given out once."""
+        """At the end of the stream, return the bytes of a frame that never ended. Returns them only once."""
         last = self._last_of(bytes(self._buffer))
         self._buffer.clear()
         return last
 
     def _last_of(self, raw: bytes) -> Frame:
-        """A frame that is the first, or of which a part was given out."""
+        """Finish a frame that is the first, or that was partly returned before."""
         text = raw.removeprefix(BOM_UTF8) if self._begins else raw
         return Frame(raw, None if self._let_go else _frame(text).data)
 

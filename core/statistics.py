@@ -1,4 +1,4 @@
-"""How sure a mean over tasks is, and how sure one can be that a candidate is worse than the live version. Pure."""
+"""Intervals for means over tasks, and evidence that a candidate is worse than the live version. Pure."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ HALVINGS = 40  # of the width 2: finer than anybody reads
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The two values between which a mean is likely to be."""
+    """The bounds between which a mean is likely to be."""
 
     low: float
     high: float
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard deviation (of all there are); infinite where the values are too large for a sum."""
+    """Return the mean and the population standard deviation; infinite if the values are too large to sum."""
     with np.errstate(all="ignore"):
         return float(np.mean(values)), float(np.std(values))
 
@@ -43,9 +43,8 @@ def bootstrap_mean(
 ) -> Interval:
     """Return the 95 % interval of the mean of `values`, one per task, by the percentile bootstrap over tasks.
 
-    Of seeds x tasks both are resampled, each by itself (Owen 2007). With one task, or one seed, the interval says
-    nothing of others. `weights`: what each task counts for in the mean; the same by default. The order of tasks does
-    not matter.
+    For seeds x tasks, both are resampled independently (Owen 2007). With one task, or one seed, the interval says
+    nothing about others. `weights`: of the tasks in the mean, equal by default. The order of tasks does not matter.
     """
     by_seed, rng = np.atleast_2d(np.asarray(values, dtype=float)), np.random.default_rng(seed)
     seeds, tasks = by_seed.shape
@@ -66,7 +65,7 @@ def bootstrap_mean(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far one side is above another, as a mean over tasks. `p` is that of a two-sided sign-flip test."""
+    """The mean difference between two sides over tasks. `p` comes from a two-sided sign-flip test."""
 
     difference: float
     interval: Interval
@@ -75,7 +74,7 @@ class Comparison:
 
 
 def compare(values: Sequence[float], others: Sequence[float], seed: int = SEED) -> Comparison:
-    """Compare `values` with `others`, paired: both have the same tasks in the same order.
+    """Compare `values` with `others`, paired by task: both are in the same order.
 
     The tasks are the sample and siblings of one task are alike, so tasks are resampled, never rollouts.
     """
@@ -89,7 +88,7 @@ def compare(values: Sequence[float], others: Sequence[float], seed: int = SEED) 
 def sign_flip_p(differences: Sequence[float], seed: int = SEED) -> float:
     """Return how often random signs give a mean at least as far from 0 (Fisher's permutation test).
 
-    For few tasks it tries all patterns of signs; otherwise random ones, and the one that was seen.
+    With few tasks it tries all sign patterns, otherwise random ones and the observed one.
     """
     given = np.sort(np.asarray(differences, dtype=float))
     seen = abs(given.sum()) - 1e-9  # the same numbers in another order may sum to a little less
@@ -103,7 +102,7 @@ def sign_flip_p(differences: Sequence[float], seed: int = SEED) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What one metric's pairs show: two e-values after the last pair, which may have been higher before.
+    """The evidence in one metric's pairs: two e-values after the last pair (they may have been higher before).
 
     `mean`: of the differences; None without a pair. `e_drop`: against "no drop". `e_safe`: against "a drop of the
     margin or more". `worse_at`, `safe_at`: the number of pairs after which each verdict was first reached.
@@ -119,7 +118,7 @@ class Evidence:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict that was reached first; `worse` if both were at the same pair. More pairs do not change it."""
+        """The verdict that was reached first; `worse` if both came with the same pair. More pairs do not change it."""
         if self.worse_at is not None and (self.safe_at is None or self.worse_at <= self.safe_at):
             return "worse"
         return "undecided" if self.safe_at is None else "safe"
@@ -134,23 +133,23 @@ def evidence_of(differences: Iterable[float], margin: float, level: float, metri
 
         1 + c * ((1 + d) / (1 + m) - 1)        with 0 < c < 1
 
-    which stays positive and is 1 or less on average while the hypothesis holds. The wealth is then a test
+    which is positive, and at most 1 on average while the hypothesis holds. The wealth is then a test
     supermartingale, and so is the mean over several bettors. By Ville's inequality it ever reaches 1 / level with a
     chance of at most `level`, however often one looks. These are the bets of Waudby-Smith and Ramdas, "Estimating means
-    of bounded random variables by betting", JRSS B 86 (2024), doi 10.1093/jrsssb/qkad009, with a fixed mixture in the
+    of bounded random variables by betting", JRSS B 86 (2024), doi 10.1093/jrsssb/qkad009, with a fixed mixture in
     place of one bettor who learns what to bet. Written with lambda = c / (1 + m), the factor is 1 + lambda * (d - m).
 
     It is exact if each difference, given the earlier ones, has a mean on the hypothesis' side. So siblings of one task
-    are one pair: `difference` compares their means. And pairs are taken in the order in which they began: taken as they
-    end, a candidate that is slow to fail looks better than it is.
+    are one pair: `difference` compares their means. And pairs are taken in the order in which they began: in order of
+    ending, a candidate that fails slowly would look too good.
 
     `margin`: the drop, as a share of the metric's range, that must not go live. `level`: the greatest chance that an
-    equal candidate is called worse, and that one with a drop of `margin` or more is called safe. Of several `metrics`
-    each has its share of `level` to call a candidate worse, since one of them is enough for that. To call it safe each
-    has the full `level`, since all of them have to (an intersection-union test).
+    equal candidate is called worse, and that one with a drop of `margin` or more is called safe. With several
+    `metrics`, each gets its share of `level` to call a candidate worse, because one is enough for that. To call it
+    safe, each gets the full `level`, because all of them must agree (an intersection-union test).
     """
     if not 0 < margin < 1 or not 0 < level < 1 or metrics < 1:
-        raise ValueError(f"margin and level are between 0 and 1: {margin}, {level}, and there are metrics: {metrics}")
+        raise ValueError(f"need margin and level between 0 and 1, and metrics: got {margin}, {level}, {metrics}")
     given = _checked(differences)
     drop, safe = (
         _log_mean(np.cumsum(np.vstack((np.zeros_like(SHARES), _gains(side, at_most))), axis=0))
@@ -168,11 +167,11 @@ def evidence_of(differences: Iterable[float], margin: float, level: float, metri
 
 
 def interval(differences: Iterable[float], level: float = 0.05, metrics: int = 1) -> Interval | None:
-    """Return the means that the pairs do not exclude yet; None without a pair.
+    """Return the range of means that the pairs do not exclude yet; None without pairs.
 
-    A confidence sequence: the true mean is ever below `low` with a chance of at most `level`, and ever above `high`
-    with one of at most `level / metrics`, however often one looks. It is made of the same bets as the verdict: e_safe
-    is above its threshold where `low` is above -margin, and e_drop where `high` is below 0.
+    A confidence sequence: however often one looks, the true mean is ever below `low` with probability at most `level`,
+    and ever above `high` with at most `level / metrics`. It uses the same bets as the verdict: e_safe exceeds its
+    threshold when `low` is above -margin, and e_drop when `high` is below 0.
     """
     given = _checked(differences)
     return Interval(_low(given, 1 / level), -_low(-given, metrics / level)) if len(given) else None
@@ -181,12 +180,12 @@ def interval(differences: Iterable[float], level: float = 0.05, metrics: int = 1
 def difference(candidate: Sequence[float], live: Sequence[float], low: float, high: float) -> float:
     """Return how far the candidate's siblings are above the live version's: one pair, in [-1, 1].
 
-    The mean of one side minus the mean of the other, by the range `low` to `high`. Values outside of it count as its
-    ends. ValueError if a side has no value or the range none.
+    The mean of one side minus the mean of the other, divided by the range `low` to `high`. Values outside it are
+    clipped. ValueError if a side has no values or the range is empty.
     """
     half = high / 2 - low / 2  # halves, so that no range is too large for a float
     if not candidate or not live or not half > 0:
-        raise ValueError(f"{len(candidate)} and {len(live)} values to compare, from {low} to {high}")
+        raise ValueError(f"cannot compare {len(candidate)} with {len(live)} values in the range {low} to {high}")
     ours, theirs = (float(np.mean((np.clip(side, low, high) / 2 - low / 2) / half)) for side in (candidate, live))
     return min(max(ours - theirs, -1.0), 1.0)
 
@@ -194,23 +193,23 @@ def difference(candidate: Sequence[float], live: Sequence[float], low: float, hi
 def sign_difference(candidate: Sequence[float], live: Sequence[float]) -> float:
     """Return how much more often the candidate's value is higher than lower: one pair, in [-1, 1].
 
-    Over every pairing of two siblings: for metrics without bounds (latency, length), of which only the order counts.
-    Where a lower value is better, swap the sides. ValueError if a side has no value.
+    It counts all pairs of siblings. It is for metrics without bounds (latency, length), where only the order counts. If
+    lower is better, swap the sides. ValueError if a side has no values.
     """
     if not candidate or not live:
-        raise ValueError(f"{len(candidate)} and {len(live)} values to compare")
+        raise ValueError(f"cannot compare {len(candidate)} with {len(live)} values")
     return float(np.mean(np.sign(np.subtract.outer(candidate, live))))
 
 
 def _checked(differences: Iterable[float]) -> Floats:
     given = np.fromiter(differences, dtype=float)
     if not np.all(np.abs(given) <= 1):  # NaN too
-        raise ValueError("a difference is not between -1 and 1")
+        raise ValueError("each difference must be between -1 and 1")
     return given
 
 
 def _gains(differences: Floats, at_most: float) -> Floats:
-    """Return the logarithms of each pair's factors, against "the mean is at most `at_most`": (pairs, bettors)."""
+    """Return the log factors of each pair, against "the mean is at most `at_most`": (pairs, bettors)."""
     return np.log1p(np.outer((1 + differences) / (1 + at_most) - 1, SHARES))
 
 
@@ -220,7 +219,7 @@ def _log_mean(logs: Floats) -> Floats:
 
 
 def _low(differences: Floats, threshold: float) -> float:
-    """Return the highest mean that is excluded, with all below it; wealth falls where the hypothesis' bound rises."""
+    """Return the highest mean that is excluded, as are all below it: wealth falls as the hypothesis' bound rises."""
     excluded, possible = -1.0, 1.0
     for _ in range(HALVINGS):
         bound = (excluded + possible) / 2

@@ -37,7 +37,7 @@ MEDIA = "the prompt has images, sound or files, which the trainer is not fed"
 
 @dataclass(slots=True)
 class _ChoiceTokens:
-    """The tokens of one choice, as they were sent; they are checked once, at the end."""
+    """The tokens of one choice, as received. They are checked once, at the end."""
 
     ids: list[Any] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Tokens:
 
 
 def _are_ids(values: list[Any]) -> bool:
-    """Whether all are token ids, which are stored as 32-bit integers."""
+    """Whether all are valid token ids: they must fit into 32-bit integers."""
     try:
         return len(array("i", values)) == 0 or min(values) >= 0
     except (TypeError, OverflowError):
@@ -141,7 +141,7 @@ def _logprobs(value: Any) -> list[Any]:
 
 
 def _are_finite(logprobs: list[Any]) -> bool:
-    """Whether all are numbers, above the value that stands for minus infinity and at most 0."""
+    """Whether all are numbers between the value that stands for minus infinity (exclusive) and 0."""
     try:
         return not logprobs or bool(min(logprobs) > _MINUS_INFINITY and max(logprobs) <= 0)
     except TypeError:
@@ -149,7 +149,7 @@ def _are_finite(logprobs: list[Any]) -> bool:
 
 
 def is_greedy(request: Json) -> bool:
-    """Return whether nothing is sampled, also by vLLM's own `use_beam_search` (of one beam, since n is 1)."""
+    """Return whether decoding is greedy, including vLLM's `use_beam_search` with its one beam (n is 1)."""
     limits = request.get("temperature"), request.get("top_p")
     cold = any(isinstance(limit, int | float) and limit < _GREEDY_BELOW for limit in limits)
     sure = request.get("top_k") == 1 or request.get("min_p") == 1
@@ -157,9 +157,9 @@ def is_greedy(request: Json) -> bool:
 
 
 def not_followed(request: Json) -> str | None:
-    """Return why the trainer cannot compute the distribution of the answer again, or None if it can.
+    """Return why the trainer cannot recompute the distribution of the answer, or None if it can.
 
-    What is a function of the tokens is not among the reasons: `trainer/step/shaping.py` computes it.
+    Parameters that act as a function of the tokens are no obstacle: `trainer/step/shaping.py` recomputes them.
     """
     for message in conversation(request):  # a request may have a hundred thousand: plain texts are passed over here
         content = (message.get("content") or message.get("output")) if isinstance(message, dict) else None
@@ -201,15 +201,15 @@ def constraint(request: Json) -> str | None:
 
 
 def can_be_imitated(reason: str | None) -> bool:
-    """Return whether an answer that was left out for `reason` is still complete, with its tokens."""
+    """Return whether an answer that was left out for `reason` is still complete and has its tokens."""
     return (reason or "").startswith((GREEDY, NOT_FOLLOWED))
 
 
 def is_not_followed(reason: str | None) -> bool:
-    """Return whether an answer was left out because of how it was sampled, or of images and files in its prompt."""
+    """Return whether an answer was left out because of how it was sampled, or for images or files in its prompt."""
     return (reason or "").startswith((MEDIA, NOT_FOLLOWED))
 
 
 def _has_media(parts: Any) -> bool:
-    """Whether content has media, or a part of it has: Anthropic's results of tools have parts of their own."""
+    """Whether content or a part of it has media: Anthropic's tool results have nested parts."""
     return any(part.get("type") in _MEDIA or _has_media(part.get("content")) for part in dicts(parts))

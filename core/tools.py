@@ -1,4 +1,4 @@
-"""Reads messages and answers of all recorded APIs in one way: tool calls, and the results that come back. Pure."""
+"""Reads tool calls and tool results from messages and answers of all recorded APIs. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tool_calls(response: Any) -> tuple[ToolCall, ...]:
 
 
 def calls_in(item: Any) -> Iterator[ToolCall]:
-    """Yield the tool calls in a message of chat or Messages, or the one that is an item of Responses."""
+    """Yield the tool calls in a message of chat or Messages, or in an item of Responses."""
     if not isinstance(item, dict):
         return
     if is_call(item):
@@ -64,7 +64,7 @@ def calls_in(item: Any) -> Iterator[ToolCall]:
 
 
 def _call(call_id: Any, function: Any, name: str = "") -> ToolCall:
-    """The call, with its arguments as the model wrote them, or as the server parsed them; empty if there are none."""
+    """The call, with its arguments as the model wrote them or the server parsed them; empty if there are none."""
     function = function if isinstance(function, dict) else {}
     value = next((function[where] for where in _ARGUMENTS if function.get(where) is not None), "")
     if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # so Anthropic and vLLM wrap a text
@@ -74,9 +74,9 @@ def _call(call_id: Any, function: Any, name: str = "") -> ToolCall:
 
 
 def is_call(item: Json) -> bool:
-    """Return whether an item of Responses is a call that the agent makes, such as one of its own tools.
+    """Return whether an item of Responses is a tool call that the agent carries out.
 
-    Those have a `call_id`; calls that the server makes itself have none.
+    These have a `call_id`; tool calls that the server carries out have none.
     """
     kind = item.get("type")
     return kind in ("function_call", "custom_tool_call") or (
@@ -101,9 +101,9 @@ def results_in(item: Any) -> Iterator[ToolResult]:
 
 
 def written_results(items: Sequence[Any]) -> Iterator[tuple[int, ToolResult]]:
-    """Yield the results that smolagents writes into a text, where that is the result of one call only.
+    """Yield the results that smolagents writes as text, if the text is the result of a single call.
 
-    Each with the place of the answer that made the call.
+    Each comes with the index of the answer that made the call.
     """
     for place, (answer, reply) in enumerate(pairwise(items)):
         if begin := _WRITTEN_RESULT.match(text := _words(reply, "user")):
@@ -126,7 +126,7 @@ def _words(item: Any, role: str) -> str:
 
 
 def dicts(value: Any) -> list[Json]:
-    """Return the objects in a value that should be a list of objects."""
+    """Return the dicts in a value that should be a list of dicts."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
@@ -141,7 +141,7 @@ def has_results(items: Sequence[Any], known: int) -> bool:
 
 
 def only_results(items: Sequence[Any]) -> bool:
-    """Return whether messages or items are at most one answer, and then nothing but tools' results, at least one."""
+    """Return whether messages or items are at most one answer, then one or more tool results and nothing else."""
     answer = [*takewhile(is_answer, items)]
     results = items[len(answer) :]
     is_one = sum(item.get("role") == "assistant" for item in answer) <= 1
@@ -149,19 +149,19 @@ def only_results(items: Sequence[Any]) -> bool:
 
 
 def _is_result(item: Any) -> bool:
-    """Whether an item has a tool's result and nothing else, as a user's message of Anthropic may have."""
+    """Whether an item has tool results and nothing else, as Anthropic's user messages may."""
     return brings_result(item) and (
         item.get("role") != "user" or all(block.get("type") == "tool_result" for block in dicts(item["content"]))
     )
 
 
 def is_answer(item: Any) -> bool:
-    """Return whether a message or item is the model's."""
+    """Return whether a message or item comes from the model."""
     return isinstance(item, dict) and (
         item.get("role") == "assistant" or item.get("type") == "reasoning" or is_call(item)
     )
 
 
 def brings_result(item: Any) -> bool:
-    """Return whether a message or item is, or has, a tool's result."""
+    """Return whether a message or item is or contains a tool result."""
     return next(results_in(item), None) is not None

@@ -1,4 +1,4 @@
-"""Reads numbers and errors, which servers write in several ways. Pure."""
+"""Reads numbers and errors that servers write in different ways. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 def number(value: Any) -> int | None:
-    """Return an index, which some servers write as a text or with a fraction of 0; None if it is none."""
+    """Return an index, which some servers write as text or with a fraction of 0; None if it is invalid."""
     read = value if type(value) in (int, bool) else lax(int, value)
     return read if type(read) is int else None
 
@@ -32,7 +32,7 @@ _LAX: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (bool,
 
 
 def as_read(request: Json) -> Json:
-    """Return the request as vLLM reads it, which takes "1" for 1 and 1 for true; what it refuses stays."""
+    """Return the request as vLLM reads it: "1" counts as 1, and 1 as true. Values that it refuses stay."""
     read = {}
     for name, value in request.items():
         kind = _READ_AS.get(name)
@@ -42,7 +42,7 @@ def as_read(request: Json) -> Json:
 
 
 def lax(kind: type, value: Any) -> Any:
-    """Return the value as pydantic reads it by default; unchanged, if it cannot be read as this."""
+    """Return the value as pydantic's lax mode reads it, unchanged if that fails."""
     try:
         return _LAX[kind].validate_python(value)
     except ValidationError:
@@ -58,7 +58,7 @@ SAID = "the upstream sent an error: "
 
 
 def error_in(raw: bytes, event: Json) -> Any:
-    """Return the error that an event has or is, also without an `error` field; None if there is none."""
+    """Return the error that an event contains or is, even without an `error` field; None if there is none."""
     if (error := named_error(event)) is not None:
         return error
     if event.get("choices") is not None:
@@ -70,7 +70,7 @@ def error_in(raw: bytes, event: Json) -> Any:
 
 
 def named_error(body: Json) -> Any:
-    """Return the error that an answer or an event names, or one of its choices; None if there is none."""
+    """Return the error in an answer, an event or one of its choices; None if there is none."""
     if error := body.get("error") or body.get("errors"):
         return error
     choices = body.get("choices")
@@ -86,5 +86,5 @@ def message_of_error(error: Any) -> str:
 
 
 def is_under_way(response: Any) -> bool:
-    """Return whether a response goes on after its answer, to be polled: one with `background: true`."""
+    """Return whether a response continues after its answer and must be polled (`background: true`)."""
     return isinstance(response, dict) and response.get("status") in ("queued", "in_progress")

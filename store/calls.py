@@ -1,4 +1,4 @@
-"""The calls, and the events that agents report between them: recorded by these statements, and read back."""
+"""The calls, and the events that agents report between them: the statements that record and read them."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ RETURNING event_id
 
 
 class Giver(NamedTuple):
-    """The call that gave a response, which may be recorded in part only."""
+    """The call that produced a response; its record may be incomplete."""
 
     rollout_id: str
     call_id: str
@@ -220,8 +220,8 @@ class Calls(Records):
     async def of(self, rollout_id: str, *, short: bool = False) -> list[ModelCall]:
         """Return the rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout.
 
-        With `short`, a call's request and prompt are what they add to its parent's: all calls together take as much
-        work and memory as the rollout has content.
+        With `short`, a call's request and prompt hold only what they add to its parent's, so the work and memory for
+        all calls are linear in the rollout's content.
         """
         await self._rollouts.get(rollout_id)
         tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
@@ -231,9 +231,9 @@ class Calls(Records):
         return await asyncio.to_thread(_read_calls, calls, made, log, rewards, short=short)
 
     async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
-        """Return some of a rollout's calls in order, without results of tools and rewards.
+        """Return some of a rollout's calls in order, without tool results and rewards.
 
-        Of the others only those are read that these are stored against, back to the `known` ones.
+        Of the others, only the ancestors that they are stored against are read, back to `known` ones.
         """
         rows = await self._db.all(CALLS_WITH_PARENTS, {"call_ids": dumps([*call_ids]), "known": dumps([*known])})
         calls = await asyncio.to_thread(_read_calls, rows, known=known)
@@ -242,11 +242,11 @@ class Calls(Records):
     async def superseded(
         self, rollout_id: str, request: dict[str, Any], known: Mapping[str, Parent], running: Container[str] = ()
     ) -> ModelCall | None:
-        """Return the call that this request repeats: the newest one with the same request that did not end well.
+        """Return the call that this request repeats: the newest one with the same request that did not succeed.
 
-        A failed call goes before one that has not ended, which another process may be answering. Otherwise it is the
-        rollout's newest call, if it has the same request: its answer did not reach the client. Never one of `running`,
-        nor one before the newest `REPEATED`. `known`: as in `some`.
+        Failed calls are preferred to unfinished ones, which another process may be answering. Otherwise it is the
+        rollout's newest call if that has the same request: its answer did not reach the client. Calls in `running`, and
+        all but the newest `REPEATED`, are ignored. `known`: as in `some`.
         """
         rows = await self._db.all(CALLS_TO_REPEAT, {"rollout_id": rollout_id, "newest": REPEATED})
         calls = await self.some([call_id for (call_id,) in rows if call_id not in running], known)
@@ -254,7 +254,7 @@ class Calls(Records):
         return max(alike, key=lambda call: (RANK[call.status], call.seq), default=None)
 
     async def put_in_order(self, rollout_id: str, call_id: str) -> bool:
-        """Move a call that was reported after later ones to its place by time. Return whether later calls were there.
+        """Move a call that was reported late to its place by time. Return whether there were later calls.
 
         A call's parent stays before it (proxy/gateway/recorder.py). A rollout that was trained on is left unchanged.
         """
@@ -281,7 +281,7 @@ class Calls(Records):
         return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
 
     async def giver(self, rollout_id: str, response_id: str) -> Giver | None:
-        """Return the call that gave the answer with this `id`."""
+        """Return the call that produced the answer with this `id`."""
         params = {"rollout_id": rollout_id, "response_id": response_id}
         for call_id, response, upstream in await self._db.all(RESPONSES_WITH, params):
             answer = loads_or_none(response)
@@ -290,7 +290,7 @@ class Calls(Records):
         return None
 
     async def untrainable(self, newest: int) -> dict[str, int]:
-        """Of the `newest` calls, count the policy's that cannot be trained on, by reason."""
+        """Count, by reason, the policy's calls among the `newest` that cannot be trained on."""
         return dict(map(tuple, await self._db.all(UNTRAINABLE, {"newest": newest})))
 
 
@@ -325,7 +325,7 @@ def _read_calls(
 
 
 def _versions(row: Row, log: Sequence[Row]) -> tuple[int, ...]:
-    """Return the version at the call's start, those that went live meanwhile, and the one at its end."""
+    """Return the versions at the call's start and end, and those that went live in between."""
     first, last = row["policy_version"], row["policy_version_end"]
     if first is None or last is None:
         return () if first is None else (first,)
@@ -349,9 +349,9 @@ class Events(Records):
         self, rollout: RolloutName, events: Sequence[Event], key: str | None = None, body: bytes = b"",
         at: float | None = None,
     ) -> Answer:  # fmt: skip
-        """Record all of `events` or none, after all calls that have begun: by the time `at`, or else by now.
+        """Record all of `events` or none, placed after all calls that had begun at the time `at` (default: now).
 
-        Opens a rollout that is unknown so far. `key` as in `Rewards.post`.
+        Opens an unknown rollout. `key`: as in `Rewards.post`.
         """
         row = rollout._asdict() | {"pin": None, "at": time.time() if at is None else at, "comes_last": at is None}
 

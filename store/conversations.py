@@ -1,4 +1,4 @@
-"""Digests of conversations, by which a request without a rollout's name finds the rollout that it continues."""
+"""Digests of conversations: with them, a request that names no rollout finds the rollout that it continues."""
 
 from __future__ import annotations
 
@@ -77,23 +77,23 @@ POINT_DELETE = "DELETE FROM conversation_points WHERE digest = :digest AND rollo
 
 
 class ConversationIndex(Records):
-    """Finds the rollout of a digest. The recorder writes digests, in the commit of their call."""
+    """Finds the rollout of a digest. The recorder writes digests in the same commit as their call."""
 
     async def leads_to(self, digest: bytes) -> str | None:
-        """Return the last rollout that was at this point, if one rollout alone was."""
+        """Return the rollout that was at this point, if only one was."""
         row = await self._db.quick(CONVERSATION_LEADS_TO, {"digest": digest})
         return None if row is None else row["rollout_id"]
 
     async def longest(self, rollout_ids: Sequence[str]) -> str | None:
-        """Return the first of the rollouts that have most calls; None if there are none."""
+        """Return the rollout with the most calls, the first of equals; None if there are none."""
         statement = "SELECT calls FROM rollouts WHERE rollout_id = :rollout_id"
         calls = {one: await self._db.quick(statement, {"rollout_id": one}) for one in rollout_ids}
         return max(calls, key=lambda one: (calls[one] or {"calls": 0})["calls"], default=None)
 
     async def rollout_at(self, exact: bytes, loose: bytes) -> str | None:
-        """Take an entry that waits at a point, and return its rollout; else return the last rollout that was there.
+        """Take an entry that waits at a point and return its rollout, or else return the last rollout that was there.
 
-        `loose`: the digest of the point without results of tools; an entry that is the same with them goes first.
+        `loose`: the digest of the point without tool results. An entry that also matches `exact` is preferred.
         """
         there = await self._db.quick(CONVERSATION_AT, {"exact": exact, "loose": loose})
         assert there is not None
@@ -110,10 +110,9 @@ class ConversationIndex(Records):
     async def take(
         self, digest: bytes, *, exact: bytes | None = None, rollout_id: str | None = None, since: float | None = None
     ) -> str | None:
-        """Take one of the calls that wait under this digest and return its rollout. No two requests take the same.
+        """Take one of the calls that wait under this digest and return its rollout. Each can be taken only once.
 
-        `exact`: one with this digest, too. `rollout_id`: one of this rollout. `since`: one that failed after this
-        time, in a rollout that is still running.
+        Only calls that also have the digest `exact`; of `rollout_id`; that failed after `since`, in a running rollout.
         """
         row = {"digest": digest, "exact": exact, "rollout_id": rollout_id, "since": since}
         if await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:
@@ -123,7 +122,7 @@ class ConversationIndex(Records):
 
 
 async def forget_conversations(database: Database, rollout_id: str) -> None:
-    """Forget a rollout's digests. They have no index by rollout: every call would have to keep it up."""
+    """Forget a rollout's digests. There is no index by rollout, because every call would have to maintain it."""
     for of_it, delete in ((TIPS_OF, TIP_DELETE), (POINTS_OF, POINT_DELETE)):
         if rows := await database.all(of_it, {"rollout_id": rollout_id}):
             await database.commit([(delete, [dict(row) for row in rows])])

@@ -1,4 +1,4 @@
-"""The interface of a database: statements that run in atomic transactions, rows as records, news of changes."""
+"""The interface of a database: atomic transactions, rows as records, and the log of changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HURRIED: ContextVar[bool] = ContextVar("hurried", default=False)
 
 
 class Writing:
-    """Tracks whether records can be written, for the readiness route, and logs it at most once a minute."""
+    """Tracks whether records can be written, for the readiness route. Logs problems at most once a minute."""
 
     def __init__(self) -> None:
         self.why: str | None = None  # the newest record could not be written
@@ -52,18 +52,18 @@ class Writing:
         self.why, self._logged = None, False
 
     def require(self, has_room: bool = True) -> None:
-        """Raise StoreUnavailable if the newest record could not be written, lately or for lack of room."""
+        """Raise StoreUnavailable if the newest record could not be written, recently or because the disk is full."""
         if self.why is not None and (time.monotonic() < self._at + REFUSED_S or not has_room):
             raise StoreUnavailable(f"the newest record could not be written: {self.why}")
         self.succeeded()
 
 
 class ConstraintRefused(Exception):
-    """A constraint of the schema refuses a row. Nothing of its transaction was written."""
+    """A constraint of the schema refused a row. Its transaction wrote nothing."""
 
 
 def unavailable(what: str, why: object) -> StoreUnavailable:
-    """Return the error of a store that cannot be `what`: "written", "read" or "reached"."""
+    """Return the error for a store that cannot be `what` ("written", "read" or "reached")."""
     nothing = "; nothing was recorded, try again" if what == "written" else ""
     return StoreUnavailable(f"the store cannot be {what}: {why}{nothing}")
 
@@ -77,11 +77,11 @@ class Row(Protocol):
 
 
 class Reads(ABC):
-    """What answers queries. They name their parameters `:name`, and may be given more than they name."""
+    """Answers queries. Parameters are written `:name`; parameters that a query does not use are ignored."""
 
     @abstractmethod
     async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
-        """Return all rows of a statement: of one that writes, those that it is RETURNING."""
+        """Return all rows of a statement; for one that writes, its RETURNING rows."""
 
     async def one(self, sql: str, params: Params | None = None) -> Row | None:
         rows = await self.all(sql, params)
@@ -89,7 +89,7 @@ class Reads(ABC):
 
 
 class Transaction(Reads):
-    """Statements of one transaction. Their work awaits nothing else: SQLite does it in a thread without a loop."""
+    """The statements of one transaction. Its work awaits nothing else: SQLite does it in a thread without a loop."""
 
     async def many(self, sql: str, rows: Sequence[Params]) -> Sequence[Row]:
         """Run a statement once for each row of parameters; return all rows that it returned."""
@@ -100,16 +100,16 @@ Work = Callable[[Transaction], Coroutine[Any, Any, T]]
 
 
 class Database(Reads):
-    """An open database. `where`: its place, as a person may see it.
+    """An open database. `where`: its location, for display.
 
-    Raises StoreUnavailable where it cannot be reached, read or written, ConstraintRefused where a row is not allowed.
+    Raises StoreUnavailable if it cannot be reached, read or written, ConstraintRefused if a row is not allowed.
     """
 
     where: str
     damage: str | None = None  # what is wrong with its file, as far as was seen
 
     async def look_for_damage(self) -> None:
-        """Look through the store once; note in `damage` and in the log what is wrong. A server does so by itself."""
+        """Check the store once for damage; note it in `damage` and in the log. Database servers check themselves."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -117,14 +117,14 @@ class Database(Reads):
 
     @abstractmethod
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Run statements, each with many rows of parameters, in one transaction, which writes about `size` bytes."""
+        """Run statements, each with many parameter rows, in one transaction that writes about `size` bytes."""
 
     @abstractmethod
     async def write(self, work: Work[T], size: int = SMALL) -> T:
-        """Do `work` in one transaction, of about `size` bytes: statements that need each other's answers."""
+        """Do `work` in one transaction of about `size` bytes, for statements that need each other's results."""
 
     async def value(self, kind: Callable[[Any], T], sql: str, **params: object) -> T | None:
-        """Return the first column of a query's first row, as this kind; None without one, or where it is NULL."""
+        """Return the first column of a query's first row, converted to this type; None without a row or for NULL."""
         return kind(row[0]) if (row := await self.one(sql, params)) and row[0] is not None else None
 
     async def record(self, kind: type[T], sql: str, **params: object) -> T | None:
@@ -140,35 +140,35 @@ class Database(Reads):
 
     @abstractmethod
     async def quick(self, sql: str, params: Params | None = None) -> Row | None:
-        """Return the first row of a query that every call needs; no long query holds it up."""
+        """Return the first row of a query that every call needs. Long queries do not delay it."""
 
     @abstractmethod
     async def require_writable(self) -> None:
-        """Raise StoreUnavailable unless a record could be committed now."""
+        """Raise StoreUnavailable if a record could not be committed now."""
 
     async def checkpoint(self) -> None:
-        """Write all committed data to the database's own file. A server does so by itself."""
+        """Write all committed data to the database file. Database servers do so by themselves."""
 
     async def forget_deleted(self) -> None:
-        """Purge deleted rows from the database's own log. A server does so by itself."""
+        """Purge deleted rows from the database's log. Database servers do so by themselves."""
 
     @abstractmethod
     def lock(self, work: str) -> AbstractAsyncContextManager[bool]:
-        """Yield whether no other process does this work. If so, none will until the block or this process ends.
+        """Yield True if this process got the lock for this work. It holds it until the block or the process ends.
 
-        Where that is a lock on a server, and the way to it breaks, the block is cancelled: StoreUnavailable.
+        If the lock is on a server and the connection breaks, the block is cancelled with StoreUnavailable.
         """
 
 
 class Records:
-    """What reads and writes the records of one kind."""
+    """Reads and writes records of one kind."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
 
 async def in_passing(database: Database, work: Work[T]) -> T:
-    """Do `work`, which is short, in a transaction; then let others write for `PAUSE` times as long."""
+    """Do short `work` in a transaction, then let others write for `PAUSE` times as long."""
     began = 0.0
 
     async def timed(db: Transaction) -> T:
@@ -182,14 +182,14 @@ async def in_passing(database: Database, work: Work[T]) -> T:
 
 
 async def all_in_passing(database: Database, statement: str, params: Params) -> Sequence[Row]:
-    """Run a statement that writes a few rows, as in `in_passing`; return all rows that it returned."""
+    """Run a statement that writes a few rows, as `in_passing` does, until it returns no more; return all its rows."""
     return await in_passing(database, lambda db: db.all(statement, params))
 
 
 def read(kind: type[T], row: Row, **made: Any) -> T:
     """Return the record (a dataclass or a NamedTuple) in a row, by its columns' names.
 
-    JSON of lists and objects is decoded, and 0 and 1 become truth values. `made` has the fields that are otherwise.
+    JSON lists and objects are decoded, and 0 and 1 become booleans if the field is one. `made`: fields set instead.
     """
     for name, decode in _columns(kind):  # type: ignore[arg-type]
         if name not in made:
@@ -200,7 +200,7 @@ def read(kind: type[T], row: Row, **made: Any) -> T:
 
 @cache
 def _columns(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
-    """The fields of a kind of record, each with what decodes its column."""
+    """The fields of a record type, each with the function that decodes its column."""
     return tuple((name, _decoder(name, hint)) for name, hint in get_type_hints(kind).items())
 
 
@@ -219,7 +219,7 @@ FEED_NEWEST = "SELECT MAX(n) AS newest FROM feed /* PostgreSQL: SELECT feed_newe
 
 
 class Feed(Records):
-    """The log of what happens in the store: the newest 10,000 events, in the order of commits. Triggers write it."""
+    """The log of changes in the store: the newest 10,000 events in commit order. Triggers write it."""
 
     async def newest(self) -> int:
         """Return the number of the last event; 0 if there is none."""

@@ -1,4 +1,4 @@
-"""The keys that `lightning-proxy keys` gives out: stored as hashes, with a name and limits."""
+"""The keys that `lightning-proxy keys` makes: stored as hashes, with a name and limits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def new_key(role: Role) -> str:
 def hash_key(key: str) -> str:
     """Hash a key for the store. One round of SHA-256 is enough: nobody can guess 256 random bits.
 
-    (Passwords need a slow hash because people choose them.)
+    (Passwords need a slow hash, because people choose them.)
     """
     return hashlib.sha256(key.encode()).hexdigest()
 
@@ -45,8 +45,8 @@ def hash_key(key: str) -> str:
 class StoredKey:
     """A stored key. `recording`: whether its calls are recorded.
 
-    `scope`: whether it sees and rewards all rollouts, or only those that were opened with it. `evaluator`: its rewards
-    are evidence where a new version is tested, as an admin key's are.
+    `scope`: whether it sees and rewards all rollouts, or only those that it opened. `evaluator`: its rewards count as
+    evidence in the test of a new version, as an admin key's do.
     """
 
     key_id: str
@@ -72,16 +72,16 @@ class StoredKey:
 
 
 class Keyring(Records):
-    """The table of keys. It has few rows and is read entirely."""
+    """The table of keys. It has few rows and is always read in full."""
 
     async def all(self) -> list[StoredKey]:
-        """Return all keys, also revoked ones, oldest first."""
+        """Return all keys, including revoked ones, oldest first."""
         return await self._db.records(StoredKey, "SELECT * FROM keys ORDER BY created_at, key_id")
 
     async def create(
         self, name: str, role: Role, limits: Limits, *, recording: bool, scope: Scope = "all", evaluator: bool = False
     ) -> tuple[str, StoredKey]:
-        """Make a key, which only the caller ever sees; Conflict if a live one has this name."""
+        """Make a key and return it; only its hash is stored. Conflict if a live key has this name."""
         key = new_key(role)
         stored = StoredKey(
             uuid4().hex[:12], hash_key(key), check_id(name, "name"), role, scope, evaluator, **asdict(limits),
@@ -94,7 +94,7 @@ class Keyring(Records):
         return key, stored
 
     async def revoke(self, name: str) -> StoredKey:
-        """End a key and the rollout keys that it asked for; NotFound if no live key has this name."""
+        """Revoke a key and the rollout keys made with it. NotFound if no live key has this name."""
         row = {"name": name, "at": time.time()}
         if (revoked := await self._db.write(lambda db: db.one(KEY_REVOKE, row))) is None:
             raise NotFound(f"no live key is named {name!r}")
@@ -107,13 +107,13 @@ class Keyring(Records):
 async def require_keys(config: Config) -> None:
     """Raise ConfigError if other machines can reach the proxy and there is no key.
 
-    Raises StoreUnavailable if the store cannot be opened: better now than when a server has begun to start.
+    Raises StoreUnavailable if the store cannot be opened, before a server starts.
     """
     proxy = config.proxy
     async with opened(config.store) as database:
         has_keys = bool(proxy.api_keys) or any(key.live for key in await Keyring(database).all())
         if not proxy.is_loopback and not has_keys:
             raise ConfigError(
-                f"proxy.host {proxy.host!r} is reachable from other machines, and there is no key: make one with "
+                f"proxy.host {proxy.host!r} is reachable from other machines, and there is no key; make one with "
                 "`lightning-proxy keys create NAME`, set proxy.api_keys, or keep proxy.host on 127.0.0.1"
             )

@@ -15,9 +15,9 @@ from .sqlite.database import SqliteDatabase
 
 
 async def open_database(config: StoreConfig, *, to_write: bool = True) -> Database:
-    """Open the store, making its tables as needed. Raise StoreUnavailable when that cannot be done.
+    """Open the store, creating its tables as needed. Raise StoreUnavailable if that fails.
 
-    Without `to_write` nothing can be written, and a store that has not all tables is StoreUnavailable, too.
+    Without `to_write`, nothing can be written, and a store that lacks tables raises StoreUnavailable too.
     """
     if not config.is_postgres:
         return await SqliteDatabase.open(config, to_write=to_write)
@@ -41,7 +41,7 @@ async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator
 
 
 def first_value(config: StoreConfig, statement: str) -> Any:
-    """Return the text in a query's first row and column, at once and without making a store; None without one."""
+    """Return the text in a query's first row and column, synchronously. None without a row; no store is created."""
 
     async def ask() -> Any:
         async with opened(config, to_write=False) as database:

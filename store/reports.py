@@ -1,4 +1,4 @@
-"""What only people read: the newest rollouts and calls, and how a rollout was trained."""
+"""Reads what only people look at: the newest rollouts and calls, and how a rollout was trained."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ WordsIn = Callable[[str | None, str | None], Words]
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a list says of a rollout. `key`: its name; `last_call`: the status of its last call."""
+    """A rollout in a list. `key`: the name of its key; `last_call`: the status of its last call."""
 
     question: str | None = None
     answer: str | None = None
@@ -89,7 +89,7 @@ class Summary:
 class RecentTraffic:
     """The newest calls. `since`: when the oldest of them began (Unix time).
 
-    `latency_ms` and `ttft_ms` are medians; `response_tokens` is what was sampled in all of them.
+    `latency_ms` and `ttft_ms` are medians; `response_tokens` is the total of sampled tokens.
     """
 
     calls: int
@@ -101,10 +101,10 @@ class RecentTraffic:
 
 
 class Reports(Records):
-    """Reads what lists and the status show of the newest rollouts and calls."""
+    """Reads the newest rollouts and calls, for lists and the status."""
 
     async def newest_rollouts(self, filters: dict[str, Any]) -> Sequence[Row]:
-        """Return the newest `NEWEST_ROLLOUTS` rollouts: `at` is when one ended, or began if it has not ended.
+        """Return the newest `NEWEST_ROLLOUTS` rollouts. `at`: when a rollout ended, or began if it has not ended.
 
         Filters: mode, task_id, key_id.
         """
@@ -112,7 +112,7 @@ class Reports(Records):
         return await self._db.all(statement, {**filters, "limit": NEWEST_ROLLOUTS})
 
     async def summaries(self, rollout_ids: Sequence[str], words_in: WordsIn) -> dict[str, Summary]:
-        """Return the summaries of rollouts by their ids. `words_in`: finds the words in a stored request and answer."""
+        """Return the summaries of rollouts by id. `words_in`: finds the first words in a stored request and answer."""
         found: dict[str, Summary] = {}
 
         def read_some(rows: Sequence[Row]) -> None:
@@ -144,7 +144,7 @@ class Reports(Records):
 
 @dataclass(frozen=True, slots=True)
 class ComparedRollout:
-    """A rollout of a group. `advantage`: of its first call that has credit."""
+    """A rollout in a group. `advantage`: of its first call with credit."""
 
     rollout_id: str
     reward: float | None
@@ -157,16 +157,16 @@ class Credit(Records):
     """Reads how calls were trained. `TrainingSteps.claim` writes it."""
 
     async def of(self, rollout_id: str) -> Sequence[Row]:
-        """Return the rollout's calls, in order, and how each was trained (`CallCredit`): all None if it was not.
+        """Return the rollout's calls, in order, and how each was trained (`CallCredit`; all None if it was not).
 
-        `prompt`, `answer`: how many tokens.
+        `prompt`, `answer`: token counts.
         """
         return await self._db.all(CREDIT_OF, {"rollout_id": rollout_id})
 
     async def group_of(
         self, rollout_id: str, key_id: str | None = None, *, siblings: bool = True
     ) -> list[ComparedRollout]:
-        """Return a rollout and its siblings, compared or not yet, oldest first; itself alone without `siblings`.
+        """Return a rollout and its siblings, compared or not, oldest first. Without `siblings`: only the rollout.
 
         With `key_id`, only siblings that were opened with this key. At most `SIBLINGS` rollouts.
         """

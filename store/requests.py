@@ -1,17 +1,17 @@
-"""Stores a request as its difference from an earlier one: agents resend their entire history every turn. Pure.
+"""Stores a request as its difference from an earlier one, because agents resend their whole history. Pure.
 
-A stored request is `{"new": {NAME: value, …}, "shared": {NAME: n, …}}`: each field of `shared` begins as the first n of
-its parent's full field: items of a list, characters (Unicode code points) of a text, members of an object. What `new`
-has of the field comes after that. Example, a second turn:
+A stored request is `{"new": {NAME: value, …}, "shared": {NAME: n, …}}`: a field in `shared` begins with the first n
+items of its parent's full field (list items, Unicode code points, or object members); its value in `new` follows.
+Example, a second turn:
 
     parent   {"messages": [m1], "tools": [t], "model": "m"}
     request  {"messages": [m1, a1, m2], "tools": [t], "model": "m"}
     stored   {"new": {"messages": [a1, m2], "tools": [], "model": "m"}, "shared": {"messages": 1, "tools": 1}}
 
-A short call is the same: its request is what is new, and `request_of` is `{"call_id": C, NAME: n, …}`. `prompt_of`,
-`{"call_id": C, "tokens": n}`, says that the prompt begins with the first n of call C's tokens, prompt and answer.
-Without them, or where they are null, nothing is shared. C is an earlier call of the same answer. `full_calls` gives
-each call all of both.
+A short call works the same way: its request is what is new, and `request_of` is `{"call_id": C, NAME: n, …}`.
+`prompt_of`, `{"call_id": C, "tokens": n}`, says that the prompt begins with the first n tokens of call C (prompt and
+answer). If they are absent or null, nothing is shared. C is an earlier call in the same list. `full_calls` completes
+both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Compare values as JSON texts: Python takes True, 1 and 1.0 for equal, and an object's names in any order."""
+    """Compare values as JSON text: Python takes True, 1 and 1.0 for equal, and ignores the order of names."""
     if a is b or a != b:
         return a is b
     if type(a) is dict and {*map(type, a.values())} == {str}:  # most messages; writing them takes ten times as long
@@ -73,7 +73,7 @@ def shrink_request(request: Json, parent: Json | None) -> Json:
 
 
 def _shared(value: Any, before: Any) -> int:
-    """How many leading items or characters a value shares with the one before; of an object all members or none."""
+    """How many leading items or characters a value shares with the parent's; of an object, all members or none."""
     if isinstance(value, dict):
         return len(value) if is_same(value, before) and len(encode(value)) >= LARGE_OBJECT else 0
     if type(value) is not type(before) or not isinstance(value, list | str):
@@ -96,14 +96,14 @@ def unpack_ids(data: bytes | None) -> tuple[int, ...]:
 
 
 class Parent(NamedTuple):
-    """A call that was read before, as its children need it. `tokens`: of its prompt and answer, packed."""
+    """What children need of a call that was read before. `tokens`: its prompt and answer, packed."""
 
     request: Json
     tokens: bytes
 
 
 def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> dict[str, Parent]:
-    """Return the parents to read later calls of a rollout against, with these calls added."""
+    """Return the known parents for reading later calls of a rollout, with these calls added."""
     more = {call.call_id: Parent(call.request, pack_ids(call.row_token_ids)) for call in calls[-PARENTS:]}
     return dict([*{**known, **more}.items()][-PARENTS:])
 
@@ -111,9 +111,9 @@ def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> d
 def full_calls(
     calls: Iterable[Json], known: Mapping[str, Parent] = MappingProxyType({}), *, prompts: bool = True
 ) -> list[Json]:
-    """Return a rollout's short calls with full requests, which share their messages in memory.
+    """Return a rollout's short calls with full requests. They share their messages in memory.
 
-    `known`: calls that were read before. Without `prompts` these stay short: all of them in full take much memory.
+    `known`: calls that were read before. Without `prompts`, prompts stay short: in full they take much memory.
     """
     requests, found = {call_id: parent.request for call_id, parent in known.items()}, []
     tokens = dict[str, tuple[Any, Any]]()  # prompt, which is the call's own, and answer
@@ -139,10 +139,10 @@ def begun(before: Any, shared: int, own: Any) -> Any:
 
 
 def short_calls(rows: Iterable[Row], known: Mapping[str, Parent]) -> Iterator[Json]:
-    """Yield the fields of a rollout's short calls that need the parent, with their ids and the tokens of their answers.
+    """Yield, for each of a rollout's short calls, its id, its answer's tokens and the fields that depend on the parent.
 
-    `known`: calls that were read before, and may be parents of these. All calls together take as much work and memory
-    as the rollout has content.
+    `known`: calls that were read before and may be parents of these. Work and memory for all calls are linear in the
+    rollout's content.
     """
     sizes = {call_id: len(parent.tokens) // TOKEN_SIZE for call_id, parent in known.items()}
     for row in rows:
@@ -162,7 +162,7 @@ def short_calls(rows: Iterable[Row], known: Mapping[str, Parent]) -> Iterator[Js
 
 
 def _stored_request(row: Row) -> Json:
-    """Parse a stored request. One nested as deep as a parser allows is a level too deep in its stored form."""
+    """Parse a stored request. One nested as deeply as the parser allows is a level too deep in stored form."""
     text = row["request"] or row["large_request"]
     try:
         stored: Json = loads(text) if len(text) < LARGE else loads_in_turns(text)

@@ -1,9 +1,9 @@
 """Keeps the store within `store.retention`, in steps so small that no agent notices them.
 
 Rollouts that are over are deleted, oldest first, with all that was recorded of them; policy versions and the steps'
-metrics stay. A rollout with a call under way, or of a step that is being trained or published, is not over. One that
-nobody ends is over after a day without a call. Rollouts that wait for the trainer are deleted like others by age, and
-last by size.
+metrics stay. A rollout with a running call, or in a step that is being trained or published, is not over. A rollout
+that nobody ends is over after a day without a call. Rollouts that wait for the trainer are deleted like others when too
+old, but last when space is short.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Pages(NamedTuple):
 
 
 class Keeper:
-    """Runs in the proxy. Of several processes on one store, one at a time does the work."""
+    """Enforces retention, in the proxy. Of several processes on one store, one at a time does the work."""
 
     def __init__(self, database: Database, config: Config, on_delete: OnDelete) -> None:
         self._db = database
@@ -106,7 +106,7 @@ class Keeper:
             await asyncio.sleep(every_s)
 
     async def tidy(self) -> None:
-        """Delete rollouts that `store.retention` no longer allows, and give the space back to the disk."""
+        """Delete rollouts that exceed `store.retention`, and return the space to the disk."""
         now = time.time()
         await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
         ((points, tips),) = await self._db.all(CONVERSATION_COUNTS)
@@ -124,7 +124,7 @@ class Keeper:
         self._log_change(await over_bound(self._db, self._retention))
 
     def _log_change(self, problem: str | None) -> None:
-        """Log a problem once, not every minute, and when it is over."""
+        """Log a problem once, not every minute, and log when it is over."""
         if (problem is None) != (self._problem is None):
             log.warning("%s", problem or "the store is within store.retention again")
         self._problem = problem
@@ -132,7 +132,7 @@ class Keeper:
     async def _delete(self, before: float, reason: str, waiting: bool | None = None, limit: float = 0.0) -> None:
         """Delete rollouts that were over `before` (Unix time), oldest first, until no more than `limit` bytes are used.
 
-        With `waiting`, only those that do, or do not, wait for the trainer.
+        `waiting` True or False: only rollouts that do, or do not, wait for the trainer.
         """
         over = {"before": before, "quiet": min(before, time.time() - ABANDONED_S)}
         params = {"after": 0, "limit": LOOK, **over, **self._waiting}
@@ -150,7 +150,7 @@ class Keeper:
             params["after"] = rows[-1]["n"]
 
     async def _forget_old(self, statement: str, before: float, most: int = ALL) -> None:
-        """Run a DELETE of `LOOK` rows until none is left or `most` rows are deleted."""
+        """Run a DELETE of `LOOK` rows repeatedly until none are left or `most` rows are deleted."""
         while most > 0:
             limit = min(LOOK, most)
             count = len(await all_in_passing(self._db, statement, {"before": before, "limit": limit}))
@@ -158,7 +158,7 @@ class Keeper:
 
 
 async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[Pages], None] = lambda _: None) -> None:
-    """Shorten the file, in small steps, until at most the share `spare` of it is free."""
+    """Shrink the file in small steps until at most the share `spare` of it is free."""
     pages = await read_pages(database)
     while pages.free > spare * pages.bytes:
         await all_in_passing(database, f"PRAGMA incremental_vacuum({GIVE_BACK})", {})
@@ -192,6 +192,6 @@ async def read_pages(database: Database) -> Pages:
 
 
 async def read_totals(database: Database) -> dict[str, Any]:
-    """Count calls and rewards one by one, and return when the oldest rollout was opened."""
+    """Count all calls and rewards, and return when the oldest rollout was opened."""
     (row,) = await database.all(STORE_TOTALS)
     return dict(row)

@@ -1,17 +1,17 @@
-"""The rewards that were posted, and the returns of each rollout, kept with it: lists and filters read one column.
+"""The posted rewards, and each rollout's returns, which are stored with it so that lists and filters read one column.
 
-A post counts the returns of its rollouts again. When the rules change, all are counted again, the newest first, a few
-at a time; `stale_to` says how far that is. A repeated post gets the answer of the first one.
+A post recomputes the returns of its rollouts. When the rules change, all are recomputed, newest first, a few at a time;
+`stale_to` tracks the progress. A repeated post gets the first one's answer.
 
-Every reward trains the rollout that it was given to: `reward` is made of all. `trusted_reward` acts on everybody: on
-whether training stops or goes back, and on which version is the best. It is made of the rewards
+All rewards count in the training of their rollout (`reward`). `trusted_reward` acts on everybody: it decides whether
+training stops or rolls back, and which version is best. It counts the rewards
 
-- of evaluators: `evidence`, which is 1 for an admin's key, one made with `keys create --evaluator`,
-  `rewards.function`, and where no key is needed
+- of evaluators (`evidence` is 1): admin keys, keys made with `keys create --evaluator`, `rewards.function`, and
+everybody if no key is needed
 - of other keys that see all rollouts, until the first one of an evaluator (`returns.evaluated`)
 - never of other keys made with `--scope own`
 
-A gate counts evaluators' rewards alone (`features/promotion/promotions.py`).
+A gate counts only evaluators' rewards (`features/promotion/promotions.py`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ Answer = list[dict[str, Any]]
 
 
 class Scored(NamedTuple):
-    """The return of a rollout that acts on everybody. `version`: that it began with. Times are Unix times.
+    """The return of a rollout that acts on everybody. `version`: the one it began with. Times are Unix times.
 
     `done`: when it had ended and was rewarded.
     """
@@ -147,7 +147,7 @@ class Uncounted:
 
 
 class Rewards(Records):
-    """The table of rewards, in which nothing is ever changed, and the rules by which the store counts returns."""
+    """The table of rewards, which are never changed, and the rules by which the store computes returns."""
 
     async def of(self, rollout_id: str) -> list[Reward]:
         """Return all rewards ever posted for a rollout, oldest first."""
@@ -155,11 +155,11 @@ class Rewards(Records):
         return await self._db.records(Reward, every, rollout_id=rollout_id)
 
     async def newest(self) -> int | None:
-        """Return the number of the newest reward; it grows with every reward."""
+        """Return the number of the newest reward, which grows with every reward."""
         return await self._db.value(int, "SELECT MAX(reward_id) FROM rewards")
 
     async def changed(self, reward_ids: Sequence[int]) -> list[str]:
-        """Return the rollouts of rewards that replaced earlier ones. `reward_ids`: the rewards of one post."""
+        """Return the rollouts where a reward replaced an earlier one. `reward_ids`: the rewards of one post."""
         span = {"first": min(reward_ids, default=0), "last": max(reward_ids, default=0)}
         return [rollout_id for (rollout_id,) in await self._db.all(CHANGED, span)]
 
@@ -175,11 +175,11 @@ class Rewards(Records):
         return await self._db.write(lambda db: answer_once(db, key, body, work))
 
     async def since(self, version: int, newest: int) -> list[Scored]:
-        """Return the newest ended rollouts that act on everybody and began with this version or later, oldest first."""
+        """Return the newest ended rollouts that act on everybody, of this version and later ones, oldest first."""
         return (await self._db.records(Scored, SINCE_VERSION, version=version, newest=newest))[::-1]
 
     async def uncounted(self) -> Uncounted | None:
-        """Return that none of the newest rewards acts on everybody, and what to do; None if one does."""
+        """Return a warning, with what to do, if none of the newest rewards acts on everybody; None if one does."""
         ((rewards, counted, evaluated),) = await self._db.all(NEWEST_REWARDS)
         if not rewards or counted:
             return None
@@ -193,7 +193,7 @@ class Rewards(Records):
         return _read_rules(await self._db.quick(RULES))
 
     async def adopt(self, rules: Rules) -> None:
-        """Count by these rules from now on. `recount` brings existing returns up to date."""
+        """Use these rules from now on. `recount` brings existing returns up to date."""
 
         async def work(db: Transaction) -> None:
             low, high = rules.within
@@ -205,25 +205,25 @@ class Rewards(Records):
             await self._db.write(work)
 
     async def recount(self) -> None:
-        """Recount returns that are not counted by the rules yet, in small steps. Several processes may do so."""
+        """Recompute outdated returns in small steps. Several processes may do so at once."""
         while (row := await self._db.quick(RULES)) is not None and row["stale_to"]:
             await in_passing(self._db, _count_some)
 
     async def keep(self) -> None:
-        """Recount again and again, until cancelled: whoever changes the rules may end before all is counted."""
+        """Recompute outdated returns until cancelled: a process that changed the rules may end before it is done."""
         while True:
             with suppress(StoreUnavailable):  # the next look may succeed
                 await self.recount()
             await asyncio.sleep(LOOK_S)
 
     async def use(self, rules: Rules) -> None:
-        """Adopt these rules, and return once all is counted by them."""
+        """Adopt these rules, and return once all returns are up to date."""
         await self.adopt(rules)
         await self.recount()
 
 
 async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = OPERATOR) -> Answer:
-    """Record rewards in a transaction that is under way, and return an answer for each. Raise NotFound."""
+    """Record rewards in the current transaction, and return an answer for each. Raise NotFound."""
     rows = [asdict(one) | by._asdict() | {"at": time.time()} for one in rewards]
     ids = sorted({one.rollout_id for one in rewards})
     named = {"rollout_ids": dumps(ids), "call_ids": dumps([one.call_id for one in rewards if one.call_id])}
@@ -245,7 +245,7 @@ async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = 
 
 
 async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
-    """Count the returns of rollouts, by the rules that hold now and all that was posted."""
+    """Compute the returns of rollouts from all posted rewards, by the present rules."""
     rules = _read_rules(await db.one(RULES))
     posted = defaultdict[str, list[Row]](list)
     for row in await db.all(POSTED, {"rollout_ids": dumps([*rollout_ids])}):
@@ -279,7 +279,7 @@ def _read_rules(row: Row | None) -> Rules:
 async def answer_once(
     db: Transaction, key: str | None, body: bytes, work: Callable[[Transaction], Awaitable[Answer]]
 ) -> Answer:
-    """Do `work`, or return the stored answer to the same key and body. Raise Conflict if the body differs."""
+    """Do `work`, or return the stored answer for the same key and body. Raise Conflict if the body differs."""
     if key is None:
         return await work(db)
     body_hash = hashlib.sha256(body).hexdigest()
@@ -292,6 +292,6 @@ async def answer_once(
         )
         return answer
     if row["body_hash"] != body_hash:
-        raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
+        raise Conflict("this Idempotency-Key was used with another body; use a new key", param="Idempotency-Key")
     earlier: Answer = loads(row["answer"])
     return earlier

@@ -1,4 +1,4 @@
-"""The rollouts: opened by a request or by their first call, listed, ended (also when they are idle), deleted."""
+"""The rollouts: opens, lists, ends (also when idle) and deletes them."""
 
 from __future__ import annotations
 
@@ -173,10 +173,10 @@ WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:ids)) AND n IN (
 
 @dataclass(frozen=True, slots=True)
 class RolloutKey:
-    """A key that was made for one rollout, with facts about the rollout.
+    """A key that was made for one rollout, with facts about that rollout.
 
-    `key_id`: the stored key that requested it; `evidence`: it gave evidence then (`Sender`). Without `may_reward` this
-    key may only call the model.
+    `key_id`: the stored key that requested it; `evidence`: whether that key gave evidence (`Sender`). Without
+    `may_reward`, this key may only call the model.
     """
 
     rollout_id: str
@@ -201,11 +201,11 @@ class Rollouts(Records):
         may_reward: bool = True,
         sibling_of: str | None = None,
     ) -> None:
-        """Open rollouts with this metadata, each with the hash of its own key.
+        """Open rollouts with this metadata. Each gets the hash of its own key.
 
-        Those of a task are a group if they are several, or belong to the group of the rollout `sibling_of`. Unless they
-        `may_reward`, these keys may only call the model. `policy_version`, `model`: what answers the alias in them, if
-        not the live version.
+        Several rollouts of a task are a group, or join the group of the rollout `sibling_of`. Without `may_reward`, the
+        keys may only call the model. `policy_version`, `model`: what answers the alias in them instead of the live
+        version.
         """
         grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
         same: dict[str, Any] = {
@@ -224,7 +224,7 @@ class Rollouts(Records):
         return rollout
 
     async def rewarded_of(self, version: int, limit: int) -> list[Rollout]:
-        """Return rewarded rollouts that began with a policy version, and that no other model answered."""
+        """Return rewarded rollouts that began with a policy version and that no other model answered."""
         return await self._db.records(Rollout, ROLLOUTS_OF_VERSION, version=version, limit=limit)
 
     async def opened_for(self, rollout_id: str) -> tuple[str | None, int | None]:
@@ -245,8 +245,8 @@ class Rollouts(Records):
     ) -> tuple[list[Rollout], int | None]:
         """Return a page, newest first, and the next page's cursor (None after the last).
 
-        `filters`: of ROLLOUT_FILTERS, and of SEARCHED, which no index knows: with one of these a bounded number of
-        rollouts is looked at. The page may be short, or empty, and not be the last.
+        `filters`: from ROLLOUT_FILTERS, and from SEARCHED, which have no index: with one of these, a limited number of
+        rollouts is searched. Then a page may be short or empty without being the last.
         """
         chunk, left = (TEXT_CHUNK, MOST_TEXTS) if "text" in filters else (CHUNK, MOST)
         chunk = chunk if filters.keys() & SEARCHED.keys() else limit + 1
@@ -288,9 +288,9 @@ class Rollouts(Records):
         return rollout
 
     async def delete(self, rollout_id: str) -> None:
-        """Delete a rollout and all that was recorded of it; Conflict while it runs or is trained on.
+        """Delete a rollout and all its records. Conflict while it runs or is trained on.
 
-        Its pages are overwritten and the log is cut off. SQLite may leave remains at the unused end of other pages.
+        Its pages are overwritten and the log is truncated. SQLite may leave remains in the unused part of other pages.
         """
         if (await self.get(rollout_id)).status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
@@ -300,7 +300,7 @@ class Rollouts(Records):
         await self._db.forget_deleted()
 
     async def end_idle(self, idle_s: float) -> int:
-        """Complete every rollout in which nothing has happened for `idle_s` seconds; return how many."""
+        """End every rollout that has been idle for `idle_s` seconds as completed. Return their number."""
         now, after, ended = time.time(), 0, 0
         times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
         end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
@@ -311,7 +311,7 @@ class Rollouts(Records):
         return ended
 
     async def use_function(self, function: str | None) -> None:
-        """Set the reward function that completed rollouts await from now on; None: they await none."""
+        """Set the reward function that completed rollouts await from now on; None for no function."""
         if await self._db.value(str, "SELECT function FROM reward_function") == function:
             return
 
@@ -325,13 +325,13 @@ class Rollouts(Records):
         await self._db.write(work)
 
     async def awaiting(self, rollout_ids: Sequence[str] | None = None) -> set[str]:
-        """Return the rollouts, of these or of all, that await the reward function."""
+        """Return which rollouts (of these, or of all) await the reward function."""
         rows = await self._db.all(AWAITING if rollout_ids is None else AWAITING_OF, {"ids": dumps(rollout_ids)})
         return {rollout_id for (rollout_id,) in rows}
 
 
 def page_statement(filters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the statement that looks at a page's rollouts, and its parameters but `cursor` and `limit`."""
+    """Return the statement that reads a page of rollouts, and its parameters except `cursor` and `limit`."""
     text = filters.get("text", "")
     values = {
         **filters,
@@ -351,7 +351,7 @@ def page_of(filters: Collection[str]) -> str:
 
 
 def _pattern(string: str) -> str:
-    """A pattern for LIKE: the content of this JSON string, anywhere."""
+    """A LIKE pattern that finds this text within JSON, anywhere."""
     return f"%{string[1:-1].replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"
 
 

@@ -1,7 +1,7 @@
 """The tables of a store: `schema.sql` of the core and of each feature that has tables, each with its number.
 
-They are in SQLite's words, and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` next to one has what only that
-database has. A store with other numbers is left unchanged. What a feature that is gone has left in a store stays.
+They are written for SQLite and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` next to it has what only that
+database has. A store with other numbers is left unchanged. Tables of a feature that was removed stay in the store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TRIGGER = re.compile(r"CREATE TRIGGER (\w+) (AFTER .*? ON \w+)(?:\s+WHEN (.*?))
 
 @cache
 def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]:
-    """Return numbers and scripts of the core (`store`) and of features by name, as a database takes them."""
+    """Return the schema numbers and scripts of the core (`store`) and of features, by name, for one database."""
     found = {}
     package = resources.files("lightning_proxy")
     for folder in [package / "store", *sorted((package / "features").iterdir(), key=attrgetter("name"))]:
@@ -51,7 +51,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
     """Return the features whose tables are missing. Raise OtherSchema if it is not a store, or of another schema.
 
-    `tables`: their names; `numbers`: of the schemas that it has, by the names of `parts`.
+    `tables`: the names of its tables; `numbers`: of its schemas, by the names in `parts`.
     """
     wanted = {name: number for name, (number, _) in parts("sqlite").items()}
     if tables and "schema_numbers" not in tables:
@@ -65,7 +65,7 @@ def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int
 
 
 def require_all(where: str, missing: Collection[str]) -> None:
-    """Raise OtherSchema if a store that is only read has not all tables."""
+    """Raise OtherSchema if a store that is only read lacks tables."""
     if missing:
         what = "it is empty" if "store" in missing else f"it has no tables of {', '.join(missing)} yet"
         raise OtherSchema(f"store {where} cannot be opened: {what}: `lightning-proxy serve` makes its tables")

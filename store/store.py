@@ -1,4 +1,4 @@
-"""The store: one object over the database, with a part for each kind of record."""
+"""The store: one object over the database, with a part for each type of record."""
 
 from __future__ import annotations
 

@@ -87,9 +87,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallCredit:
-    """How a step trains a call. `returned`: its return.
+    """How a step trains a call. `returned`: the call's return.
 
-    `row`: the index of its rollout's training row, None if it is in none; `placed` says why (trainer/rows/samples.py).
+    `row`: the index of the training row in its rollout, None if it is in none; `placed`: why (trainer/rows/samples.py).
     """
 
     rollout_id: str
@@ -102,10 +102,10 @@ class CallCredit:
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """The reason why publishing stopped at `at` (Unix time). It resumes when somebody makes a version live.
+    """Why publishing stopped at `at` (Unix time). It resumes when somebody makes a version live.
 
-    `sign`, `what`: the sign that was seen, by name and in words. `live_at`: when the version went live that was live at
-    the time. `go_back_to`: the newest servable version from before, or else the oldest since. The last step's metrics
+    `sign`, `what`: the sign that was seen, by name and in words. `live_at`: when the then live version went live.
+    `go_back_to`: the newest earlier version that can be served, or else the oldest later one. The last step's metrics
     keep it as `collapse`.
     """
 
@@ -123,7 +123,7 @@ class Collapse:
 
     @property
     def story(self) -> str:
-        """Return for people which sign was seen, its present effect, and the action to take."""
+        """Return a text for people: the sign that was seen, its effect, and what to do."""
         return (
             f"{self.what}. Agents are served as before; nothing is trained or published until a version is made live "
             f"by hand: `lightning-proxy policy promote {self.go_back_to}` goes back"
@@ -143,9 +143,9 @@ class TrainingSteps(Records):
         groups: Sequence[Sequence[str]] = (),
         credit: Sequence[CallCredit] = (),
     ) -> int:
-        """Give rollouts to a new step and return its number. `dropped`, `groups` as in `drop`; undone with the step.
+        """Give rollouts to a new step and return its number. `dropped`, `groups`: as in `drop`, undone with the step.
 
-        `credit`, of the rollouts' calls, takes the place of the credit that an earlier step had written.
+        `credit`, for the rollouts' calls, replaces the credit of an earlier step.
         """
 
         async def work(db: Transaction) -> int:
@@ -159,9 +159,9 @@ class TrainingSteps(Records):
         return await self._db.write(work)
 
     async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]] = ()) -> None:
-        """Never offer these rollouts again. `dropped`: ids by reason; `groups`: of siblings that were compared, by ids.
+        """Never offer these rollouts again. `dropped`: ids by reason; `groups`: the ids of siblings that were compared.
 
-        Some of a group may still be running.
+        Some rollouts of a group may still be running.
         """
         await self._db.write(lambda db: _drop(db, dropped, groups, None))
 
@@ -182,7 +182,7 @@ class TrainingSteps(Records):
         return await self._db.write(work)
 
     async def end_epoch(self, step: int, metrics: dict[str, Any], offer: bool) -> None:
-        """Write an epoch's last metrics and, if `offer`, offer all trained rollouts again: both or neither."""
+        """Write an epoch's last metrics and, if `offer`, offer all trained rollouts again, in one transaction."""
         ended = (STEP_METRICS, [{"step": step, "metrics": dumps(metrics)}])
         await self._db.commit([ended, *((statement, [{}]) for statement in OFFER_ALL if offer)])
 
@@ -199,7 +199,7 @@ class TrainingSteps(Records):
         return await self._db.one("SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1") is not None
 
     async def under_way_since(self) -> float | None:
-        """Return when the step under way began (Unix time); None if none is."""
+        """Return when the current step began (Unix time); None if there is none."""
         return await self._db.value(float, "SELECT MIN(created_at) FROM steps WHERE status = 'claimed'")
 
     async def _trained(self, rest: str, **params: object) -> list[Step]:
@@ -209,9 +209,9 @@ class TrainingSteps(Records):
         return await self._trained("ORDER BY step")
 
     async def newest(self, limit: int, before: int | None = None, *, brief: bool = False) -> list[Step]:
-        """Return the last finished steps, newest first; with `before`, of those before that step.
+        """Return the last finished steps, newest first; with `before`, only those before that step.
 
-        With `brief`, their metrics are without `reward_by_task`, which is most of them.
+        With `brief`, the metrics come without `reward_by_task`, their largest part.
         """
         rest = "AND step < :before ORDER BY step DESC LIMIT :limit"
         steps = await self._trained(rest, limit=limit, before=ALL if before is None else before)
@@ -233,7 +233,7 @@ class TrainingSteps(Records):
         await self._db.execute(STEP_METRICS, step=step, metrics=dumps(metrics))
 
     async def old_checkpoints(self, keep: int) -> list[tuple[int, str]]:
-        """Return steps and checkpoints that are not among the newest `keep`, and of no version that has files."""
+        """Return steps and checkpoints that are not among the newest `keep` and belong to no version with files."""
         return [(step, path) for step, path in await self._db.all(OLD_CHECKPOINTS, {"newer": keep - 1})]
 
     async def forget_checkpoint(self, step: int) -> None:

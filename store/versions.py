@@ -1,4 +1,4 @@
-"""The policy versions: when each became live, how they are published, their first answers, lines and rewards."""
+"""The policy versions: when each went live, how they are published, their first answers, ancestry and rewards."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ FEW = 6  # makes the variance of few tasks larger, as Student's t has longer tai
 
 
 class TaskMean(NamedTuple):
-    """The mean reward, and the mean of its square, of `rollouts` of a task that began with a version.
+    """The mean reward, and the mean squared reward, of the `rollouts` of a task that began with a version.
 
-    Without a task: of all such rollouts. `rewarded` of them have a reward; the others failed. `tokens`: sampled in a
-    rollout, on average; `latency_ms`: of a rollout's calls. None where they were not asked for.
+    Without a task: of all rollouts without one. `rewarded` of them have a reward; the others failed. `tokens`: mean
+    sampled tokens of a rollout; `latency_ms`: mean of a rollout's calls. None if not requested.
     """
 
     version: int
@@ -115,7 +115,7 @@ class TaskMean(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The mode of publishing, and the process that decided it at this Unix time: the trainer or a proxy."""
+    """The publishing mode, and the process (trainer or proxy) that decided it at this Unix time."""
 
     mode: PublishMode
     decided_by: str
@@ -123,7 +123,7 @@ class Decided(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """The first answer of a version: the name that it was served under, and `proxy/gateway/routing.py`'s positions.
+    """A version's first answer: the name that it was served under, and the positions of `proxy/gateway/routing.py`.
 
     `at`: when its newest answer was compared (Unix time).
     """
@@ -144,7 +144,7 @@ class MeanReward:
 
 @dataclass(frozen=True, slots=True)
 class VersionReward(MeanReward):
-    """The reward of a version: the same number wherever it is shown. `low`, `high`: its 95 % interval, if one is known.
+    """The reward of a version, the same wherever it is shown. `low`, `high`: its 95 % interval, if known.
 
     The interval is over tasks, or over the rollouts of a single one.
     """
@@ -154,7 +154,7 @@ class VersionReward(MeanReward):
 
     @classmethod
     def of(cls, means: Sequence[TaskMean]) -> VersionReward:
-        """Return the reward of a version in one mode. `means`: of all its tasks, at least one."""
+        """Return the reward of a version in one mode. `means`: those of all its tasks (at least one)."""
         rollouts = sum(one.rollouts for one in means)
         units = [1 if one.task_id is not None and len(means) > 1 else one.rollouts for one in means]
         count = sum(units)
@@ -180,7 +180,7 @@ class PolicyVersions(Records):
         return version
 
     async def live_now(self) -> PolicyVersion:
-        """Return the live version, for routing. Fields that change while it is live may be out of date."""
+        """Return the live version, for routing. Fields that can change while it is live may be outdated."""
         since = await self._db.quick("SELECT MAX(n) AS n FROM policy_log")
         assert since is not None
         if self._live is None or self._live[0] != since["n"]:
@@ -205,7 +205,7 @@ class PolicyVersions(Records):
         raise NotFound(f"no policy version {version}", param="version")
 
     async def named(self, model: str) -> int | None:
-        """Return the version that vLLM serves under this name, itself or an adapter of it; None if there is none."""
+        """Return the version that vLLM serves (itself or an adapter) under this name; None if there is none."""
         # Adapters of agents are served under the version's own name with a point and theirs.
         names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
         served = "served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names))"
@@ -219,16 +219,16 @@ class PolicyVersions(Records):
         return await self._where("status = :status", status=status)
 
     async def never_verified(self) -> frozenset[int]:
-        """Return the versions that were not seen to be served, and are not live."""
+        """Return the versions that were never verified and are not live."""
         return frozenset(version for (version,) in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
-        """Return the live version, the candidate and the `pinned` ones that have files, by number."""
+        """Return the live version, the candidate, and `pinned` versions that have files, by number."""
         wanted = {*pinned}
         return [v for v in await self.with_files() if v.status in ("live", "candidate") or v.version in wanted]
 
     async def before(self, version: int) -> PolicyVersion | None:
-        """Return the newest version before this one that was live and can be again; None if there is none."""
+        """Return the newest earlier version that was live and can be live again; None if there is none."""
         return await self._db.record(PolicyVersion, VERSION_BEFORE, version=version)
 
     async def new(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
@@ -237,7 +237,7 @@ class PolicyVersions(Records):
         return int(version)
 
     async def reserve(self, versions: Iterable[int]) -> None:
-        """Reserve the numbers of versions that imported rollouts were sampled by; their files are not here."""
+        """Reserve the numbers of versions that sampled imported rollouts. Their files are not here."""
         other = "INSERT INTO policy_versions (version, status, created_at) VALUES (:version, 'ready', :at)"
         rows = [{"version": version, "at": time.time()} for version in versions]
         await self._db.commit([(f"{other} ON CONFLICT DO NOTHING", rows)])
@@ -245,7 +245,7 @@ class PolicyVersions(Records):
     async def saved(
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
     ) -> None:
-        """Note that the version's files are complete, and the names that it and its further adapters are served as."""
+        """Note that the version's files are complete, and the names that it and its other adapters are served under."""
         statement = (
             "UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters"
             " WHERE version = :version"
@@ -254,7 +254,7 @@ class PolicyVersions(Records):
         await self._db.commit([(statement, [row])])
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
-        """Make the version live: the alias stands for it from now on. No other is tested, or waits for it."""
+        """Make the version live: the alias refers to it from now on. Tests of other versions end."""
         statements = [VERSION_UNTESTED, *GO_LIVE, *([VERSION_VERIFIED] if verified else ()), STEP_PUBLISHED]
 
         async def alone(db: Transaction) -> None:  # or two at once could both be left live
@@ -267,7 +267,7 @@ class PolicyVersions(Records):
         await self._db.execute(VERSION_VERIFIED, version=version)
 
     async def failed(self, version: int, error: str) -> None:
-        """Note why the version did not go live; it never will."""
+        """Note why the version did not go live. It never will."""
         row = {"version": version, "error": error}
         await self._db.commit([(statement, [row]) for statement in VERSION_FAILED])
 
@@ -297,10 +297,10 @@ class PolicyVersions(Records):
     async def task_means(
         self, versions: Iterable[int], key_id: str | None = None, *, costs: bool = False
     ) -> list[TaskMean]:
-        """Return the rewards of rollouts that began with versions, by version, mode and task.
+        """Return the rewards of rollouts, by the version that they began with, mode and task.
 
-        Those that act on everybody (`rewards.py`); with `key_id`, of the newest that were opened with this key.
-        Rollouts that another model answered do not count. With `costs`, also their tokens and latency.
+        They are the rewards that act on everybody (`rewards.py`); with `key_id`, those of the newest rollouts of this
+        key. Rollouts that another model answered do not count. With `costs`, also their tokens and latency.
         """
         statement = REWARDS_BY_TASK if key_id is None else REWARDS_BY_TASK_OF_KEY
         statement = statement.replace(NO_COSTS, COSTS) if costs else statement
@@ -313,17 +313,17 @@ class PolicyVersions(Records):
         return await self._db.record(Decided, DECIDED)
 
     async def decide_mode(self, mode: PublishMode, by: str, *, configured: bool) -> None:
-        """Keep this mode if there is none yet, or if it is `configured`; otherwise the decided mode stays."""
+        """Store this mode if none is stored yet, or if it is `configured`. Otherwise the stored mode stays."""
         await self._db.execute(DECIDE, mode=mode, by=by, asked=configured, at=time.time())
 
     async def probed(self, version: int) -> Probed | None:
         return await self._db.record(Probed, "SELECT * FROM probes WHERE version = :version", version=version)
 
     async def keep_answer(self, version: int, model: str, answer: list[Any]) -> None:
-        """Keep the version's first answer under this name. One that is known stays."""
+        """Store the version's first answer under this name, unless one is stored already."""
         await self._db.execute(PROBE_FIRST, version=version, model=model, answer=dumps(answer), at=time.time())
 
     async def keep_problem(self, version: int, problem: str | None) -> None:
-        """Keep the time and the result of the newest comparison with the first answer."""
+        """Store the time and the result of the newest comparison with the first answer."""
         statement = "UPDATE probes SET problem = :problem, at = :at WHERE version = :version"
         await self._db.execute(statement, version=version, problem=problem, at=time.time())

@@ -1,4 +1,4 @@
-"""Finds rollouts that wait for training: rewarded, taken by no step, in groups of siblings (`core/groups.py`)."""
+"""Finds rollouts that wait for training: rewarded and not taken by a step, in groups of siblings (`core/groups.py`)."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Waiting(Records):
     async def groups(self, grouping: Grouping = Grouping(), tasks: Collection[str] | None = None) -> list[Group]:
         """Return the groups, of all tasks or of some, with at least one rollout to train on.
 
-        By default, rollouts of a task that were opened one by one are one group.
+        By default, all rollouts of a task that were opened one by one are one group.
         """
         statements = (MEMBERS_ENDED, MEMBERS_RUNNING) if tasks is None else (MEMBERS_ENDED_OF, MEMBERS_RUNNING_OF)
         some = {"tasks": dumps([*(tasks or ())])}
@@ -135,7 +135,7 @@ class Waiting(Records):
         return await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed((Member(*row) for row in rows), grouping))
 
     async def changed(self, cursor: int | None) -> tuple[int, set[str] | None]:
-        """Return a cursor, and the tasks with groups that may have changed after the last; None: all."""
+        """Return a new cursor, and the tasks with groups that may have changed since the last one; None: all."""
         feed = Feed(self._db)
         newest = await feed.newest()
         if cursor is None or not await feed.knows(cursor):
@@ -144,7 +144,7 @@ class Waiting(Records):
         return newest, {task_id for (task_id,) in rows}
 
     async def siblings(self, group: Group) -> tuple[list[Rollout], list[Rollout], list[Rollout]]:
-        """Return a group's rollouts that ended, that it waits for, and that steps took or dropped."""
+        """Return a group's rollouts in three lists: ended, awaited, and taken or dropped by steps."""
         assert group.pool is not None
         values = group.pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
         found = defaultdict[str, list[Rollout]](list)
@@ -153,7 +153,7 @@ class Waiting(Records):
         return found["ended"], found["awaited"], found["before"]
 
     async def lone(self, failed: bool = False, limit: int = NO_END) -> Group | None:
-        """Return rewarded rollouts without a task as a group, if there are any; at most `limit` are counted."""
+        """Return the rewarded rollouts without a task as a group, if there are any. At most `limit` are counted."""
         ((rewarded, oldest),) = await self._db.all(CLAIMABLE_LONE, {"failed": failed, "limit": limit})
         return Group(None, rewarded, rewarded, oldest) if rewarded else None
 
@@ -161,19 +161,19 @@ class Waiting(Records):
         return await self._db.records(Rollout, LONE, limit=limit, failed=failed)
 
     async def count(self, *, lone: bool, failed: bool = False) -> int:
-        """Count the rewarded rollouts that no step has taken; those without a task only if `lone`."""
+        """Count the rewarded rollouts that no step has taken; rollouts without a task only if `lone`."""
         of_nothing = await self.lone(failed) if lone else None
         of_tasks = await self._db.value(int, WAITING_COUNT, failed=failed) or 0
         return of_tasks + (of_nothing.rewarded if of_nothing else 0)
 
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
-        """Return the owners of rollouts: the key that sees only its own; None for all others, which share groups."""
+        """Return each rollout's owner: a key that sees only its own, or None for all others, which share groups."""
         return dict(map(tuple, await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})))
 
     async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
-        """Count the completed ones that have no reward that counts, and by name the rewards that were posted for them.
+        """Count completed rollouts without a reward that counts, and the rewards posted for them by name.
 
-        Those that were dropped, or that a reward function is to be asked about, are none of them.
+        Rollouts that were dropped, or await a reward function, are not counted.
         """
         missing = [r.rollout_id for r in rollouts if r.status == "completed" and r.reward is None and not r.dropped]
         rows = [tuple(row) for row in await self._db.all(NAMES_OF_REWARDS, {"rollout_ids": dumps(missing)})]
@@ -181,7 +181,7 @@ class Waiting(Records):
         return len({rollout_id for rollout_id, _ in rows}), dict(names.most_common())
 
     async def standstill(self, batch: int) -> Standstill | None:
-        """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.
+        """Return how many rollouts in a row were dropped for equal rewards, once they fill BATCHES batches; else None.
 
         Only rollouts with rewards that act on everybody count. `batch`: the rollouts of a training step.
         """
@@ -198,7 +198,7 @@ class Waiting(Records):
         ))  # fmt: skip
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
-        """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all.
+        """Return rewarded rollouts that were opened before this one, newest first: of one task, or of all (None).
 
         Rollouts of keys that see only their own are compared among themselves.
         """

@@ -1,4 +1,4 @@
-"""Shows addresses of servers without secrets, for errors, logs and records."""
+"""Shows server addresses without secrets, for errors, logs and records."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _ANY_ADDRESS = re.compile(
 
 
 def shown(url: str) -> str:
-    """Return an address without its user, password, query and fragment."""
+    """Return an address without user, password, query and fragment."""
     scheme, authority, path = _PARTS.match(url).groups("")  # type: ignore[union-attr]  # it matches every text
     host = authority.rpartition("@")[2]
     return scheme + (host + path if _HOST.fullmatch(host) else "…")  # a "/" or "?" in a password ends its authority
 
 
 def without_secrets(text: str) -> str:
-    """Return a text, such as a library's error, with every address in it as `shown` has it."""
+    """Return a text, such as a library's error, with `shown` applied to every address in it."""
     return _ADDRESS.sub(lambda found: shown(found[0]), text)
 
 
 def without_addresses(text: str) -> str:
-    """Return a text, such as a library's error, without any address of a server in it."""
+    """Return a text, such as a library's error, without any server address."""
     return _ANY_ADDRESS.sub("…", text)
 
 
 def secrets_in(url: str) -> Iterator[str]:
-    """Yield the secrets in an address, as they are written and as they are meant.
+    """Yield the secrets in an address, both as written and decoded.
 
-    They are its user and password, and parts of its query with secret-sounding names.
+    These are its user and password, and query values with secret-sounding names.
     """
     try:
         parts = urlsplit(url)

@@ -1,6 +1,6 @@
 """Reads the configuration: a YAML file, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options.
 
-What is wrong is told in a line for each key or value, with the key that was probably meant.
+Each wrong key or value is reported in one line, with the key that was probably meant.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MOST_GUESSES = 3
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Read `path`, then the environment, then `overrides` (such as {"proxy.port": 1}). The last one wins.
 
-    Raises ConfigError with a line for each wrong key or value that names it, and where it comes from.
+    Raises ConfigError with a line for each wrong key or value, its name and its source.
     """
     return config_of(read_config(path), overrides, path)
 
 
 def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, path: Path | None = None) -> Config:
-    """Check `data`, which was read from `path`, with the environment and `overrides`, as `load_config` does."""
+    """Check `data` (read from `path`) together with the environment and `overrides`, as `load_config` does."""
     given = [(name, key, _parsed(os.environ[name], name)) for name, key in variables()]
     given += [("command line", key, value) for key, value in (overrides or {}).items() if value is not None]
     for origin, key, value in given:
@@ -56,7 +56,7 @@ def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, pat
 
 
 def variables() -> list[tuple[str, str]]:
-    """Return the environment's variables that set a key, each with its key. Raise ConfigError for misspelt ones."""
+    """Return the environment variables that set a key, each with its key. Raise ConfigError for misspelt ones."""
     found, wrong = [], []
     for name in sorted(os.environ):
         if (key := _key_of(name)) is not None:
@@ -69,9 +69,9 @@ def variables() -> list[tuple[str, str]]:
 
 
 def inherited() -> dict[str, str]:
-    """Return our variables for a program of the user's: without keys of ours, and configuration, which may hold some.
+    """Return the variables for a user's program: without our keys, and without configuration, which may hold keys.
 
-    Where the proxy listens is there: a program may run our commands.
+    The proxy's address stays: the program may run our commands.
     """
     return {
         name: value
@@ -81,14 +81,14 @@ def inherited() -> dict[str, str]:
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """Return the sections of a configuration file; none without a path. Raise ConfigError."""
+    """Return the sections of a configuration file ({} without a path). Raises ConfigError."""
     if path is not None and not path.exists():
         raise ConfigError(f"cannot read {path}: there is no such file; `lightning-proxy init {path}` writes one")
     return {} if path is None else read_yaml(path)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML file's sections. Raise ConfigError."""
+    """Return a YAML file's sections. Raises ConfigError."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -117,13 +117,13 @@ def lines(error: ValidationError, model: type[BaseModel], path: Path | None, ori
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the type of each key of a section, or of the whole configuration: with the sections of features."""
+    """Return the type of each key of a section, or of the whole configuration including features."""
     own = {name: field.annotation for name, field in model.model_fields.items()}
     return own | feature_sections() if model.model_config.get("extra") == "allow" else own
 
 
 def _key_of(variable: str) -> str | None:
-    """The key that a variable sets; None if it sets none: many programs have such names."""
+    """The key that a variable sets; None if it sets none: other programs may use such names."""
     section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
     if not variable.startswith(_PREFIX) or variable in _NOT_CONFIG:
         return None
@@ -137,7 +137,7 @@ def _did_you_mean(guesses: Sequence[str]) -> str:
 
 
 def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
-    """The keys next to a wrong one that read alike; else the full names of such keys elsewhere."""
+    """Keys of the same section that resemble a wrong one, or else the full names of such keys elsewhere."""
     above, _, name = re.sub(r"\.\d+", "[]", wrong).rpartition(".")
     keys = [key.rpartition(".") for key in _keys(model)]
     near = get_close_matches(name, [last for before, _, last in keys if before == above], _MOST_GUESSES, 0.75)
@@ -145,7 +145,7 @@ def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
 
 
 def _meant_by(variable: str) -> list[str]:
-    """The variables of keys that read like this one, or end with its name."""
+    """The variables of keys that resemble this one or end with its name."""
     name = variable.removeprefix(_PREFIX).lower()
     keys = {key.replace(".", "_"): key for key in _keys(Config) if "[]" not in key}
     near = get_close_matches(name, keys, 1, 0.85) or [one for one in keys if keys[one].endswith(f".{name}")]
@@ -153,7 +153,7 @@ def _meant_by(variable: str) -> list[str]:
 
 
 def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
-    """Every key, with its sections, as in proxy.port; keys of a list's items as in upstreams[].name."""
+    """Every key with its section, such as proxy.port, and upstreams[].name for items of a list."""
     for name, kind in fields_of(model).items():
         yield before + name
         for inner, mark in ((kind, ""), *((item, "[]") for item in get_args(kind))):
@@ -162,7 +162,7 @@ def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def _parsed(text: str, source: str) -> Any:
-    """Return what YAML reads. Errors give the problem and its place, and do not quote the text: it may hold a key."""
+    """Parse YAML. Errors give the problem and its place, without quoting the text, which may hold a secret."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The sections `policy` and `vllm`: the weights that are trained, and the server that has them."""
+"""The sections `policy` and `vllm`: the weights that are trained, and the server that serves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections `rollouts`, `rewards` and `run`: when rollouts end, what rewards them, where agent programs run."""
+"""The sections `rollouts`, `rewards` and `run`: when rollouts end, what rewards them, and where agent programs run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RewardsConfig(Section):
     range: tuple[Number, Number] = DEFAULT_RANGE
 
     def require(self, value: float, param: str = "reward") -> None:
-        """Raise Unprocessable for a reward that is outside of `range`."""
+        """Raise Unprocessable for a reward outside `range`."""
         low, high = self.range
         if not low <= value <= high:
             raise Unprocessable(f"{param}: {value:g} is outside of rewards.range, {low:g} to {high:g}", param=param)
@@ -69,7 +69,7 @@ def is_script(command: Sequence[str]) -> bool:
 
 
 def require_program(command: Sequence[str]) -> None:
-    """Raise ConfigError if a command line names no program, or no script."""
+    """Raise ConfigError if a command line names a program or script that does not exist."""
     if shutil.which(command[0]) is None:
         raise ConfigError(f"there is no program {command[0]!r} to start")
     if is_script(command) and not Path(command[1]).is_file():

@@ -25,7 +25,7 @@ def _section_named(given: tuple[str, Any]) -> FeatureSection:
 
 
 class Config(WithFeatures):
-    """The core's sections. Those of features are read with `section`."""
+    """The core's sections. Use `section` to read a feature's."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Annotated[SerializeAsAny[FeatureSection], PlainValidator(_section_named)]] = Field(
@@ -48,7 +48,7 @@ class Config(WithFeatures):
     @model_validator(mode="before")
     @classmethod
     def _with_features(cls, data: Any) -> Any:
-        """Give the sections of features their names, and those that are left out their defaults."""
+        """Read the sections of features by name, with defaults for those left out."""
         if not isinstance(data, Mapping):
             return data
         given = {**{name: {} for name in feature_sections()}, **data}
@@ -85,25 +85,25 @@ class Config(WithFeatures):
 
     @property
     def merged_obstacle(self) -> str | None:
-        """Return why weights cannot be published merged, as a feature says; None if they can."""
+        """Return a feature's reason why weights cannot be published merged; None if there is none."""
         return next(filter(None, (section.merged_obstacle(self) for section in self.sections)), None)
 
     @property
     def longest_wait_s(self) -> float | None:
-        """Return how long a rollout's reward may take once it has ended; None if nothing here gives any."""
+        """Return how long a rollout's reward may take after its end; None if nothing configured gives rewards."""
         own = None if self.rewards.function is None else self.rewards.timeout_s
         waits = (own, *(section.longest_wait_s for section in self.sections))
         return max((wait for wait in waits if wait is not None), default=None)
 
     def not_absolute(self, names: Collection[str]) -> str | None:
-        """Return why rewards of these names cannot tell how good a version is; None if they can."""
+        """Return why rewards with these names cannot measure how good a version is; None if they can."""
         if self.rewards.function is not None:  # which may give rewards of any name
             return None
         return next(filter(None, (section.not_absolute(names) for section in self.sections)), None)
 
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:
-        """Return the upstream that serves the policy, the first of kind vllm; None without one."""
+        """Return the upstream that serves the policy: the first of kind vllm; None without one."""
         return next((upstream for upstream in self.upstreams if upstream.kind == "vllm"), None)
 
     def keys(self) -> list[str]:

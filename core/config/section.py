@@ -1,4 +1,4 @@
-"""The base classes and the types of all sections of the configuration, features' sections included."""
+"""Base classes and types for all sections of the configuration, including features'."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CanBeOff = BeforeValidator(lambda value: "off" if value is False else value)  # 
 
 
 def check_key(what: str, key: SecretStr | None) -> None:
-    """Raise ValueError if no header can carry this key unchanged. An empty one may be an unset variable."""
+    """Raise ValueError if a header cannot carry this key unchanged. An empty key may come from an unset variable."""
     text = "none" if key is None else key.get_secret_value()
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError(f"{what} cannot be sent: it must be ASCII without spaces or line ends, and not empty")
 
 
 def check_url(key: str, url: str, *, is_vllm: bool) -> str:
-    """Return `url`, the value of `key`, if it is one that can be requested; raise ValueError otherwise."""
+    """Return `url`, the value of `key`, if requests can be sent to it. Raise ValueError otherwise."""
     parts = urlsplit(url)
     try:
         host, _ = parts.hostname, parts.port
@@ -43,7 +43,7 @@ def check_url(key: str, url: str, *, is_vllm: bool) -> str:
     if parts.scheme not in ("http", "https") or not host or parts.fragment:
         raise ValueError(f"{key} must be an http(s) URL, got {shown(url)!r}")
     if is_vllm and (parts.query or not parts.path.strip("/")):
-        raise ValueError(f"{key} of a vLLM must have a path, as a rule /v1, and no query; got {shown(url)!r}")
+        raise ValueError(f"{key} of a vLLM must have a path, usually /v1, and no query; got {shown(url)!r}")
     return url
 
 
@@ -51,7 +51,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     def faults(self) -> Iterator[str]:
-        """Yield why keys that are right by themselves do not go together; the first fault is shown."""
+        """Yield the reasons why keys that are valid by themselves do not fit together. The first is shown."""
         yield from ()
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class Section(BaseModel):
         return self
 
     def secret_keys(self) -> Iterator[str]:
-        """Yield the keys that are kept secret, also those in the sections of this one."""
+        """Yield the secret keys, including those in nested sections."""
         for _, value in self:
             for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
                 if isinstance(one, SecretStr):
@@ -73,9 +73,9 @@ class Section(BaseModel):
 class FeatureSection(Section):
     """A feature's keys: the section of the configuration that has the feature's name.
 
-    `functions`: names of credits, baselines and losses that it adds, by kind. `moved`: where keys once were, and
-    where they are. `names_of_call_fields`: what it says of each call. Each question below is answered as if the feature
-    were not there. `config`: the whole `Config`.
+    `functions`: names of credits, baselines and losses that it adds, by kind. `moved`: old names of keys, with the new
+    ones. `names_of_call_fields`: the fields that it adds to each call. The methods below answer as if the feature did
+    not exist. `config`: the whole `Config`.
     """
 
     name: ClassVar[str]
@@ -85,11 +85,11 @@ class FeatureSection(Section):
 
     @classmethod
     def call_fields(cls, calls: Sequence[ModelCall]) -> Sequence[Mapping[str, Any]]:
-        """Return its fields of each of a rollout's calls, which are all of it, in order."""
+        """Return the feature's fields for each call. `calls`: all of a rollout's calls, in order."""
         return [{}] * len(calls)
 
     def check(self, config: Any) -> None:
-        """Raise ValueError, with a key's full name, if it does not go with other sections."""
+        """Raise ValueError, with a key's full name, if the section conflicts with others."""
 
     def merged_obstacle(self, config: Any) -> str | None:
         """Return why weights cannot be published merged; None if they can."""
@@ -97,21 +97,21 @@ class FeatureSection(Section):
 
     @property
     def trains_here(self) -> bool:
-        """Return whether a process of ours takes the steps, and no service."""
+        """Return whether our own process takes the training steps, not a service."""
         return True
 
     @property
     def has_guide(self) -> bool:
-        """Return whether it says more of tokens than their rewards do, also where all rewards are equal."""
+        """Return whether it scores tokens in addition to their rewards, even if all rewards are equal."""
         return False
 
     def training_weights(self, credits: Collection[str]) -> Mapping[str, float]:
-        """Return the weights by which its own rewards count in training, by name. `credits`: the ones in use."""
+        """Return the training weights of its own rewards, by name. `credits`: the credit functions in use."""
         return {}
 
     @property
     def longest_wait_s(self) -> float | None:
-        """Return how long its reward for a rollout may take once that has ended; None if it gives none."""
+        """Return how long its reward may take after a rollout's end; None if it gives none."""
         return None
 
     def not_absolute(self, names: Collection[str]) -> str | None:
@@ -128,7 +128,7 @@ class WithFeatures(Section):
     _sections: tuple[FeatureSection, ...] = PrivateAttr(())
 
     def with_features(self, sections: tuple[FeatureSection, ...]) -> Self:
-        """Return a copy that has these sections of features."""
+        """Return a copy with these sections of features."""
         copy = self.model_copy()
         copy._sections = sections
         return copy
@@ -138,7 +138,7 @@ class WithFeatures(Section):
         return self._sections
 
     def section(self, kind: type[Kind]) -> Kind:
-        """Return a feature's section; with its defaults if it is not there."""
+        """Return a feature's section, with defaults if it is not configured."""
         return next((one for one in self.sections if isinstance(one, kind)), None) or kind()
 
 

@@ -1,4 +1,4 @@
-"""The sections `proxy`, `store` and `recording`: the server itself and the data that it keeps."""
+"""The sections `proxy`, `store` and `recording`: the server and the data that it keeps."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class StoreConfig(Section):
     def path(self) -> Path:
         """Return the file of a `sqlite:///…` URL. Three slashes start a relative path, four an absolute one.
 
-        Raise ConfigError where the store is not a file.
+        Raise ConfigError if the store is not a file.
         """
         if self.is_postgres:
-            raise ConfigError(f"this needs a store that is a file (store.url sqlite:///FILE), and it is {self.where}")
+            raise ConfigError(f"this needs a store in a file (store.url sqlite:///FILE), not {self.where}")
         return Path(self.url.removeprefix("sqlite:///")).expanduser()
 
     @property
@@ -93,12 +93,12 @@ class StoreConfig(Section):
 
     @property
     def may_be_there(self) -> bool:
-        """Return whether there is a store to open: a file, or a server. Commands that only read make none."""
+        """Return whether there may be a store: an existing file, or any server. Commands that only read create none."""
         return self.is_postgres or self.path.is_file()
 
     @property
     def where(self) -> str:
-        """Return the store's place as a person may see it: a file, or a URL without its password."""
+        """Return the store's location for display: a file, or a URL without its password."""
         return shown(self.url) if self.is_postgres else str(self.path.absolute())
 
     def faults(self) -> Iterator[str]:

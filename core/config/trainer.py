@@ -37,19 +37,19 @@ AirEvent = Literal["tool_error", "bad_arguments", "repeated_call", "truncated"]
 
 
 def _cron(text: str) -> str:
-    """The cron expression of a time of day (02:00); an expression (0 2 * * 1-5) is one already."""
+    """The cron expression for a time of day (02:00). A cron expression (0 2 * * 1-5) is returned unchanged."""
     day = re.fullmatch(r"(\d{1,2}):(\d{2})", text.strip())
     return f"{int(day[2])} {int(day[1])} * * *" if day else text
 
 
 def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
-    """The times from hours before `now` on, by the clock on the wall: an hour that comes twice counts once, first."""
+    """The times from hours before `now` on, in local time. An hour that occurs twice counts the first time only."""
     begin = datetime.fromtimestamp(now + 4 * 3600 if reverse else now - 4 * 3600)
     return (moment.timestamp() for moment in CronSim(_cron(text), begin, reverse=reverse))
 
 
 def _time(value: Any) -> Any:
-    """Turn a number back into a time: YAML reads 12:30 without quotes as 12 * 60 + 30."""
+    """Turn a number back into a time of day: YAML reads an unquoted 12:30 as 12 * 60 + 30."""
     text = f"{value // 60:02}:{value % 60:02}" if type(value) is int else value
     try:
         next(_times(str(text), 0.0))
@@ -68,12 +68,12 @@ class ScheduleConfig(Section):
             yield 'schedule.when times needs schedule.at, such as ["02:00"]'
 
     def last_time(self, now: float) -> float | None:
-        """Return the last of the times up to `now` (both Unix time); None if there was none for many years."""
+        """Return the last scheduled time up to `now` (Unix times); None if there was none for many years."""
         last = (next((t for t in _times(text, now, reverse=True) if t <= now), None) for text in self.at)
         return max((moment for moment in last if moment is not None), default=None)
 
     def next_time(self, now: float) -> float:
-        """Return the next of the times after `now` (both Unix time)."""
+        """Return the next scheduled time after `now` (Unix times)."""
         return min(next(t for t in _times(text, now) if t > now) for text in self.at)
 
 
@@ -157,26 +157,26 @@ class TrainerConfig(WithFeatures):
     _range: tuple[float, float] = PrivateAttr(DEFAULT_RANGE)
 
     def with_sections(self, limits: tuple[float, float], sections: tuple[FeatureSection, ...]) -> TrainerConfig:
-        """Return the section with what it reads of others: `rewards.range` and the sections of features."""
+        """Return the section with what it needs from others: `rewards.range` and the features' sections."""
         copy = self.with_features(sections)
         copy._range = limits
         return copy
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """Return `rewards.range`. A reward that was stored before there was one counts as the nearer end."""
+        """Return `rewards.range`. Rewards stored before it was set count as the nearer end of it."""
         return self._range
 
     @classmethod
     def known(cls, kind: str) -> list[str]:
-        """Return the names of a kind of function: the core's, then the installed features'."""
+        """Return the names of functions of one kind: the core's, then the installed features'."""
         added = (section.functions for section in feature_sections().values())
         return [name for functions in (cls.functions, *added) for name in functions.get(kind, ())]
 
     @field_validator("credit", "baseline", "loss", "context_loss", mode="before")
     @classmethod
     def _is_known(cls, value: Any, about: ValidationInfo) -> Any:
-        """Refuse unknown names of functions, for all agents or by agent."""
+        """Refuse unknown function names, whether given for all agents or by agent."""
         known, may_be_own = cls.known(str(about.field_name)), about.field_name != "baseline"
         for one in value.values() if isinstance(value, dict) else (value,):
             if one not in (*known, None) and not (may_be_own and isinstance(one, str) and _OWN.fullmatch(one)):
@@ -216,17 +216,17 @@ class TrainerConfig(WithFeatures):
 
     @property
     def has_guide(self) -> bool:
-        """Return whether a feature says more of tokens than their rewards do, also where all rewards are equal."""
+        """Return whether a feature scores tokens in addition to their rewards, even if all rewards are equal."""
         return any(section.has_guide for section in self._sections)
 
     @property
     def credits(self) -> dict[str, str]:
-        """Return the credit of each agent that has one by name, and of all others as `*`."""
+        """Return the credit function of each agent that has its own, and of all others as `*`."""
         return {"*": self.credit} if isinstance(self.credit, str) else self.credit
 
     @property
     def training_weights(self) -> dict[str, float]:
-        """Return the weights by which rewards of each name count in training."""
+        """Return the training weight of each reward name."""
         weights = dict(self.reward_weights)
         for section in self._sections:
             weights |= section.training_weights(self.credits.values())
@@ -234,7 +234,7 @@ class TrainerConfig(WithFeatures):
 
     @property
     def takes_lone_rollouts(self) -> bool:
-        """Return whether rollouts without a task are looked at."""
+        """Return whether rollouts without a task are trained on."""
         return self.lone_rollouts == "running" or self.has_guide
 
     @property

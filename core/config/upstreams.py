@@ -16,7 +16,7 @@ SHORTEST_KEY = 12
 
 
 def below(url: str, path: str = "") -> str:
-    """Return the URL of a path below a server's URL, with that URL's own query after it."""
+    """Return the URL of a path below a server's URL. That URL's own query stays at the end."""
     base, mark, query = url.partition("?")
     return base.rstrip("/") + path + mark + query
 
@@ -45,22 +45,22 @@ class UpstreamConfig(Section):
 
     @cached_property
     def urls(self) -> tuple[str, ...]:
-        """Return the URLs of its servers, `base_url` and `replicas`, without a slash at the end of their paths."""
+        """Return the URLs of its servers (`base_url` and `replicas`), without a slash at the end of the path."""
         return tuple(below(url) for url in (self.base_url, *self.replicas) if url is not None)
 
     @cached_property
     def published_to(self) -> tuple[str, ...]:
-        """Return the URLs of the servers that get new weights: behind a router, or else the ones that get calls."""
+        """Return the URLs of the servers that get new weights: those behind a router, or else those that get calls."""
         return tuple(map(below, self.servers)) or self.urls
 
     def server_name(self, url: str) -> str:
-        """Return what one of its servers is called where its address is not to be shown."""
+        """Return the name of one of its servers, for places that must not show its address."""
         servers = [*dict.fromkeys((*self.urls, *self.published_to))]
         return self.name if len(servers) == 1 else f"{self.name}, server {servers.index(url) + 1} of {len(servers)}"
 
     @cached_property
     def credentials(self) -> dict[str, str]:
-        """Return the header that carries its key; empty without a key."""
+        """Return the header with its key; {} without a key."""
         if self.api_key is None:
             return {}
         key, header = self.api_key.get_secret_value(), self.api_key_header
@@ -74,7 +74,7 @@ class UpstreamConfig(Section):
 
     @cached_property
     def masked(self) -> tuple[str, ...]:
-        """Return the secrets to mask in its answers, the longest first. A short one ("EMPTY") might be any word."""
+        """Return the secrets to mask in its answers, longest first, without short ones ("EMPTY") that may be words."""
         return tuple(sorted({one for one in self.secrets() if len(one) >= SHORTEST_KEY}, key=len, reverse=True))
 
     def faults(self) -> Iterator[str]:
@@ -101,7 +101,7 @@ class UpstreamConfig(Section):
 
 
 def fallback_faults(upstreams: Sequence[UpstreamConfig]) -> Iterator[str]:
-    """Yield where a name is not unique, a fallback is none of the names, or one leads back to itself."""
+    """Yield problems: a name that is not unique, a fallback that does not exist, or one that leads back to itself."""
     fallbacks = {upstream.name: upstream.fallbacks for upstream in upstreams}
     if len(fallbacks) < len(upstreams):
         yield "upstreams: every one needs a name of its own"

@@ -1,4 +1,4 @@
-"""A database of a PostgreSQL server. Several proxies and a trainer may work on it at once, on several machines."""
+"""A database on a PostgreSQL server. Several proxies and a trainer, on several machines, may use it at once."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ LOST = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
 
 
 class PostgresDatabase(Database):
-    """A pool of connections. A server that is away for less than `store.busy_timeout_s` is waited for."""
+    """A pool of connections. If the server is away, requests wait for up to `store.busy_timeout_s`."""
 
     def __init__(self, config: StoreConfig, pool: asyncpg.Pool) -> None:
         self.where = config.where
@@ -130,7 +130,7 @@ class PostgresDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Commit within `store.busy_timeout_s` plus the time for this many bytes: calls wait for it."""
+        """Commit within `store.busy_timeout_s` plus time for this many bytes, because calls wait for it."""
 
         async def work(db: Transaction) -> None:
             # Every process locks rollouts and digests in the same order.
@@ -160,13 +160,13 @@ class PostgresDatabase(Database):
         self._writes.require()
 
     def _patience(self, hurried: bool) -> float:
-        """How many seconds the server has to answer."""
+        """How many seconds the server has for its answer."""
         if not hurried:
             return COMMAND_S
         return min(FROZEN_S, self._config.busy_timeout_s) if self._frozen else self._config.busy_timeout_s
 
     async def _to_the_end(self, work: Work[T], begin: str, seconds: float) -> T:
-        """Shielded: a transaction that has begun ends, also when its caller is cancelled."""
+        """Run it shielded: a transaction that has begun ends even if its caller is cancelled."""
         task = asyncio.ensure_future(self._transact(work, begin, seconds))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -177,7 +177,7 @@ class PostgresDatabase(Database):
             raise
 
     async def _transact(self, work: Work[T], begin: str | None, seconds: float) -> T:
-        """Do `work`, in one transaction or none; again while the server is away, or if another got in its way."""
+        """Do `work`, with or without a transaction. Retry while the server is away, or if another one conflicts."""
         until = monotonic() + min(seconds, self._config.busy_timeout_s)
         while True:
             committing = False
@@ -199,7 +199,7 @@ class PostgresDatabase(Database):
 
     @asynccontextmanager
     async def _connection(self, seconds: float) -> AsyncIterator[asyncpg.Connection]:
-        """Lend a connection, and end it if the block takes longer; undo what the block has not committed."""
+        """Lend a connection; close it if the block takes too long, and roll back what the block did not commit."""
         async with self._pool.acquire(timeout=min(seconds, self._config.busy_timeout_s)) as connection:
             try:
                 async with asyncio.timeout(seconds) as limit:
@@ -249,12 +249,12 @@ async def _end(connection: asyncpg.Connection, timeout: float) -> None:
 
 @asynccontextmanager
 async def _one_of(places: asyncio.Semaphore, seconds: float) -> AsyncIterator[None]:
-    """Take a place for the block. Raise StoreUnavailable if none gets free."""
+    """Hold one of the places during the block. Raise StoreUnavailable if none becomes free."""
     try:
         async with asyncio.timeout(seconds):
             await places.acquire()
     except TimeoutError:
-        raise StoreUnavailable(f"the store is busy with longer work: no place within {seconds:g} s") from None
+        raise StoreUnavailable(f"the store is busy with longer work: no connection within {seconds:g} s") from None
     try:
         yield
     finally:
@@ -262,11 +262,11 @@ async def _one_of(places: asyncio.Semaphore, seconds: float) -> AsyncIterator[No
 
 
 async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
-    """Reset nothing on a connection that is given back: it has no open transaction and no setting."""
+    """Do not reset a returned connection: it has no open transaction and no settings."""
 
 
 async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
-    """As small as by PostgreSQL's own compression, at a third of the work."""
+    """Compress with LZ4: as small as PostgreSQL's default, at a third of the work."""
     with suppress(asyncpg.PostgresError):  # it was built without, or is older than 14
         await connection.execute("SET default_toast_compression = lz4")
 
@@ -289,16 +289,16 @@ async def make_tables(connection: asyncpg.Connection, where: str) -> None:
 
 
 class OutcomeUnknown(StoreUnavailable):
-    """The connection broke during a commit: the transaction may have been committed."""
+    """The connection broke during a commit, so the transaction may have been committed."""
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether the server is away; what is wrong with a statement's values is another error."""
+    """Return whether the error means that the server is away, rather than that values are wrong."""
     return isinstance(error, AWAY) and not isinstance(error, asyncpg.DataError | ValueError)
 
 
 def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoReturn:
-    """Raise StoreUnavailable or Refused for an error; others as they are. `unknown`: it came while committing."""
+    """Raise StoreUnavailable or Refused for a database error, others unchanged. `unknown`: it came during a commit."""
     if isinstance(error, asyncpg.IntegrityConstraintViolationError):
         raise ConstraintRefused(str(error)) from error
     if not is_away(error) and (not isinstance(error, asyncpg.PostgresError) or isinstance(error, OURS)):
@@ -314,16 +314,16 @@ _held: ContextVar[tuple[str, asyncpg.Connection] | None] = ContextVar("held", de
 
 
 def require_held() -> None:
-    """Raise StoreUnavailable if this job needs a lock, and it is lost."""
+    """Raise StoreUnavailable if this job needs a lock that has been lost."""
     if (held := _held.get()) is not None and held[1].is_closed():
         raise StoreUnavailable(
-            f"the connection to the store broke, and with it the lock of the {held[0]}: another process may have it"
+            f"the connection to the store broke, and the lock of the {held[0]} with it: another process may have it"
         )
 
 
 @asynccontextmanager
 async def _until_lost(connection: asyncpg.Connection, work: str) -> AsyncIterator[None]:
-    """Cancel the block when the connection ends, and raise StoreUnavailable in place of the cancellation."""
+    """Cancel the block when the connection ends, and raise StoreUnavailable instead of the cancellation."""
 
     def lose(_: object) -> None:
         with suppress(RuntimeError):  # the block has just ended
@@ -346,7 +346,7 @@ async def _until_lost(connection: asyncpg.Connection, work: str) -> AsyncIterato
 
 
 async def _beat(connection: asyncpg.Connection) -> None:
-    """Ask the server now and then whether it is there; end the connection if it does not answer."""
+    """Check regularly that the server answers; close the connection if it does not."""
     try:
         while True:
             await asyncio.sleep(BEAT_S)

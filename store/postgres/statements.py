@@ -1,4 +1,4 @@
-"""The store's statements as PostgreSQL takes them: their words, numbered parameters, and the order of their rows."""
+"""Translates the store's statements for PostgreSQL: keywords, numbered parameters, and the order of rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORDS = (
 
 @cache
 def translated(sql: str) -> tuple[str, tuple[str, ...]]:
-    """Return a statement as PostgreSQL takes it, and the names of its parameters in the order of their numbers."""
+    """Return a statement in PostgreSQL's form, and the names of its parameters in the order of their numbers."""
     if found := _OTHERWISE.search(sql):
         sql = found[1]
     for word, other in _WORDS:
@@ -50,7 +50,7 @@ def translated(sql: str) -> tuple[str, tuple[str, ...]]:
 
 
 class PostgresTransaction(Transaction):
-    """The statements of a transaction that has begun on a connection, or single statements without one."""
+    """The statements of a transaction on a connection, or single statements without a transaction."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
@@ -60,7 +60,7 @@ class PostgresTransaction(Transaction):
         return await self._connection.fetch(text, *_values(names, params or {}))
 
     async def many(self, sql: str, rows: Sequence[Params]) -> list[asyncpg.Record]:
-        """In one round trip."""
+        """Like the base class, in one round trip."""
         if len(rows) < 2:
             return await self.all(sql, rows[0]) if rows else []
         text, names = translated(sql)
@@ -72,7 +72,7 @@ def _values(names: Sequence[str], params: Params) -> list[Any]:
 
 
 def storable(value: Any) -> Any:
-    """A value as PostgreSQL can keep it: it has no character 0. Raise UnicodeEncodeError for what UTF-8 cannot hold."""
+    """A value that PostgreSQL can store: without character 0. Raise UnicodeEncodeError for what UTF-8 cannot hold."""
     if not isinstance(value, str):
         return value
     if not value.isascii():

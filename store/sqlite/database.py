@@ -1,4 +1,4 @@
-"""One SQLite file: opened, read, and written in transactions that are wholly there or not at all."""
+"""One SQLite file: opens, reads and writes it, in transactions that are recorded completely or not at all."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 
 
 class SqliteDatabase(Database):
-    """Three connections: one in the event loop's thread, and two in threads of their own, to write and to read.
+    """Three connections: one in the event loop's thread, and two in their own threads for writing and reading.
 
-    What every call needs is done in the event loop (`commit`, `quick`): that takes less time than the way to a thread.
-    It never waits there: a commit that is large or synced, or that finds the store locked, goes to the writer's thread,
-    as other transactions do. Readers never wait for writers.
+    What every call needs is done in the event loop (`commit`, `quick`): that is faster than handing it to a thread. It
+    never blocks there: a commit that is large or synced, or finds the store locked, goes to the writer's thread, as
+    other transactions do. Readers never wait for writers.
     """
 
     def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
@@ -82,7 +82,7 @@ class SqliteDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """StoreUnavailable: it is locked for `store.busy_timeout_s`, damaged, full, removed or replaced."""
+        """Raises StoreUnavailable: file locked for `store.busy_timeout_s`, damaged, full, removed or replaced."""
 
         def work(connection: sqlite3.Connection) -> None:
             for statement, rows in runs:
@@ -109,7 +109,7 @@ class SqliteDatabase(Database):
         return done
 
     async def _in_thread(self, job: Job[T]) -> T:
-        """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
+        """Run it shielded: a job that has begun ends even if its caller is cancelled, and the next job waits for it."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.shield(loop.run_in_executor(self._thread, job, self._writer))
@@ -117,7 +117,7 @@ class SqliteDatabase(Database):
             self._failed(error)
 
     def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
-        """StoreUnavailable if the file, its disk or another process is to blame, ConstraintRefused for a row."""
+        """The error to raise: StoreUnavailable for file, disk or another process, ConstraintRefused for a row."""
         if isinstance(error, sqlite3.IntegrityError):
             raise ConstraintRefused(str(error)) from error
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -154,7 +154,7 @@ class SqliteDatabase(Database):
         self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
 
     def _require_place(self) -> None:
-        """Raise StoreUnavailable if the file or its write-ahead log has lost its name: it goes with the process."""
+        """Raise StoreUnavailable if the file or its write-ahead log was deleted: it would vanish with the process."""
         for file, known in self._files.items():
             if _identity(file) != known:
                 way = "put it back, or restore it from a backup, and start the proxy again"
@@ -172,14 +172,14 @@ class SqliteDatabase(Database):
             self._checkpoint = asyncio.create_task(self.checkpoint())
 
     async def checkpoint(self, *, empty: bool = False) -> None:
-        """Move committed pages into the file, which gets shorter only then. `empty`: cut off the write-ahead log."""
+        """Move committed pages into the file, which shrinks only then. `empty`: truncate the write-ahead log."""
         async with self._checkpointing:
             await asyncio.to_thread(_checkpoint, self.path, self._config, empty)
 
     async def forget_deleted(self) -> None:
-        """Cut off the write-ahead log: it holds deleted rows until they are written over.
+        """Truncate the write-ahead log, which holds deleted rows until they are overwritten.
 
-        While another process reads, or is in the middle of a write, it stays unchanged.
+        While another process reads or writes, the log stays unchanged.
         """
         await self.checkpoint(empty=True)
 
@@ -192,7 +192,7 @@ class SqliteDatabase(Database):
             self._failed(error, "read")
 
     async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        """Without `params` it runs once in a turn of the event loop: calls that begin in one turn came before it."""
+        """Without `params`, run a query once per turn of the event loop: calls that begin in a turn share the row."""
         if params is None and sql in self._of_turn:
             return self._of_turn[sql]
         try:
@@ -220,7 +220,7 @@ def has_room(directory: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Which file has this name: its device and number, and whether it has content; empty if there is none."""
+    """The identity of the file with this name: device, inode, and whether it has content; empty if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -301,9 +301,9 @@ def _is_locked(error: BaseException) -> bool:
 def _checkpoint(path: Path, config: StoreConfig, empty: bool) -> None:
     """Move committed pages from the write-ahead log into the file, as far as nobody has to wait for it.
 
-    By a connection of its own, so that the writer continues. While there are new records all the time, a long log never
-    starts over by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says, unless
-    it is to be `empty`: cutting it off, to let it grow again, cost a tenth of a large call.
+    It uses its own connection, so that the writer continues. Under constant writes a long log never restarts by itself;
+    here that takes little waiting. The log's file keeps up to `journal_size_limit` bytes, unless it is to be `empty`:
+    truncating it, only to let it grow again, cost a tenth of a large call.
     """
     with suppress(sqlite3.DatabaseError), closing(_connect(path, config, "rw")) as connection:
         _set_timeout(connection, CHECKPOINT_S)
@@ -314,7 +314,7 @@ def _checkpoint(path: Path, config: StoreConfig, empty: bool) -> None:
 
 
 class SqliteTransaction(Transaction):
-    """The statements of a transaction that has begun, as async functions that never wait: no event loop is needed."""
+    """The statements of the current transaction, as async functions that never wait, so no event loop is needed."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -324,7 +324,7 @@ class SqliteTransaction(Transaction):
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns, which awaits nothing but statements of its transaction."""
+    """Return the result of `work`, which may await only statements of its transaction."""
     try:
         work.send(None)
     except StopIteration as ended:

@@ -1,4 +1,4 @@
-"""A store's file: its tables, locks that let one process do a job, copies, and reading it without writing."""
+"""A store's file: its tables, locks for jobs of a single process, copies, and reading without writing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_sqlite(path: Path) -> bool:
 
 
 def copy_store(source: Path, target: Path) -> None:
-    """Copy a store as of one moment. A store that nobody uses is not opened, so SQLite leaves no files next to it."""
+    """Copy a store as of one moment. A store not in use is copied unopened, so SQLite leaves no files by it."""
     try:
         with closing(only_read(source)) as connection:
             missing_in(connection, str(source))  # or it is not a store of this schema
@@ -39,9 +39,9 @@ def copy_store(source: Path, target: Path) -> None:
 
 
 def back_up(store: Path, target: Path) -> None:
-    """Copy a store that may be in use to a new file. Raises LightningError, and leaves no half copy."""
+    """Copy a store that may be in use to a new file. On failure raises LightningError and leaves no partial copy."""
     if target.exists():
-        raise LightningError(f"{target} is there already: name a new file")
+        raise LightningError(f"{target} already exists: name a new file")
     if not target.absolute().parent.is_dir():
         raise LightningError(f"there is no directory {target.absolute().parent}")
     with new_store(target) as part:
@@ -52,7 +52,7 @@ def restore(backup: Path, store: Path) -> None:
     """Make a store from a backup. Raise LightningError if a store exists or the backup has another schema."""
     if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
         raise LightningError(
-            f"there is a store at {store}: move it away first, with the files next to it, or set store.url"
+            f"there is already a store at {store}: move it away, with the files next to it, or set store.url"
         )
     if not backup.is_file() or not is_sqlite(backup):
         raise LightningError(f"{backup} is not a backup of a store")
@@ -62,7 +62,7 @@ def restore(backup: Path, store: Path) -> None:
 
 @contextmanager
 def new_store(target: Path) -> Iterator[Path]:
-    """Yield a place to make a store. It gets its name when the block ends well, once all is on disk in one file."""
+    """Yield a path to create a store at. It gets its name when the block succeeds and all is on disk in one file."""
     part = target.with_name(f".{target.name}.part")
     _remove(part)
     try:
@@ -83,7 +83,7 @@ def _remove(store: Path) -> None:
 
 
 def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
-    """Open a store to read it unchanged, for any thread. Nothing is written. Raise sqlite3.Error or OtherSchema."""
+    """Open a store for reading, from any thread, without writing anything. Raise sqlite3.Error or OtherSchema."""
     connection = only_read(store, wait_s)
     try:
         require_all(str(store), missing_in(connection, str(store)))
@@ -95,12 +95,12 @@ def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
 
 
 def is_in_use(store: Path) -> bool:
-    """Return whether a process has the store open, or was killed while it had."""
+    """Return whether a process has the store open, or was killed while it had it open."""
     return any(store.with_name(store.name + suffix).exists() for suffix in FILES[1:])
 
 
 class IdleFile:
-    """A store's file that nobody used when it was first seen. It is read as one that does not change."""
+    """A store's file that was not in use when first seen. It is read as a file that does not change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,14 +119,14 @@ class IdleFile:
 
 
 def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
-    """Open the file so that SQLite writes nothing, not even a log next to it."""
+    """Open the file such that SQLite writes nothing, not even a log next to it."""
     mode = "mode=ro" if is_in_use(store) else "mode=ro&immutable=1"
     return sqlite3.connect(f"file:{quote(str(store))}?{mode}", wait_s, check_same_thread=False, uri=True)
 
 
 @contextmanager
 def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
-    """Yield whether no other process does this work on the store. If so, none will until the block or this one ends."""
+    """Yield True if this process got the lock for this work. It holds it until the block or the process ends."""
     with Path(f"{store}-{work}").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -116,7 +116,7 @@ WRONG = {
     "eval --tasks tasks.jsonl --models live,live -- true": "each once",
     "demo --dir tasks.jsonl": "--dir: cannot create the directory tasks.jsonl",
     "plan": "policy.model",
-    "train --method x": "--method is rl",
+    "train --method x": "--method must be one of rl",
     "train --data x": "--data and --dir need --offline",
     "run --tasks tasks.jsonl --mode eval --ahead 1 -- true": "--ahead cannot be used with --mode eval",
     "serve --port high": "--port",

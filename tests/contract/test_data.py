@@ -189,7 +189,7 @@ def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy(tmp_p
         ok(proxy.run("store", "backup", copy))
         proxy.chat("r2")
         again = proxy.run("store", "backup", copy)
-        assert (again.returncode, again.stderr) == (1, f"lightning-proxy: {copy} is there already: name a new file\n")
+        assert (again.returncode, again.stderr) == (1, f"lightning-proxy: {copy} already exists: name a new file\n")
         assert re.fullmatch(r".+ before, .+ now\n", ok(proxy.run("store", "compact")).stdout)
         found = ok(proxy.run("store", "info", "--json")).json
         assert (found["rollouts"], found["calls"], found["rewards"]) == ({"train running": 2}, 2, 0)
@@ -200,7 +200,7 @@ def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy(tmp_p
     found = ok(other("store", "info", "--json")).json
     assert (found["rollouts"], found["calls"]) == ({"train running": 1}, 1)
     refused = other("store", "restore", copy)
-    assert refused.returncode == 1 and "there is a store at" in refused.stderr
+    assert refused.returncode == 1 and "there is already a store at" in refused.stderr
     assert not list(tmp_path.rglob("*.part*"))
 
 
