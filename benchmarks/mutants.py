@@ -51,7 +51,7 @@ PLACES = [
     Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),
     Place("loss", "trainer/step/losses.py", (REFERENCE,)),
     Place("publish", "trainer/publish.py", of_contract("training", "resume")),
-    Place("limits", "proxy/access/limits.py", (*of_contract("tenants"), "tests/proxy/access/test_limits.py")),
+    Place("limits", "proxy/access/limits.py", (*of_contract("tenants"), "tests/proxy/access/test_keys.py")),
 ]
 
 FLIPPED: dict[type[ast.AST], type[ast.AST]] = {

@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 from traffic.server import app, config_of, serving
 
+from frameworks.agent_runs import TASK, Calculator, dictating, multiplications, plan, stored, told
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
-from support.agent_runs import TASK, Calculator, dictating, multiplications, plan, stored, told
 from support.clients import command_for, needs
 from support.models import TEMPLATE
 from support.served import own_vllm, proxy_of

@@ -7,8 +7,8 @@ import atexit
 import gc
 import json
 import os
+import subprocess
 import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -21,27 +21,24 @@ import yaml
 from hypothesis import settings
 
 from contract.real import lora, merged, speller  # noqa: F401  (fixtures)
-from contract.system import listening
+from contract.system import CLI, listening
 from contract.vllm import PlayedVllm
 from lightning_proxy.commands.command_line import telemetry_off
-from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.section import feature_sections
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import Limits
-from lightning_proxy.proxy.app import create_app
 from lightning_proxy.serving.mode import has_gpu
 from lightning_proxy.serving.swap import swap_lock
-from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support import fuzzing, stores  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
 from support.left_open import LeftOpen, start_reaper, watch
 from support.paths import ROOT, has
 from support.sections import with_features
+from support.served import proxy_of, saved_version
 from support.stores import postgres_server, store_url
-
-WIDE = {"COLUMNS": "80"}
 
 os.environ.update(telemetry_off())  # read when huggingface_hub is imported
 # Several processes of tests share the cores: threads that wait for each other's cores take ten times as long.
@@ -145,16 +142,8 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class System:
     """A running proxy, its configuration, and the policy server behind it."""
 
-    def __init__(
-        self, config: Config, server: uvicorn.Server, session: aiohttp.ClientSession, vllm: PlayedVllm
-    ) -> None:
-        self.config, self.session, self.vllm = config, session, vllm
-        self._server = server
-        self.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-
-    def stop(self) -> None:
-        """Stop the proxy, as at SIGTERM."""
-        self._server.should_exit = True
+    def __init__(self, config: Config, url: str, session: aiohttp.ClientSession, vllm: PlayedVllm) -> None:
+        self.config, self.url, self.session, self.vllm = config, url, session, vllm
 
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -172,11 +161,10 @@ class System:
         path.write_text(yaml.safe_dump(config))
         if arguments[0] != "optimize":  # the reflecting model's client
             return await asyncio.to_thread(lightning, "--config", path, *arguments)
-        command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), *map(str, arguments)]
-        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=os.environ | WIDE)
-        out, err = await asyncio.wait_for(process.communicate(), 200)
-        assert process.returncode is not None
-        return Done(process.returncode, out.decode(), err.decode())
+        command = [*CLI, "--config", path, *map(str, arguments)]
+        wide = os.environ | {"COLUMNS": "80"}
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, env=wide, timeout=200)
+        return Done(done.returncode, done.stdout, done.stderr)
 
     async def chat(self, rollout_id: str, **headers: str) -> tuple[int, Any]:
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -195,25 +183,15 @@ class System:
     @asynccontextmanager
     async def store(self) -> AsyncIterator[Store]:
         """The trainer's side of the store, as another process has it."""
-        database = await open_database(self.config.store)
-        try:
+        async with opened(self.config.store) as database:
             yield Store(database)
-        finally:
-            await database.close()
 
     async def earlier_version(self, store: Store, directory: Path, adapters: Sequence[str] = ()) -> int:
         """A version that was live once and can be promoted again.
 
         The proxy's watch must not see it live: no server was ever given its weights.
         """
-        publish = self.config.policy.publish
-        assert publish != "auto"
-        version = await store.versions.new(publish, 1, {})
-        path = directory / f"v{version}"
-        for part in (path, *(path / name for name in adapters)):
-            part.mkdir()
-        served = f"policy-v{version}"
-        await store.versions.saved(version, str(path), served, {name: f"{served}.{name}" for name in adapters})
+        version = await saved_version(store, self.config.policy.publish, directory, adapters)
         async with swap_lock(Path(self.config.policy.directory)):
             await store.versions.set_live(version, 1)
             await store.versions.set_live(0)
@@ -221,13 +199,10 @@ class System:
 
     async def candidate(self, store: Store, directory: Path) -> int:
         """A version that is tested against the live one. Merged, no server has its weights yet."""
-        live = (await store.versions.live()).version
-        version = await store.versions.new(self.config.policy.publish, 1, {})  # type: ignore[arg-type]
-        path = directory / f"v{version}"
-        path.mkdir()
-        await store.versions.saved(version, str(path), f"policy-v{version}")
         from lightning_proxy.features.promotion.promotions import Promotions
 
+        live = (await store.versions.live()).version
+        version = await saved_version(store, self.config.policy.publish, directory)
         await Promotions(store.database).begin(version, 1, live)
         return version
 
@@ -235,9 +210,9 @@ class System:
 SECTIONS = ("recording", "rollouts", "rewards", "trainer", "prices", *feature_sections())
 
 
-def _config(
-    root: Path,
-    base_url: str,
+@asynccontextmanager
+async def _running(
+    tmp_path: Path,
     *,
     publish: str = "merged",
     continuity: str = "text",
@@ -246,49 +221,34 @@ def _config(
     store: dict[str, Any] | None = None,
     replicas: Sequence[str] = (),
     behind: Sequence[str] = (),
-    fallbacks: Sequence[str] = (),
     others: Sequence[UpstreamConfig] = (),
     plugins: Sequence[str] = (),
     **given: Any,
-) -> Config:
-    """`given`: other sections, and keys of `proxy:`."""
-    upstream = {"name": "policy", "base_url": base_url, "replicas": [*replicas], "fallbacks": [*fallbacks]}
-    if behind:
-        upstream |= {"servers": [*behind], "session_header": "X-Session-Id"}
-    chosen = {"publish": publish, "token_continuity": continuity, "adapters": adapters or {}}
-    return with_features(
-        **{name: section for name in SECTIONS if (section := given.pop(name, None))},
-        proxy=given,
-        store={"url": store_url(root), **(store or {})},
-        upstreams=[UpstreamConfig.model_validate(upstream), *others],
-        policy={**chosen, "directory": root / "policy", **(policy or {})},
-        plugins=list(plugins),
-    )
-
-
-@asynccontextmanager
-async def _running(tmp_path: Path, **given: Any) -> AsyncIterator[System]:
+) -> AsyncIterator[System]:
     vllm = PlayedVllm(tmp_path)
-    async with listening(vllm.app) as upstream:
-        config = _config(tmp_path, f"{upstream}/v1", **given)
-        server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        try:
-            async with aiohttp.ClientSession() as session:
-                yield System(config, server, session, vllm)
-        finally:
-            server.should_exit = True
-            await task
+    async with listening(vllm.app) as root:
+        upstream = {"name": "policy", "base_url": f"{root}/v1", "replicas": [*replicas]}
+        if behind:
+            upstream |= {"servers": [*behind], "session_header": "X-Session-Id"}
+        chosen = {"publish": publish, "token_continuity": continuity, "adapters": adapters or {}}
+        config = with_features(
+            **{name: section for name in SECTIONS if (section := given.pop(name, None))},
+            proxy=given,
+            store={"url": store_url(tmp_path), **(store or {})},
+            upstreams=[UpstreamConfig.model_validate(upstream), *others],
+            policy={**chosen, "directory": tmp_path / "policy", **(policy or {})},
+            plugins=list(plugins),
+        )
+        async with proxy_of(config) as url, aiohttp.ClientSession() as session:
+            yield System(config, url, session, vllm)
 
 
 @pytest.fixture(scope="session")
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
 
-    `otel`, `rollouts`, `rewards`, `store`, `policy`, `trainer`: these sections; `replicas`, `fallbacks`: of the
-    policy's upstream; `others`: further upstreams; `behind`: servers behind the policy's, which is a router then.
+    `otel`, `rollouts`, `rewards`, `store`, `policy`, `trainer`: these sections; `replicas`: of the policy's upstream;
+    `others`: further upstreams; `behind`: servers behind the policy's, which is a router then.
     """
     return _running
 

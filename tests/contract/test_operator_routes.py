@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 
 from contract.raw import HOST, Upstream, send, statuses
 from contract.system import Proxy, free_port, in_this_process, played
-from support.spellings import METHODS, spellings
+from support.fuzzing import METHODS, spellings
 
 KEY = "sk-upstream-5c1dD0nTl3akM3pl34s3"
 BODY = b'{"model":"m","messages":[]}'

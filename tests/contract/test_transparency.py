@@ -18,12 +18,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from traffic.recording import read
-from traffic.server import stream
+from traffic.server import read, stream
 
 from contract.system import Json, Proxy, in_this_process
-from support import voice
-from support.corpus import FAMILIES, UNPACK, Case, post, streamed, whole
+from support.corpus import FAMILIES, UNPACK, Case, post, sse, streamed, whole
 from support.played import Asked, Got, Headers, Played, Step, ask, playing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -57,9 +55,7 @@ async def between(kind: str, directory: Path) -> AsyncIterator[Between]:
         policy = {"name": "policy", "kind": "vllm", "base_url": "http://127.0.0.1:1/v1"}
         others = {"name": "others", "kind": "openai", **target}
         asked = {"name": "asked", "kind": kind, "models": ["m"], **target}
-        hurried = {"name": "hurried", "first_byte_timeout_s": 0.3, "idle_timeout_s": 0.3}
-        upstreams = [others, policy, asked, asked | hurried | {"models": ["hurried"]}]
-        with in_this_process(directory, upstreams=upstreams) as proxy:
+        with in_this_process(directory, upstreams=[others, policy, asked]) as proxy:
             yield Between(kind, played, direct, proxy)
         await asyncio.sleep(0.1)  # the upstream's ends of connections close
 
@@ -141,11 +137,11 @@ def tokens(seed: int, asked: Asked) -> list[Step]:
             choice["logprobs"] = {"content": entries}
         if tokens is not None:
             choice["token_ids"] = [number for _, number, _ in tokens] if body.get("return_token_ids") else None
-        return voice.sse(top | {"choices": [choice | more]})
+        return sse(top | {"choices": [choice | more]})
 
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     ids = {"prompt_token_ids": [7, 8] if body.get("return_token_ids") else None}
-    events = [voice.sse(top | {"choices": [first]} | ids)]
+    events = [sse(top | {"choices": [first]} | ids)]
     for name, said in chunks_of(seed):
         odd: Json = source.choice([{}, {}, {}, {"stop_reason": None}, {"unknown": [1.5]}])
         if name:
@@ -160,7 +156,7 @@ def tokens(seed: int, asked: Asked) -> list[Step]:
             "completion_tokens": sum(len(said) for _, said in chunks_of(seed)),
             "total_tokens": 2,
         }
-        events.append(voice.sse(top | {"choices": [], "usage": usage}))
+        events.append(sse(top | {"choices": [], "usage": usage}))
     whole_stream = b"".join(events) + b"data: [DONE]\n\n"
     cuts = sorted({0, *(source.randrange(len(whole_stream)) for _ in range(source.randint(0, 6))), len(whole_stream)})
     return streamed(*(whole_stream[a:b] for a, b in itertools.pairwise(cuts)))
@@ -187,8 +183,7 @@ async def differences(case: Case, pair: Between) -> list[str]:
     pair.played.script, pair.played.asked, rollout = case.script, [], f"r{pair.rollouts}"
     line, rest = case.request.split(b"\r\n", 1)
     request = line + b"\r\nX-Rollout-Id: " + rollout.encode() + b"\r\n" + rest
-    patience = 0.5 if b'"hurried"' in case.request else 10.0  # a server that stalls is left by agent and proxy
-    expected = await ask(pair.direct, case.request, pair.played.seen, patience)
+    expected = await ask(pair.direct, case.request, pair.played.seen)
     got = await ask(pair.proxy.url, request, pair.played.seen)
     found = in_answers(expected, got) + ["the agent waits for ever"] * got.waits
     direct_asked, *asked = pair.played.asked

@@ -181,7 +181,7 @@ class PlayedVllm:
         for chunk in self._chunks(body):
             await self._unfrozen()
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-            await asyncio.sleep(self.delay_s)
+            await asyncio.sleep(body.get("pause_s", self.delay_s))
         await response.write(b"data: [DONE]\n\n")
         return response
 

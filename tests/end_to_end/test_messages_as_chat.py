@@ -10,8 +10,9 @@ import pytest
 
 from contract.real import System
 from lightning_proxy.proxy.dialects.as_chat.translation import Template
-from support.messages_twice import native, prompts, template_of, through_chat
-from support.responses_twice import post
+from support.twice import message_through_chat as through_chat
+from support.twice import native_message as native
+from support.twice import post, prompts, template_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 

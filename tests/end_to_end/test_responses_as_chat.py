@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from contract.real import System
 from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
-from support.responses_twice import assert_same, in_one_piece, native, same, through_chat
+from support.twice import assert_same, in_one_piece, native, same, through_chat
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 

@@ -14,7 +14,7 @@ import pytest
 
 from contract.system import free_port, wait_until
 from lightning_proxy.serving.operator import KEY_FILE_VARIABLE, key_file, operator_headers, relay_headers
-from support.spellings import METHODS, spellings
+from support.fuzzing import METHODS, spellings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 

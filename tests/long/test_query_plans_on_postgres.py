@@ -14,8 +14,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.postgres.database import SESSION
 from lightning_proxy.store.postgres.statements import translated
-from support.statements import pages, statements
-from support.stores import postgres_server
+from support.stores import pages, postgres_server, statements
 
 STATEMENTS = pages() | {name: sql for name, sql in statements() if "sqlite_master" not in sql}
 # Run by `store info`, `policy export` and `train` with a new policy, when a rollout is deleted, or on a file alone; or

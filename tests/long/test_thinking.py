@@ -10,10 +10,11 @@ import pytest
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
 from lightning_proxy.proxy.dialects.as_chat.translation import Template, Untranslatable
-from support.messages_twice import native, prompts, template_of, through_chat
 from support.models import TEMPLATE as TOOL_TEMPLATE
-from support.responses_twice import assert_same
 from support.served import own_vllm
+from support.twice import assert_same, prompts, template_of
+from support.twice import message_through_chat as through_chat
+from support.twice import native_message as native
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

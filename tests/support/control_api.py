@@ -69,14 +69,8 @@ class ControlApi:
     async def open(self, request: web.Request) -> web.Response:
         body = await request.json()
         names = [f"r{len(self.rollouts) + i}" for i in range(body["n"])]
-        for name in names:
-            self.rollouts[name] = {
-                "rollout_id": name,
-                "task_id": body["task_id"],
-                "mode": body["mode"],
-                "status": "running",
-                "reward": None,
-            }
+        opened = {"task_id": body["task_id"], "mode": body["mode"], "status": "running", "reward": None}
+        self.rollouts |= {name: opened | {"rollout_id": name} for name in names}
         base = f"{self.url}/rollouts"
         return web.json_response([{"rollout_id": n, "base_url": f"{base}/{n}/v1", "api_key": f"k-{n}"} for n in names])
 

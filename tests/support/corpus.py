@@ -1,7 +1,7 @@
 """Requests and what upstreams answer them, as data: what an agent must see through the proxy as it sees it directly.
 
 `FAMILIES`: cases by name. A case is a request's bytes and a script; most scripts do not look at the request; vLLM's
-own dialects (`voice`) are shaped by it.
+own dialects are shaped by it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,172 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import brotli
+import orjson
+from traffic.server import messages_events, responses_events
 
-from support import voice
 from support.played import Asked, Do, Script, Step
+
+Json = dict[str, Any]
+
+# What vLLM 0.32 answers, shaped by what it is asked for: the fields that are null without asking, and the bytes.
+
+TEXT = ["h", "é", " 😀", "\n", '"', "\u2028", "ok"]
+OBJECT = ['{"a":', " true", "}"]
+USAGE = {"prompt_tokens": 3, "total_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": None}
+PROMPT = [1, 2, 3]
+
+
+def dumps(value: Any) -> bytes:
+    """As vLLM's server encodes whole answers."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def sse(value: Any) -> bytes:
+    """As it encodes chunks: other digits for small floats."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def chat(body: Json) -> Json:
+    """The whole answer of /v1/chat/completions."""
+    choices = []
+    for index in range(body.get("n") or 1):
+        message = {"role": "assistant", "content": "".join(_pieces(body)), "refusal": None, "tool_calls": _tools(body)}
+        if message["tool_calls"]:
+            message["content"] = None
+        finish = "tool_calls" if message["tool_calls"] else "stop"
+        choice = {"index": index, "message": message, "logprobs": _logprobs(body, _pieces(body))}
+        choices.append(choice | {"finish_reason": finish, "stop_reason": None, "token_ids": _ids(body, index)})
+    top = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "base", "choices": choices}
+    ids = PROMPT if body.get("return_token_ids") else None
+    top |= {"unknown": {"kept": [1, None, 2.5]}}
+    return top | {"usage": USAGE, "prompt_logprobs": None, "prompt_token_ids": ids, "kv_transfer_params": None}
+
+
+def chat_stream(body: Json) -> list[bytes]:
+    """The frames of a streamed /v1/chat/completions, [DONE] included."""
+    top = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "base"}
+    ids, n = body.get("return_token_ids"), body.get("n") or 1
+    chunks: list[Json] = []
+    for index in range(n):
+        role = _choice(index, {"role": "assistant", "content": ""}, None, None)
+        chunks.append(top | {"choices": [role], "prompt_token_ids": PROMPT if ids else None})
+    for index in range(n):
+        deltas = _tool_deltas(body) or [{"content": piece} for piece in _pieces(body)]
+        for i, delta in enumerate(deltas):
+            if delta == {} and not (ids or body.get("logprobs")):
+                continue  # the parser holds text back
+            last = i == len(deltas) - 1
+            finish = ("tool_calls" if body.get("tools") else "stop") if last else None
+            choice = _choice(index, delta, _logprobs(body, [f"t{i}"]), finish, [100 * index + i] if ids else None)
+            chunks.append(top | {"choices": [choice]})
+    if (body.get("stream_options") or {}).get("include_usage"):
+        if body["stream_options"].get("continuous_usage_stats"):
+            chunks = [chunk | {"usage": USAGE} for chunk in chunks]
+        chunks.append(top | {"choices": [], "usage": USAGE, "system_fingerprint": "fp"})
+    else:
+        chunks[-1] |= {"system_fingerprint": "fp"}
+    return [*map(sse, chunks), b"data: [DONE]\n\n"]
+
+
+def completions(body: Json) -> Json:
+    choices = []
+    for index in range(body.get("n") or 1):
+        logprobs = None
+        if body.get("logprobs") is not None:
+            logprobs = {"tokens": TEXT, "token_logprobs": [-0.5 - i for i in range(len(TEXT))], "text_offset": [0]}
+        choice = {"index": index, "text": "".join(TEXT), "logprobs": logprobs, "finish_reason": "length"}
+        ids = bool(body.get("return_token_ids"))
+        choice |= {"stop_reason": None, "token_ids": _ids(body, index), "prompt_token_ids": PROMPT if ids else None}
+        choices.append(choice)
+    top = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "base", "choices": choices}
+    return top | {"usage": USAGE}
+
+
+def completions_stream(body: Json) -> list[bytes]:
+    top = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "base"}
+    chunks: list[Json] = []
+    for i, piece in enumerate(TEXT):
+        logprobs = None if body.get("logprobs") is None else {"tokens": [piece], "token_logprobs": [-0.25 - i]}
+        choice = {"index": 0, "text": piece, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+        ids = bool(body.get("return_token_ids"))
+        choice |= {"prompt_token_ids": PROMPT if ids and i == 0 else None, "token_ids": [i] if ids else None}
+        chunks.append(top | {"choices": [choice], "usage": None})
+    chunks[-1]["choices"][0]["finish_reason"] = "length"
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append(top | {"choices": [], "usage": USAGE})
+    return [*map(sse, chunks), b"data: [DONE]\n\n"]
+
+
+def responses(body: Json) -> Json:
+    asked = "message.output_text.logprobs" in (body.get("include") or [])
+    logprobs = [{"token": t, "logprob": -0.5, "bytes": list(t.encode())} for t in TEXT] if asked else None
+    part = {"annotations": [], "text": "".join(TEXT), "type": "output_text", "logprobs": logprobs}
+    item = {"id": "msg_1", "content": [part], "role": "assistant", "status": "completed", "type": "message"}
+    ids = bool(body.get("enable_response_messages"))
+    top = {"id": "resp_1", "created_at": 1, "model": "base", "object": "response", "output": [item]}
+    top |= {"top_logprobs": body.get("top_logprobs", 0 if asked else None), "status": "completed"}
+    top |= {"usage": {"input_tokens": 3, "output_tokens": len(TEXT), "total_tokens": 3 + len(TEXT)}}
+    seen = [{"message": "x", "tokens": PROMPT}] if ids else None
+    return top | {"input_messages": seen, "output_messages": [{"tokens": list(range(len(TEXT)))}] if ids else None}
+
+
+def messages(body: Json) -> Json:
+    content = [{"type": "text", "text": "".join(TEXT)}]
+    if body.get("tools"):
+        content.append({"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}})  # type: ignore[dict-item]
+    top = {"id": "msg_1", "type": "message", "role": "assistant", "content": content, "model": "base"}
+    return top | {"stop_reason": "end_turn", "stop_sequence": None, "usage": {"input_tokens": 3, "output_tokens": 7}}
+
+
+def named(events: Iterable[Json]) -> list[bytes]:
+    return [b"event: " + event["type"].encode() + b"\n" + sse(event) for event in events]
+
+
+ANSWERED = {"chat/completions": chat, "completions": completions, "responses": responses, "messages": messages}
+STREAMED: dict[str, Callable[[Json], list[bytes]]] = {
+    "chat/completions": chat_stream,
+    "completions": completions_stream,
+    "responses": lambda body: named(responses_events(responses(body), size=2)),
+    "messages": lambda body: named(messages_events(messages(body), size=2)),
+}
+
+
+def _pieces(body: Json) -> list[str]:
+    return OBJECT if body.get("response_format") else TEXT
+
+
+def _tools(body: Json) -> list[Json]:
+    return [
+        {"id": f"call_{i}", "type": "function", "function": {"name": tool["function"]["name"], "arguments": '{"a": 1}'}}
+        for i, tool in enumerate(body.get("tools") or ())
+    ]
+
+
+def _tool_deltas(body: Json) -> list[Json]:
+    """A name, arguments in two pieces, and in between nothing, while the parser holds text back."""
+    deltas: list[Json] = []
+    for i, call in enumerate(_tools(body)):
+        start = call | {"index": i, "function": {"name": call["function"]["name"], "arguments": ""}}
+        deltas.append({"tool_calls": [start]})
+        for piece in ('{"a"', ": 1}"):
+            deltas += [{}, {"tool_calls": [{"index": i, "function": {"arguments": piece}}]}]
+    return deltas and [*deltas, {"content": ""}]
+
+
+def _choice(index: int, delta: Json, logprobs: Any, finish: str | None, *ids: Any) -> Json:
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, "unknown": {"a": None}}
+    return choice | ({"token_ids": ids[0]} if ids else {})
+
+
+def _ids(body: Json, index: int) -> list[int] | None:
+    return [100 * index + i for i in range(len(_pieces(body)))] if body.get("return_token_ids") else None
+
+
+def _logprobs(body: Json, pieces: list[str]) -> Json | None:
+    if not body.get("logprobs"):
+        return None
+    top = [{"token": "x", "logprob": -1e-05, "bytes": [120]}] * (body.get("top_logprobs") or 0)
+    return {"content": [{"token": p, "logprob": -0.5, "bytes": list(p.encode()), "top_logprobs": top} for p in pieces]}
 
 
 class Case(NamedTuple):
@@ -65,15 +228,15 @@ def streamed(*pieces: bytes, last: bytes = LAST) -> list[Step]:
     return [SSE_HEAD, *map(chunk, pieces), last]
 
 
-def delta(text: str, **more: Any) -> dict[str, Any]:
+def delta(text: str, **more: Any) -> Json:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
     return {"id": "c", "object": "chat.completion.chunk", "choices": [choice], **more}
 
 
 CHAT = post(body={"messages": []})
 STREAM = post(body={"messages": [], "stream": True})
-ANSWER = voice.dumps(voice.chat({}))
-HELLO = b"".join([*map(voice.sse, (delta("hé😀"), delta("llo"))), DONE])
+ANSWER = dumps(chat({}))
+HELLO = b"".join([*map(sse, (delta("hé😀"), delta("llo"))), DONE])
 ERROR = b'{"error": {"message": "no", "type": "t", "param": null, "code": null}, "extra": 1}'
 
 # vLLM's answers in the recorded APIs, asked for everything that changes them; and JSON that it would not write.
@@ -86,7 +249,7 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "w
 FILE = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}}
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "see"}, IMAGE, AUDIO, FILE]}]
 
-ASKED: dict[str, list[dict[str, Any]]] = {
+ASKED: dict[str, list[Json]] = {
     "chat/completions": [
         {},
         {"logprobs": False, "return_token_ids": False},
@@ -144,8 +307,8 @@ def vllm(asked: Asked) -> list[Step]:
     """What vLLM answers to a request of any of the recorded APIs."""
     path, body = asked.target.decode().removeprefix("/v1/"), json.loads(asked.body)
     if body.get("stream"):
-        return streamed(*voice.STREAM[path](body))
-    return [whole(voice.dumps(voice.WHOLE[path](body)), "x-request-id: 1")]
+        return streamed(*STREAMED[path](body))
+    return [whole(dumps(ANSWERED[path](body)), "x-request-id: 1")]
 
 
 def dialects() -> Iterable[Case]:
@@ -157,18 +320,8 @@ def dialects() -> Iterable[Case]:
 def pretty() -> Iterable[Case]:
     """An upstream other than vLLM: no byte of its JSON is written again."""
     text = b'{ "id" : "x",\r\n "choices": [ ], "n": 1.50, "big": 123456789012345678901234567890, "e": "\\u00e9\\/" }'
-    for body in (
-        text,
-        b"[]",
-        b"null",
-        b'"text"',
-        b"",
-        b" ",
-        b"\xff\xfe",
-        b"<html>",
-        b"1" * 4_000,
-        b"{" + b" " * 99 + b"}",
-    ):
+    odd = [b"[]", b"null", b'"text"', b"", b" ", b"\xff\xfe", b"<html>", b"1" * 4_000, b"{" + b" " * 99 + b"}"]
+    for body in (text, *odd):
         yield Case(f"body {body[:12]!r}", CHAT, [whole(body)])
         yield Case(f"event {body[:12]!r}", STREAM, streamed(b"data: " + body + b"\n\n", DONE))
     wrong = {"stream": "yes", "messages": 3, "n": [], "temperature": "hot", "stream_options": 1}
@@ -268,7 +421,7 @@ UNPACK: dict[str, Callable[[bytes], bytes]] = {
 
 
 def _flushed(pack: Any, add: Callable[[bytes], bytes], flush: Callable[[], bytes]) -> list[bytes]:
-    return [add(voice.sse(delta(text))) + flush() for text in "abc"] + [add(DONE) + pack()]
+    return [add(sse(delta(text))) + flush() for text in "abc"] + [add(DONE) + pack()]
 
 
 _GZIP, _ZLIB, _BR = zlib.compressobj(wbits=31), zlib.compressobj(), brotli.Compressor()
@@ -285,10 +438,10 @@ def compressed() -> Iterable[Case]:
         encoding = f"Content-Encoding: {name}"
         yield Case(f"{name} JSON unasked", CHAT, [whole(pack(ERROR), encoding)])
         yield Case(f"{name} error unasked", CHAT, [whole(pack(ERROR), encoding, status=500)])
-        sse = SSE_HEAD[:-2] + encoding.encode() + b"\r\n\r\n"
-        yield Case(f"{name} stream unasked", STREAM, [sse, chunk(pack(HELLO)), LAST])
+        begins = SSE_HEAD[:-2] + encoding.encode() + b"\r\n\r\n"
+        yield Case(f"{name} stream unasked", STREAM, [begins, chunk(pack(HELLO)), LAST])
         lock = [step for piece in PIECES[name] for step in (chunk(piece), Do.UNTIL_SEEN)]
-        yield Case(f"{name} stream unasked, in time", STREAM, [sse, *lock, LAST])
+        yield Case(f"{name} stream unasked, in time", STREAM, [begins, *lock, LAST])
         asks = post("embeddings", None, f"Accept-Encoding: {name}")
         yield Case(f"{name} passed on", asks, [whole(pack(b"{}"), encoding)])
     asks = post("embeddings", None, "Accept-Encoding: zstd")
@@ -359,7 +512,7 @@ def answers() -> Iterable[Case]:
 
 # Streams: cut anywhere, with anything in them, and in time.
 
-SHORT = b"".join([voice.sse(delta("é😀")), b": ping\n\n", DONE])
+SHORT = b"".join([sse(delta("é😀")), b": ping\n\n", DONE])
 ENDS = {
     "LF": SHORT,
     "CRLF": SHORT.replace(b"\n", b"\r\n"),
@@ -386,32 +539,18 @@ def tcp_splits() -> Iterable[Case]:
             yield Case(f"{name} cut at {at}", request, [raw[:at], raw[at:]])
 
 
-def vllm_splits() -> Iterable[Case]:
-    """vLLM's stream, in chunks of every size up to 64 and some above."""
-
-    def cut(size: int) -> Script:
-        def script(asked: Asked) -> list[Step]:
-            text = b"".join(voice.chat_stream(json.loads(asked.body)))
-            return streamed(*(text[i : i + size] for i in range(0, len(text), size)))
-
-        return script
-
-    for size in [*range(1, 65), 100, 1000, 100_000]:
-        yield Case(f"chunks of {size}", STREAM, cut(size))
-
-
 EVENTS = {
-    "event, id and retry": b"event: x\nid: 7\nretry: 10\n" + voice.sse(delta("a")),
+    "event, id and retry": b"event: x\nid: 7\nretry: 10\n" + sse(delta("a")),
     "no space after the colon": b'data:{"choices":[]}\n\n',
     "two spaces after the colon": b'data:  {"choices":[]}\n\n',
     "data on several lines": b'data: {"choices":\ndata: []}\n\n',
-    "a comment in an event": b": x\n" + voice.sse(delta("a")),
+    "a comment in an event": b": x\n" + sse(delta("a")),
     "comments alone": b": a\n\n:\n\n: b\n: c\n\n",
-    "empty lines": b"\n\n\n\n" + voice.sse(delta("a")) + b"\n\n",
+    "empty lines": b"\n\n\n\n" + sse(delta("a")) + b"\n\n",
     "an event without data": b"event: ping\n\n",
     "empty data": b"data:\n\ndata\n\ndata: \n\n",
-    "a byte order mark": b"\xef\xbb\xbf" + voice.sse(delta("a")),
-    "an unknown field": b"foo: bar\n" + voice.sse(delta("a")),
+    "a byte order mark": b"\xef\xbb\xbf" + sse(delta("a")),
+    "an unknown field": b"foo: bar\n" + sse(delta("a")),
     "a field like data": b"database: x\n\n",
     "text that is no JSON": b"data: hello\n\n",
     "JSON that is no object": b"data: 5\n\ndata: []\n\ndata: null\n\n",
@@ -419,10 +558,10 @@ EVENTS = {
     "a NUL": b"data: \x00\n\n",
     "an error": b'data: {"error": {"message": "boom", "code": 500}}\n\n',
     "an error as an event": b'event: error\ndata: {"error": "boom"}\n\n',
-    "an event of 1 MB": voice.sse(delta("x" * 1_000_000)),
-    "a thousand events": voice.sse(delta("x")) * 1000,
-    "unknown fields": voice.sse(delta("a", unknown={"a": [1, None]}, obfuscation="xxx")),
-    "usage in every chunk": voice.sse(delta("a", usage={"total_tokens": 1})),
+    "an event of 1 MB": sse(delta("x" * 1_000_000)),
+    "a thousand events": sse(delta("x")) * 1000,
+    "unknown fields": sse(delta("a", unknown={"a": [1, None]}, obfuscation="xxx")),
+    "usage in every chunk": sse(delta("a", usage={"total_tokens": 1})),
     "no choices": b'data: {"id": "x"}\n\n',
 }
 
@@ -432,22 +571,20 @@ def events() -> Iterable[Case]:
         yield Case(name, STREAM, streamed(text, DONE))
         yield Case(f"{name}, CRLF", STREAM, streamed(text.replace(b"\n", b"\r\n"), DONE))
     for done in (b"data:[DONE]\n\n", b"data: [DONE] \r\n\r\n", b"event: done\ndata: [DONE]\n\n", b"data: [DONE]\n"):
-        yield Case(f"ends with {done!r}", STREAM, streamed(voice.sse(delta("a")), done))
-    yield Case("goes on after [DONE]", STREAM, streamed(HELLO, b": bye\n\n", voice.sse(delta("more")), b"x"))
+        yield Case(f"ends with {done!r}", STREAM, streamed(sse(delta("a")), done))
+    yield Case("goes on after [DONE]", STREAM, streamed(HELLO, b": bye\n\n", sse(delta("more")), b"x"))
     yield Case("[DONE] twice", STREAM, streamed(HELLO, DONE))
     finish = {"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-    yield Case("whole and no [DONE]", STREAM, streamed(voice.sse(delta("a")), voice.sse(finish)))
+    yield Case("whole and no [DONE]", STREAM, streamed(sse(delta("a")), sse(finish)))
     yield Case("an error and no [DONE]", STREAM, streamed(EVENTS["an error"]))
 
 
 def in_time() -> Iterable[Case]:
     """The next piece is sent when the agent has the one before: nothing is held back."""
     for name, text in EVENTS.items():
-        steps = [
-            step for piece in (text, voice.sse(delta("b")), b": ping\n\n") for step in (chunk(piece), Do.UNTIL_SEEN)
-        ]
+        steps = [step for piece in (text, sse(delta("b")), b": ping\n\n") for step in (chunk(piece), Do.UNTIL_SEEN)]
         yield Case(name, STREAM, [SSE_HEAD, *steps, chunk(DONE), Do.UNTIL_SEEN, LAST])
-    lock = [step for _ in range(50) for step in (chunk(voice.sse(delta("t"))), Do.UNTIL_SEEN)]
+    lock = [step for _ in range(50) for step in (chunk(sse(delta("t"))), Do.UNTIL_SEEN)]
     yield Case("fifty tokens", STREAM, [SSE_HEAD, *lock, chunk(DONE), LAST])
     raw = [head(200, "Transfer-Encoding: chunked"), chunk(b"a"), Do.UNTIL_SEEN, chunk(b"b"), Do.UNTIL_SEEN, LAST]
     yield Case("a route that is not recorded", post("audio/speech"), raw)
@@ -455,7 +592,7 @@ def in_time() -> Iterable[Case]:
 
 # Upstreams that break off, stall, or answer garbage.
 
-FIRST = [SSE_HEAD, chunk(voice.sse(delta("a"))), Do.UNTIL_SEEN]
+FIRST = [SSE_HEAD, chunk(sse(delta("a"))), Do.UNTIL_SEEN]
 CHUNKS = head(200, "Transfer-Encoding: chunked")
 POINTS: list[tuple[str, bytes, list[Step]]] = [  # where an answer ends
     ("before the head", CHAT, []),
@@ -469,8 +606,8 @@ POINTS: list[tuple[str, bytes, list[Step]]] = [  # where an answer ends
     ("before the first event", STREAM, [SSE_HEAD]),
     ("between events", STREAM, [*FIRST]),
     ("in a chunk's size", STREAM, [*FIRST, b"4"]),
-    ("in a chunk", STREAM, [*FIRST, chunk(voice.sse(delta("a")))[:-20]]),
-    ("in an event", STREAM, [*FIRST, chunk(voice.sse(delta("a"))[:-9])]),
+    ("in a chunk", STREAM, [*FIRST, chunk(sse(delta("a")))[:-20]]),
+    ("in an event", STREAM, [*FIRST, chunk(sse(delta("a"))[:-9])]),
     ("before [DONE]", STREAM, [SSE_HEAD, chunk(HELLO[: -len(DONE)]), Do.UNTIL_SEEN]),
     ("in [DONE]", STREAM, [SSE_HEAD, chunk(HELLO[:-6]), Do.UNTIL_SEEN]),
     ("after [DONE], without the last chunk", STREAM, [SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN]),
@@ -488,7 +625,7 @@ def broken() -> Iterable[Case]:
     yield Case("garbage in place of a head", CHAT, [b"SSH-2.0-x\r\n", Do.CLOSE])
     yield Case("garbage in place of a chunk's size", STREAM, [*FIRST, b"zz\r\n", Do.CLOSE])
     yield Case("garbage in place of a chunk's size, and silence", STREAM, [*FIRST, b"zz\r\n", Do.HANG])
-    longer = b"3\r\n" + voice.sse(delta("a")) + b"\r\n"
+    longer = b"3\r\n" + sse(delta("a")) + b"\r\n"
     yield Case("a chunk longer than its size", STREAM, [SSE_HEAD, longer, LAST, Do.HANG])
     yield Case("a negative length", CHAT, [head(200, "Content-Length: -1"), b"{}", Do.CLOSE])
     yield Case("two lengths", CHAT, [head(200, "Content-Length: 2", "Content-Length: 3"), b"{}", Do.CLOSE])
@@ -501,25 +638,14 @@ def broken_dialects() -> Iterable[Case]:
         def script(asked: Asked) -> list[Step]:
             path = asked.target.decode().removeprefix("/v1/")
             # Where it comes depends on what was asked for.
-            frames = [f.replace(b',"system_fingerprint":"fp"', b"") for f in voice.STREAM[path](json.loads(asked.body))]
+            frames = [f.replace(b',"system_fingerprint":"fp"', b"") for f in STREAMED[path](json.loads(asked.body))]
             return [SSE_HEAD, *map(chunk, frames[:after]), Do.CLOSE]
 
         return script
 
-    for path in voice.STREAM:
-        for after in range(len(voice.STREAM[path]({"stream": True}))):
+    for path in STREAMED:
+        for after in range(len(STREAMED[path]({"stream": True}))):
             yield Case(f"{path} after {after} events", post(path, {"stream": True}), cut(after))
-
-
-def stalls() -> Iterable[Case]:
-    """At some of the points, to the model of an upstream that the proxy gives little time."""
-    some = ("before the head", "in the status line", "in the body", "before the first event", "between events")
-    for name, request, steps in POINTS:
-        if name in (*some, "in an event", "in [DONE]", "after [DONE], without the last chunk"):
-            hurried = post(body={"model": "hurried", "messages": [], "stream": request == STREAM})
-            yield Case(name, hurried, [*(step for step in steps if step is not Do.UNTIL_SEEN), Do.HANG])
-    slow = post("embeddings", {"model": "hurried"})
-    yield Case("in an answer that is not recorded", slow, [whole(b"x" * 99)[:-9], Do.HANG])
 
 
 FAMILIES: dict[str, list[Case]] = {
@@ -527,7 +653,6 @@ FAMILIES: dict[str, list[Case]] = {
     "other JSON": [*pretty()],
     "streams cut at every byte": [*splits()],
     "answers cut at every byte on the wire": [*tcp_splits()],
-    "vLLM's streams in chunks of every size": [*vllm_splits()],
     "what is in a stream": [*events()],
     "nothing is held back": [*in_time()],
     "statuses": [*statuses()],
@@ -536,5 +661,4 @@ FAMILIES: dict[str, list[Case]] = {
     "other routes": [*requests(), *answers()],
     "broken upstreams": [*broken()],
     "broken off after every event": [*broken_dialects()],
-    "stalls": [*stalls()],
 }

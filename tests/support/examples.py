@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -25,10 +24,10 @@ from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import free_port
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from support.paths import load_module
+from support.paths import EXAMPLES, load_module
 from support.served import proxy_of
+from support.twice import get
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))
 # Their agents need packages of their own.
 IN_FRAMEWORKS = [name for name in NAMES if (EXAMPLES / name / "agent.py").read_text().startswith("# /// script")]
@@ -81,17 +80,9 @@ def teaching(tasks: Path) -> Iterator[str]:
     port = free_port()
     with subprocess.Popen([sys.executable, EXAMPLES / "teach.py", str(port), tasks]) as server:
         try:
-            while not answers(f"http://127.0.0.1:{port}/v1/models"):
+            while not get(f"http://127.0.0.1:{port}/v1/models"):
                 assert server.poll() is None
                 time.sleep(0.1)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             server.terminate()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False

@@ -70,24 +70,24 @@ class ScriptedJudge:
     wrong: int = 0  # the number of answers that will be garbage
     asked: list[dict[str, Any]] = field(default_factory=list)
 
-    async def chat(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append(body | {"headers": dict(request.headers)})
-        if refused := self._refused(body):
-            return refused
+        status = 403 if self.firewall in str(body["messages"]) else self.status
+        if status != 200:
+            return web.json_response({"error": {"message": self.why}}, status=status)
+        return web.json_response(self._message(body) if request.path == "/v1/messages" else self._chat(body))
+
+    def _chat(self, body: Any) -> dict[str, Any]:
         made = body.get("response_format", {}).get("json_schema", {})
         shape = body.get("structured_outputs") or {"json": made.get("schema")}
         system, first, *_ = body["messages"]
         said = self._said(system["content"], first["content"], next(iter(shape.values())))
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
-        return web.json_response({"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage})
+        return {"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage}
 
-    async def messages(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.asked.append(body | {"headers": dict(request.headers)})
-        if refused := self._refused(body):
-            return refused
+    def _message(self, body: Any) -> dict[str, Any]:
         assert body["tool_choice"] == {"type": "tool", "name": "answer"}
         schema = body["tools"][0]["input_schema"]
         said = self._said(body["system"], body["messages"][0]["content"], schema)
@@ -95,11 +95,7 @@ class ScriptedJudge:
         given = {"type": "tool_use", "id": "t", "name": "answer", "input": json.loads(said)} if said[:1] == "{" else {
             "type": "text", "text": said
         }  # fmt: skip
-        return web.json_response({"id": "m", "type": "message", "content": [given], "usage": used})
-
-    def _refused(self, body: Any) -> web.Response | None:
-        status = 403 if self.firewall in str(body["messages"]) else self.status
-        return None if status == 200 else web.json_response({"error": {"message": self.why}}, status=status)
+        return {"id": "m", "type": "message", "content": [given], "usage": used}
 
     def _said(self, system: str, text: str, shape: Any) -> str:
         if self.wrong:
@@ -112,8 +108,8 @@ class ScriptedJudge:
 @asynccontextmanager
 async def judging(think: Think) -> AsyncIterator[ScriptedJudge]:
     judge, app = ScriptedJudge(think), web.Application(client_max_size=2**26)
-    app.router.add_post("/v1/chat/completions", judge.chat)
-    app.router.add_post("/v1/messages", judge.messages)
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        app.router.add_post(path, judge.answer)
     async with listening(app) as judge.url:
         yield judge
 

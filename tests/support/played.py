@@ -101,14 +101,14 @@ async def playing(played: Played) -> AsyncIterator[str]:
         server.close()
 
 
-async def ask(url: str, request: bytes, seen: asyncio.Event, patience_s: float = 10) -> Got:
+async def ask(url: str, request: bytes, seen: asyncio.Event) -> Got:
     """Send these bytes and read one answer, strictly. An answer that does not come or breaks off is not complete."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
     got = Got()
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(10):
             await _read_answer(reader, request.split(b" ", 1)[0], got, seen)
     except TimeoutError:
         got.waits = True

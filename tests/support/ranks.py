@@ -39,13 +39,9 @@ def trainer(
     directory: Path, adapters: Sequence[str] = (), processes: Processes | None = None, **settings: Any
 ) -> LightningTrainer:
     given = {
-        "learning_rate": 1e-2,
-        "lora_rank": 4,
-        "report_to": [],
-        "dtype": "float32",
-        "max_tokens_per_batch": 30,
+        "learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", "max_tokens_per_batch": 30,
         "teacher": {"base_url": "http://127.0.0.1:1/v1"},
-    }
+    }  # fmt: skip
     config = TrainerConfig.model_validate({**given, **settings})
     own = {name: [name] for name in adapters}
     policy = PolicyConfig(model=str(directory / "model"), directory=directory / "policy", adapters=own)

@@ -52,13 +52,8 @@ class RayCluster:
         command += [f"--temp-dir={self._directory}"] if "--head" in options else []
         log = self._directory / f"node-{len(self._nodes)}.log"
         with log.open("wb") as output:
-            node = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=os.environ | telemetry_off(),
-            )
+            env = os.environ | telemetry_off()
+            node = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=env)
         self._nodes.append(node)
         deadline = time.monotonic() + 60
         while b"Ray runtime started" not in log.read_bytes():

@@ -13,7 +13,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
-from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.strategies import group_credit
@@ -44,8 +44,7 @@ async def record(
 
 async def train(store: Store) -> int:
     """Claim a group of two for a step; return the step."""
-    settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo"}
-    batch = await Collector(TrainerConfig.model_validate(settings), store).next_batch(0, fewer=True)
+    batch = await Traffic(store.database).batch()
     assert batch is not None
     return batch.step
 
@@ -82,10 +81,8 @@ class Traffic:
                 call_id, request = f"{name}-{i}", {"messages": [{"role": "user", "content": f"step {i} of {name}"}]}
                 request["messages"] += [RESULT] * (tool and i > 0)
                 by = version[i] if isinstance(version, list) else version
-                start = CallStart(
-                    call_id, RolloutName(name, task), "chat/completions", "policy", by, request, time.time()
-                )
-                await recorder.start(start)
+                of, at = RolloutName(name, task), time.time()
+                await recorder.start(CallStart(call_id, of, "chat/completions", "policy", by, request, at))
                 choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
                 answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
                 prompt = (0, 5) + (3, 4, 7) * i if tool else (0, 5 + i)
@@ -130,9 +127,8 @@ class Traffic:
 
 @pytest.fixture
 async def traffic(tmp_path: Path) -> AsyncIterator[Traffic]:
-    database = await open_database(StoreConfig(url=store_url(tmp_path)))
-    yield Traffic(database)
-    await database.close()
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        yield Traffic(database)
 
 
 def advantages(batch: Batch | None) -> dict[str, float]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
-import socket
 import sqlite3
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -19,64 +16,26 @@ import aiohttp
 import pytest
 import uvicorn
 import yaml
-from aiohttp import web
 from starlette.types import ASGIApp
 
-from contract.system import CLI, free_port, listening, wait_until
+from contract.system import CLI, free_port, listening, wait_until, write_config
+from contract.vllm import PlayedVllm
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.proxy.app import create_app
-from support.responses_twice import get
-
-CHUNKS = 5
-CHECKOUT = (sys.executable, "-m", "lightning_proxy.cli")
-
-
-async def answer_slowly(request: web.Request) -> web.StreamResponse:
-    """An upstream of kind vllm: streams `CHUNKS` tokens, `pause_s` apart, or answers at once."""
-    body = await request.json()
-    lps = {"content": [{"token": "x", "logprob": -0.5}]}
-    if not body.get("stream"):
-        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
-        choice |= {"token_ids": [7], "logprobs": lps}
-        return web.json_response({"choices": [choice], "usage": usage, "prompt_token_ids": [1, 2]})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for i in range(CHUNKS):
-        last = i + 1 == CHUNKS
-        choice = {"index": 0, "delta": {"content": "x"}, "token_ids": [7], "logprobs": lps}
-        chunk: dict[str, Any] = {"choices": [choice | {"finish_reason": "stop" if last else None}]}
-        chunk |= {"prompt_token_ids": [1, 2]} if i == 0 else {}
-        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        await asyncio.sleep(body.get("pause_s", 0.002))
-    usage = {"prompt_tokens": 2, "completion_tokens": CHUNKS, "total_tokens": 2 + CHUNKS}
-    await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
-    return response
-
-
-async def models(_: web.Request) -> web.Response:
-    return web.json_response({"data": [{"id": "base", "parent": None, "root": "/"}]})
+from lightning_proxy.store.store import Store
+from support.twice import get
 
 
 class Proxy:
     """`lightning-proxy serve` on a store of its own, started and killed at will."""
 
     def __init__(self, directory: Path, upstream: str, program: Sequence[str | Path]) -> None:
-        self.program = program
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.program, self.port = program, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.store = directory / "store.db"
-        self.config = directory / "config.yaml"
-        settings = {
-            "proxy": {"port": self.port},
-            "store": {"url": f"sqlite:///{self.store}", "busy_timeout_s": 0.5},
-            "upstreams": [{"name": "fake", "base_url": f"{upstream}/v1"}],
-            "policy": {"publish": "lora", "directory": str(directory / "policy")},
-        }
-        self.config.write_text(yaml.safe_dump(settings))
+        self.store, self.config = directory / "store.db", directory / "config.yaml"
+        store = {"url": f"sqlite:///{self.store}", "busy_timeout_s": 0.5}
+        write_config(directory, f"{upstream}/v1", self.port, store=store, policy={"publish": "lora"})
         self.process: asyncio.subprocess.Process | None = None
 
     def set(self, section: str, **keys: Any) -> None:
@@ -88,13 +47,9 @@ class Proxy:
     async def start(self, limits: Callable[[], None] | None = None) -> None:
         argv = (*self.program, "--config", self.config, "serve")
         self.process = await asyncio.create_subprocess_exec(*argv, preexec_fn=limits)
-        async with aiohttp.ClientSession() as session:
-            for _ in range(300):
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get(self.url + "/healthz"):
-                        return
+        async with asyncio.timeout(60):
+            while not await asyncio.to_thread(get, self.url + "/healthz"):
                 await asyncio.sleep(0.1)
-        pytest.fail("the proxy did not start")
 
     async def end(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -136,11 +91,10 @@ def serves(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def proxy_in_front(directory: Path, program: Sequence[str | Path] = CHECKOUT) -> AsyncIterator[Proxy]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer_slowly)
-    app.router.add_get("/v1/models", models)
-    async with listening(app) as url:
+async def proxy_in_front(directory: Path, program: Sequence[str | Path] = CLI) -> AsyncIterator[Proxy]:
+    vllm = PlayedVllm(directory)
+    vllm.answer = lambda _: {"role": "assistant", "content": "x"}
+    async with listening(vllm.app) as url:
         proxy = Proxy(directory, url, program)
         try:
             yield proxy
@@ -149,23 +103,15 @@ async def proxy_in_front(directory: Path, program: Sequence[str | Path] = CHECKO
 
 
 class Client:
-    """An agent that goes on until the proxy is gone, and remembers which answers it received whole."""
+    """An agent that remembers which answers it received whole."""
 
-    def __init__(self, proxy: Proxy, name: str) -> None:
-        self._proxy, self._name = proxy, name
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
         self.calls: set[str] = set()
-        self.rewards: set[int] = set()
         self.statuses: set[int] = set()
 
-    async def work(self, session: aiohttp.ClientSession) -> None:
-        turn = 0
-        with contextlib.suppress(aiohttp.ClientError):
-            while True:
-                turn += 1
-                await self.turn(session, f"{self._name}-{turn}", stream=turn % 2 == 0)
-
-    async def turn(self, session: aiohttp.ClientSession, rollout_id: str, *, stream: bool, padding: int = 0) -> None:
-        body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "hi" + "." * padding}]}
+    async def turn(self, session: aiohttp.ClientSession, rollout_id: str, *, stream: bool) -> None:
+        body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "hi"}]}
         url = f"{self._proxy.url}/rollouts/{rollout_id}/v1/chat/completions"
         async with session.post(url, json=body) as answer:
             data = await answer.read()
@@ -174,9 +120,8 @@ class Client:
                 return
             assert not stream or data.endswith(b"data: [DONE]\n\n")
             self.calls.add(answer.headers["X-Call-Id"])
-        async with session.post(self._proxy.url + "/reward", json={"rollout_id": rollout_id, "reward": 1}) as answer:
-            if answer.status == 200:
-                self.rewards.add((await answer.json())["reward_id"])
+        async with session.post(self._proxy.url + "/reward", json={"rollout_id": rollout_id, "reward": 1}):
+            pass
 
 
 @contextmanager
@@ -204,8 +149,7 @@ def own_vllm(directory: Path, model: Path, template: str, *options: str) -> Iter
 @asynccontextmanager
 async def proxy_of(config: Config, wrapped: Callable[[ASGIApp], ASGIApp] = lambda app: app) -> AsyncIterator[str]:
     """Yields its root URL. `wrapped` is given its app, and what it returns is run."""
-    options = uvicorn_options(config.proxy) | {"port": 0, "log_level": "warning"}
-    server = uvicorn.Server(uvicorn.Config(wrapped(create_app(config)), **options))
+    server = uvicorn.Server(uvicorn.Config(wrapped(create_app(config)), **uvicorn_options(config.proxy) | {"port": 0}))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
@@ -214,3 +158,13 @@ async def proxy_of(config: Config, wrapped: Callable[[ASGIApp], ASGIApp] = lambd
     finally:
         server.should_exit = True
         await task
+
+
+async def saved_version(store: Store, publish: Any, directory: Path, adapters: Sequence[str] = ()) -> int:
+    """A version with its files, which is not live yet."""
+    version = await store.versions.new(publish, 1, {})
+    path, served = directory / f"v{version}", f"policy-v{version}"
+    for part in (path, *(path / name for name in adapters)):
+        part.mkdir()
+    await store.versions.saved(version, str(path), served, {name: f"{served}.{name}" for name in adapters})
+    return version

@@ -1,9 +1,11 @@
-"""Where a test's store is: a file, or with `--store postgres` a database of a server that many tests share."""
+"""Where a test's store is: a file, or with `--store postgres` a database of a server; and the store's statements."""
 
 from __future__ import annotations
 
+import ast
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +21,9 @@ from uuid import uuid4
 import pytest
 
 from lightning_proxy.store.database import Database, Transaction, Work
+from lightning_proxy.store.reports import NEWEST
+from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, page_of
+from support.paths import ROOT
 
 # Debian keeps the server's programs off the PATH.
 PLACES = [*os.environ.get("PATH", "").split(os.pathsep), *map(str, sorted(Path("/").glob("usr/lib/postgresql/*/bin")))]
@@ -91,9 +97,7 @@ class Server:
         self._run("psql", "-qX", "-d", url, "-c", sql)
 
     def _ask(self, sql: str, *, check: bool = True) -> int:
-        return self._run(
-            "psql", "-qX", "-h", str(self.directory), "-U", "lightning", "-c", sql, "postgres", check=check
-        )
+        return self._run("psql", "-qX", "-d", self.url("postgres"), "-c", sql, check=check)
 
     def _run(self, program: str, *arguments: str, check: bool = True) -> int:
         done = subprocess.run(
@@ -154,3 +158,38 @@ def do_again(database: Database) -> None:
         return await write(work, size)
 
     database.write = twice  # type: ignore[method-assign]
+
+
+# The statements of the store and of features, wherever they stand in their modules.
+
+TEMPLATE = re.compile(r"\{\w+\}")
+ORDINARY = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH RECURSIVE)\s")
+
+
+def pages() -> dict[str, str]:
+    """The statements that are put together when they are run, by what they filter."""
+    names = ("", "status", "task_id", "mode", "key_id", "agent")
+    return {f"page by {name or 'nothing'}": page_of([name]) for name in names} | {
+        f"tasks by {name or 'nothing'}": NEWEST.format(filters=ROLLOUT_FILTERS.get(name, ""))
+        for name in ("", "mode", "task_id", "key_id")
+    }
+
+
+def statements() -> Iterator[tuple[str, str]]:
+    """Every statement of the store: module constants by name, those that stand in a method by their first words."""
+    for path in sorted(path for top in ("store", "features") for path in (ROOT / top).rglob("*.py")):
+        # Those of PostgreSQL are ways of one database to say the same; what has none may need an extra.
+        if "postgres" in path.parts or not ORDINARY.search(path.read_text()):
+            continue
+        module = import_module(".".join(("lightning_proxy", *path.relative_to(ROOT).with_suffix("").parts)))
+        tree = ast.parse(path.read_text())
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        named = {name: value for name, value in vars(module).items() if isinstance(value, str)}
+        for name, several in vars(module).items():
+            if isinstance(several, tuple):
+                named |= {f"{name} {n}": one for n, one in enumerate(several) if isinstance(one, str)}
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+                    named[node.value[:60]] = node.value
+        yield from ((name, text) for name, text in named.items() if ORDINARY.match(text) and not TEMPLATE.search(text))

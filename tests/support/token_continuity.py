@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ from typing import Any
 
 import anthropic
 import openai
-import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from contract.real import System
-from contract.system import CLI, free_port
+from contract.system import CLI, free_port, wait_until
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.serving.operator import key_file
@@ -30,6 +28,7 @@ from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.rows.samples import rollout_samples
 from lightning_proxy.trainer.types import Sampling
+from support.twice import get
 
 Json = dict[str, Any]
 SENTENCE = "The astonishingly quick fox jumps over 1234 lazy dogs, doesn't it?"
@@ -109,7 +108,7 @@ def two_proxies(system: System, directory: Path) -> Iterator[Served]:
                 command = [*CLI, "--config", str(system.config), "serve"]
                 parts.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment))
         for url in found.url.values():
-            wait_until_ready(f"{url}/readyz", directory / "log")
+            wait_until(lambda url=url: get(f"{url}/readyz"), 480, f"{url} is ready")
         yield found
     finally:
         for client in found.clients:
@@ -144,13 +143,3 @@ def converse(client: openai.OpenAI, *, stream: bool) -> list[str | None]:
         messages.append(choice.message.model_dump(exclude_none=True))
         told.append(choice.message.content)
     return told
-
-
-def wait_until_ready(url: str, log: Path) -> None:
-    for _ in range(480):
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"not ready: {log.read_text()[-3000:]}")

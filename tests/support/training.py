@@ -27,7 +27,7 @@ from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.serving.vllm import VllmFleet, operator_session
 from lightning_proxy.store.database import Database
-from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import Step
 from lightning_proxy.trainer.loop import TrainingLoop
@@ -127,6 +127,10 @@ class RestartingServer(HonestServer):
         return await super().handle(request)
 
 
+def evenness(ids: Sequence[int]) -> float:
+    return fmean(i % 2 == 0 for i in ids)
+
+
 class Bench:
     """A store, a server and a trainer; `loop()` is the trainer's process after a start."""
 
@@ -200,18 +204,17 @@ class Bench:
         async with Recorder(self.store, merged=self.mode == "merged") as recorder:
             request = {"messages": [{"role": "user", "content": task}], **asked}
             name = RolloutName(rollout_id, task, agent)
-            await recorder.start(
-                CallStart(rollout_id, name, "chat/completions", "policy", version, request, time.time())
-            )
+            start = CallStart(rollout_id, name, "chat/completions", "policy", version, request, time.time())
+            await recorder.start(start)
             await recorder.end(CallEnd(rollout_id, rollout_id, "ok", {}, 200, (0, 5, 6), (choice,)))
         return rollout_id
 
-    async def sampled(self, task: str | None, version: int) -> None:
-        """A rollout that the server samples, rewarded by its share of even tokens."""
+    async def sampled(self, task: str | None, version: int, worth: Callable[[Sequence[int]], float] = evenness) -> None:
+        """A rollout that the server samples, rewarded by what its tokens are worth."""
         answer = self.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
         ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
         rollout_id = await self.record(task, Choice(0, ids, logprobs, "stop"), version)
-        await self.store.rewards.post([Reward(rollout_id, fmean(i % 2 == 0 for i in ids))], None, b"")
+        await self.store.rewards.post([Reward(rollout_id, worth(ids))], None, b"")
 
     async def groups(self, *tasks: str, agent: str | None = None) -> list[str]:
         """A whole group of every task, with rewards that differ."""
@@ -238,12 +241,9 @@ async def bench(
             "policy": {"model": str(base), "publish": publish, "directory": tmp_path / "policy", **(policy or {})},
             "trainer": {**settings, **trainer},
         }
-        database = await open_database(given["store"])
-        try:
-            async with operator_session() as session:
-                yield Bench(given, database, VllmFleet(session, given["upstreams"][0].urls), servers)
-        finally:
-            await database.close()
+        database = await stack.enter_async_context(opened(given["store"]))
+        session = await stack.enter_async_context(operator_session())
+        yield Bench(given, database, VllmFleet(session, given["upstreams"][0].urls), servers)
 
 
 Start = Callable[..., AbstractAsyncContextManager[Bench]]  # `bench`, its model and directory given
@@ -260,10 +260,7 @@ async def sample_varied(b: Bench, version: int) -> None:
     """Rollouts of four tasks that the server samples, rewarded for tokens that differ from each other."""
     torch.manual_seed(version)
     for task in ("t1", "t2", "t3", "t4") * 16:
-        answer = b.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
-        ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
-        rollout_id = await b.record(task, Choice(0, ids, logprobs, "stop"), version)
-        await b.store.rewards.post([Reward(rollout_id, len(set(ids)) / 4)], None, b"")
+        await b.sampled(task, version, lambda ids: len(set(ids)) / 4)
 
 
 ABSURD = {"group_size": 16, "tasks_per_step": 4, "learning_rate": 10.0}

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
@@ -136,12 +137,11 @@ class Learning:
         for task in range(3):
             name = f"held-{number:03}-{task}"
             await self.rollout(name, f"sum-{task}", solved, mode="eval")
-        equal = [group for group in groups if len({reward for _, reward in group}) == 1]
-        taken = [group for group in groups if group not in equal]
+        taken = [group for group in groups if len({reward for _, reward in group}) > 1]
         compared = [[name for name, _ in group] for group in groups]
         credit = [one for group in taken for one in _credit(group)]
         names = [name for group in taken for name, _ in group]
-        dropped = {EQUAL: [name for group in equal for name, _ in group]}
+        dropped = {EQUAL: [name for group in groups if group not in taken for name, _ in group]}
         step = await self._store.steps.claim(names, version, dropped, compared, credit)
         new = await self._store.versions.new("merged", step, {})
         await self._store.steps.trained(step, None, self.metrics(groups, solved, number, new))
@@ -182,10 +182,10 @@ class Learning:
         said: Json = {"role": "assistant", "content": None}
         if told:
             begins, length = self._random.choice([0, 4, 9]), self._random.randint(6, 14)
-            known = SAID.split()
-            words = [*known[:3], *known[3 + begins : 3 + begins + length]]
+            words = SAID.split()
+            words = [*words[:3], *words[3 + begins : 3 + begins + length]]
             said["content"] = " ".join(words)
-            tokens = [1000 + known.index(word) for word in words]
+            tokens = [1000 + SAID.split().index(word) for word in words]
         else:
             call = {"name": "calculator", "arguments": '{"expression": "17 * 23 + 4"}'}
             said["tool_calls"] = [{"id": f"call-{next(self._ids)}", "type": "function", "function": call}]
@@ -201,27 +201,15 @@ class Learning:
 
     def metrics(self, groups: Sequence[Sequence[tuple[str, float]]], solved: float, number: int, version: int) -> Json:
         rewards = [reward for group in groups for _, reward in group]
-        mean = sum(rewards) / len(rewards)
         noise = self._random.random
         return {
-            "reward_mean": mean,
-            "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
-            "reward_min": min(rewards),
-            "reward_max": max(rewards),
-            "entropy": 2.2 * (1 - solved) + 0.3 + 0.1 * noise(),
-            "kl": 0.004 * noise(),
-            "kl_base": 0.02 * number + 0.02 * noise(),
-            "grad_norm": 0.2 + 0.4 * noise(),
-            "trained_tokens_per_s": 90 + 20 * noise(),
-            "computed_tokens_per_s": 900 + 200 * noise(),
-            "memory_gib": 3.5,
-            "passes_halved": 0,
-            "clip_share": 0.02 * noise(),
-            "staleness_mean": round(noise()),
-            "version": version,
-            "verify_difference": 0.002 * noise(),
-            "reward_by_task": {},
-        }
+            "reward_mean": fmean(rewards), "reward_std": pstdev(rewards), "reward_min": min(rewards),
+            "reward_max": max(rewards), "entropy": 2.2 * (1 - solved) + 0.3 + 0.1 * noise(), "kl": 0.004 * noise(),
+            "kl_base": 0.02 * number + 0.02 * noise(), "grad_norm": 0.2 + 0.4 * noise(),
+            "trained_tokens_per_s": 90 + 20 * noise(), "computed_tokens_per_s": 900 + 200 * noise(), "memory_gib": 3.5,
+            "passes_halved": 0, "clip_share": 0.02 * noise(), "staleness_mean": round(noise()), "version": version,
+            "verify_difference": 0.002 * noise(), "reward_by_task": {},
+        }  # fmt: skip
 
 
 def _solved(progress: float) -> float:
@@ -232,8 +220,7 @@ def _solved(progress: float) -> float:
 def _credit(group: Sequence[tuple[str, float]]) -> list[CallCredit]:
     """GRPO's advantages: the first call begins a row, and the second one goes on with it."""
     rewards = [reward for _, reward in group]
-    mean = sum(rewards) / len(rewards)
-    std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) or 1.0
+    mean, std = fmean(rewards), pstdev(rewards) or 1.0
     return [
         CallCredit(name, seq, reward, (reward - mean) / std, 0, placed)
         for name, reward in group
@@ -330,14 +317,8 @@ async def say_everything(system: Any) -> None:
         assert (await system.call("POST", path, body, **rollout))[0] == 200
         event = {"kind": "action", "name": text[:99], "arguments": text, "result": text}
         await system.call("POST", "/rollouts/javascript:hurt/events", event)
-        posted = {
-            "rollout_id": "javascript:hurt",
-            "reward": i / 9,
-            "source": text[:99],
-            "comment": text[:999],
-            "name": text[:99],
-        }
-        await system.call("POST", "/reward", posted | {"final": False})
+        posted = {"rollout_id": "javascript:hurt", "reward": i / 9, "final": False, "comment": text[:999]}
+        await system.call("POST", "/reward", posted | {"source": text[:99], "name": text[:99]})
     for body in ({"model": "policy", "messages": HOSTILE}, {"model": HOSTILE[0], "messages": [None, 1, [HOSTILE[1]]]}):
         await system.call("POST", path, body, **rollout)
     element = {"type": "img", "props": {"src": "x", "onerror": "window.hurt = 1"}, "key": None, "ref": None, "__v": 1}

@@ -200,7 +200,7 @@ async def test_a_killed_proxy_forgets_no_rollout_and_gives_none_two_rewards(tmp_
         proxy.config.write_text(yaml.safe_dump(settings))
         await proxy.start()
         async with aiohttp.ClientSession() as session:
-            client = Client(proxy, "c")
+            client = Client(proxy)
             await asyncio.gather(*(client.turn(session, f"r{i}", stream=False) for i in range(60)))
         assert proxy.process is not None
         os.kill(proxy.process.pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from contract.system import CLI
 from lightning_proxy.cli import app
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward, RolloutName
@@ -20,7 +21,7 @@ from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.calls import ANSWERED
 from support.paths import TESTS
-from support.served import CHECKOUT, proxy_in_front
+from support.served import proxy_in_front
 
 pytestmark = [pytest.mark.long, pytest.mark.sqlite]
 
@@ -63,7 +64,7 @@ async def test_a_decision_survives_a_kill(
         await asyncio.gather(start, return_exceptions=True)
         assert proxy.rows("SELECT status, decided_at FROM promotions") == [("testing", None)]
         assert proxy.rows("SELECT status FROM policy_versions ORDER BY version") == [("live",), ("candidate",)]
-        proxy.program = CHECKOUT
+        proxy.program = CLI
         await proxy.start()
         decided: list[Any] = []
         async with asyncio.timeout(60):

@@ -28,7 +28,7 @@ import trl
 import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from traffic.recording import read as read_traffic
+from traffic.server import read as read_traffic
 from transformers import PreTrainedTokenizerFast
 
 from lightning_proxy.core.config.root import Config

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import re
 from asyncio.subprocess import PIPE
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from traffic.server import Ids, Said, items, serving, tools_of, whole_answer
+from traffic.server import serving
 
 Json = dict[str, Any]
 
@@ -68,6 +69,120 @@ async def dictating(vllm: str) -> AsyncIterator[tuple[Dictated, str]]:
         application.router.add_route("*", "/{path:.*}", model.forward)
         async with serving(application) as url:
             yield model, url
+
+
+# What the model says, in the shapes of the three APIs.
+
+
+@dataclass
+class Said:
+    """One answer: text, or calls of tools as (name, arguments), or both."""
+
+    text: str | None = None
+    calls: list[tuple[str, Json]] = field(default_factory=list)
+    thought: str | None = None
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    schema: Json
+
+
+def items(request: Json) -> list[Any]:
+    found = request.get("messages", request.get("input"))
+    return found if isinstance(found, list) else [found]
+
+
+def tools_of(request: Json) -> Iterator[Tool]:
+    for tool in request.get("tools") or ():
+        function = tool.get("function", tool)
+        if function.get("name"):
+            yield Tool(function["name"], function.get("parameters") or function.get("input_schema") or {})
+
+
+class Ids:
+    """Random ids, of a seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, prefix: str) -> str:
+        return f"{prefix}_{self._random.getrandbits(96):024x}"
+
+
+def chat(request: Json, said: list[Said], new_id: Ids) -> Json:
+    choices = [_choice(i, one, new_id, request) for i, one in enumerate(said)]
+    spent = sum(len(_tokens(one)) for one in said)
+    usage = {"prompt_tokens": 3, "completion_tokens": spent, "total_tokens": 3 + spent}
+    body = {"id": new_id("chatcmpl"), "object": "chat.completion", "created": 1, "model": request.get("model")}
+    more = {"prompt_token_ids": [1, 2, 3]} if request.get("return_token_ids") else {}
+    return body | {"choices": choices, "usage": usage} | more
+
+
+def _choice(index: int, said: Said, new_id: Ids, request: Json) -> Json:
+    message: Json = {"role": "assistant", "content": said.text}
+    if said.calls:
+        message["tool_calls"] = [
+            {"id": new_id("call"), "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for name, arguments in said.calls
+        ]
+    reason = "tool_calls" if said.calls else "stop"
+    choice: Json = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+    if request.get("return_token_ids"):
+        choice["token_ids"] = list(range(len(_tokens(said))))
+    if request.get("logprobs"):
+        entries = [{"token": token, "logprob": -0.5, "bytes": None, "top_logprobs": []} for token in _tokens(said)]
+        choice["logprobs"] = {"content": entries}
+    return choice
+
+
+def _tokens(said: Said) -> list[str]:
+    return f"{said.text or ''} {json.dumps(said.calls) if said.calls else ''}".split()
+
+
+def responses(request: Json, said: list[Said], new_id: Ids) -> Json:
+    one, output = said[0], []
+    if request.get("reasoning"):
+        output.append({"type": "reasoning", "id": new_id("rs"), "summary": []})
+    if one.text is not None:
+        part = {"type": "output_text", "text": one.text, "annotations": [], "logprobs": []}
+        content = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+        output.append(content | {"id": new_id("msg")})
+    for name, arguments in one.calls:
+        call = {"type": "function_call", "name": name, "arguments": json.dumps(arguments), "status": "completed"}
+        output.append(call | {"id": new_id("fc"), "call_id": new_id("call")})
+    spent = len(_tokens(one))
+    usage = {
+        "input_tokens": 3, "output_tokens": spent, "total_tokens": 3 + spent,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }  # fmt: skip
+    return {
+        "id": new_id("resp"), "object": "response", "created_at": 1, "status": "completed", "error": None,
+        "incomplete_details": None, "instructions": None, "model": request.get("model"), "output": output,
+        "parallel_tool_calls": True, "temperature": 1, "top_p": 1, "tool_choice": "auto", "tools": [], "usage": usage,
+        "metadata": {}, "previous_response_id": request.get("previous_response_id"),
+    }  # fmt: skip
+
+
+def messages(request: Json, said: list[Said], new_id: Ids) -> Json:
+    one, content = said[0], []
+    if one.text is not None:
+        content.append({"type": "text", "text": one.text})
+    for name, arguments in one.calls:
+        content.append({"type": "tool_use", "id": new_id("toolu"), "name": name, "input": arguments})
+    return {
+        "id": new_id("msg"), "type": "message", "role": "assistant", "model": request.get("model"), "content": content,
+        "stop_reason": "tool_use" if one.calls else "end_turn", "stop_sequence": None,
+        "usage": {"input_tokens": 3, "output_tokens": len(_tokens(one))},
+    }  # fmt: skip
+
+
+def whole_answer(path: str, request: Json, said: list[Said], new_id: Ids) -> Json:
+    return {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}[path](
+        request, said, new_id
+    )
 
 
 QUESTION = re.compile(r"(\d+) \* (\d+)")
