@@ -46,11 +46,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 async def until(found: Callable[[], Any]) -> None:
-    for _ in range(300):
-        if await found():
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail("it did not come")
+    async with asyncio.timeout(20):
+        while not await found():
+            await asyncio.sleep(0.02)
 
 
 async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
@@ -87,83 +85,63 @@ def test_a_fault_in_a_plugins_credit_is_named_with_file_and_line(install: Instal
     assert error.value.message == f"trainer.credit opo:broken: {fault}"
 
 
-async def test_the_model_is_shown_a_plugins_rewrite_and_the_record_is_what_it_was_shown(
-    running: Running, tmp_path: Path, install: Install
-) -> None:
-    install(
-        "polite",
-        """
-        from contextlib import asynccontextmanager
-        from lightning_proxy.proxy.plugins import Hooks, ProxyPlugin
+LABELS = """
+    from contextlib import asynccontextmanager
+    from fastapi import APIRouter
+    from pydantic import BaseModel
+    from lightning_proxy.core.errors import Unprocessable
+    from lightning_proxy.proxy.api.rollouts import RolloutDetail, RolloutsBody
+    from lightning_proxy.proxy.plugins import AgentRoute, Hooks, ProxyPlugin
 
-        async def rewrite(question, rollout):
-            messages = [{"role": "system", "content": "Be polite."}, *question.body["messages"]]
-            return question._replace(body=question.body | {"messages": messages})
+    router = APIRouter(route_class=AgentRoute, prefix="/plugins/labels")
 
-        class proxy(ProxyPlugin):
-            @asynccontextmanager
-            async def opened(self, core):
-                yield Hooks(rewrite=rewrite)
-        """,
-    )
-    shown: list[Any] = []
+    @router.get("/{rollout_id}")
+    async def peek(rollout_id: str) -> dict[str, str]:
+        return {"rollout_id": rollout_id}
 
-    def answer(body: Any) -> dict[str, str]:
-        shown.append(body["messages"])
-        return {"role": "assistant", "content": "please"}
+    async def rewrite(question, rollout):
+        messages = [{"role": "system", "content": "Be polite."}, *question.body["messages"]]
+        return question._replace(body=question.body | {"messages": messages})
 
-    async with running(tmp_path, plugins=["polite"]) as system:
-        system.vllm.answer = answer
-        for _ in range(2):  # the second is stored as a difference from the first
-            assert (await system.chat("r"))[0] == 200
-        calls = (await system.call("GET", "/rollouts/r?requests=whole"))[1]["calls"]
-    polite = [{"role": "system", "content": "Be polite."}, {"role": "user", "content": "hi"}]
-    assert shown == [call["request"]["messages"] for call in calls] == [polite] * 2
+    class Label(BaseModel):
+        label: str | None = None
+
+    class proxy(ProxyPlugin):
+        routers = (router,)
+        fields = ((RolloutsBody, Label), (RolloutDetail, Label))
+        labels = {}
+
+        @asynccontextmanager
+        async def opened(self, core):
+            yield Hooks(rewrite=rewrite)
+
+        async def check_rollouts(self, store, added):
+            if added.label == "":
+                raise Unprocessable("label: it is empty", param="label")
+
+        async def rollouts_opened(self, store, rollout_ids, added):
+            self.labels |= dict.fromkeys(rollout_ids, added.label)
+
+        async def rollout_fields(self, store, rollout_id):
+            return {"label": self.labels.get(rollout_id)}
+
+        async def status_fields(self, store, key_id):
+            raise RuntimeError("broken")
+    """
 
 
-async def test_a_plugin_adds_fields_and_its_route_about_a_rollout_lets_in_who_may_see_it(
+async def test_a_plugin_rewrites_what_the_model_is_shown_adds_fields_and_a_route_for_who_may_see_the_rollout(
     running: Running, tmp_path: Path, install: Install, caplog: Any
 ) -> None:
-    install(
-        "labels",
-        """
-        from fastapi import APIRouter
-        from pydantic import BaseModel
-        from lightning_proxy.core.errors import Unprocessable
-        from lightning_proxy.proxy.api.rollouts import RolloutDetail, RolloutsBody
-        from lightning_proxy.proxy.plugins import AgentRoute, ProxyPlugin
-
-        router = APIRouter(route_class=AgentRoute, prefix="/plugins/labels")
-
-        @router.get("/{rollout_id}")
-        async def peek(rollout_id: str) -> dict[str, str]:
-            return {"rollout_id": rollout_id}
-
-        class Label(BaseModel):
-            label: str | None = None
-
-        class proxy(ProxyPlugin):
-            routers = (router,)
-            fields = ((RolloutsBody, Label), (RolloutDetail, Label))
-            labels = {}
-
-            async def check_rollouts(self, store, added):
-                if added.label == "":
-                    raise Unprocessable("label: it is empty", param="label")
-
-            async def rollouts_opened(self, store, rollout_ids, added):
-                self.labels |= dict.fromkeys(rollout_ids, added.label)
-
-            async def rollout_fields(self, store, rollout_id):
-                return {"label": self.labels.get(rollout_id)}
-
-            async def status_fields(self, store, key_id):
-                raise RuntimeError("broken")
-        """,
-    )
+    install("labels", LABELS)
     async with running(tmp_path, plugins=["labels"]) as system:
         _, (opened,) = await system.call("POST", "/rollouts", {"label": "a"})
-        assert (await system.call("GET", f"/rollouts/{opened['rollout_id']}"))[1]["label"] == "a"
+        for _ in range(2):  # the second is stored as a difference from the first
+            assert (await system.chat(opened["rollout_id"]))[0] == 200
+        _, rollout = await system.call("GET", f"/rollouts/{opened['rollout_id']}?requests=whole")
+        polite = [{"role": "system", "content": "Be polite."}, {"role": "user", "content": "hi"}]
+        asked = [*system.vllm.requests, *(call["request"] for call in rollout["calls"])]
+        assert ([body["messages"] for body in asked], rollout["label"]) == ([polite] * 4, "a")
         for wrong, why in (
             ({"label": ""}, "label: it is empty"),
             ({"label": 1}, "label: Input should be a valid string"),
@@ -171,8 +149,6 @@ async def test_a_plugin_adds_fields_and_its_route_about_a_rollout_lets_in_who_ma
         ):
             status, answer = await system.call("POST", "/rollouts", wrong)
             assert (status, answer["error"]["message"]) == (422, why)
-        schemas = (await system.call("GET", "/openapi.json"))[1]["components"]["schemas"]
-        assert all("label" in schemas[name]["properties"] for name in ("RolloutsBody", "RolloutDetail"))
         assert (await system.call("GET", "/status"))[0] == 200
         assert "plugin labels: its hook status_fields failed" in caplog.text
         _, (own, other) = await system.call("POST", "/rollouts", {"n": 2})
@@ -228,25 +204,25 @@ async def test_a_hook_that_raises_or_hangs_fails_no_call(
         await until(told)
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        (None, "plugins: no installed package has a plugin 'odd' (installed: "),
-        ("import no_such_module", "plugins: odd cannot be imported: ModuleNotFoundError: No module named"),
-        (
-            "from fastapi import APIRouter\nfrom lightning_proxy.proxy.plugins import ProxyPlugin\n"
-            "router = APIRouter()\nrouter.get('/rollouts')(print)\n"
-            "class proxy(ProxyPlugin):\n    routers = (router,)\n",
-            "plugins: odd: its routes begin with /plugins/odd/, and their router has route_class=AgentRoute",
-        ),
-    ],
-    ids=["not installed", "not imported", "a route of others"],
-)
-def test_a_plugin_that_cannot_run_is_one_line(tmp_path: Path, install: Install, body: str | None, why: str) -> None:
-    if body is not None:
-        install("odd", body)
+OTHERS = """
+    from fastapi import APIRouter
+    from lightning_proxy.proxy.plugins import ProxyPlugin
+    router = APIRouter()
+    router.get("/rollouts")(print)
+    class proxy(ProxyPlugin):
+        routers = (router,)
+    """
+
+
+def test_a_plugin_that_cannot_run_is_one_line(tmp_path: Path, install: Install) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"plugins": ["odd"], "store": {"url": f"sqlite:///{tmp_path}/store.db"}}))
-    code, _, err = lightning("--config", config, "serve")
-    line = " ".join(err.split())
-    assert (code, why in line) == (2, True), line
+    for name, body, why in (
+        ("none", None, "no installed package has a plugin 'none' (installed: "),
+        ("odd", "import no_such_module", "odd cannot be imported: ModuleNotFoundError: No module named"),
+        ("their", OTHERS, "their: its routes begin with /plugins/their/, and their router has route_class=AgentRoute"),
+    ):
+        if body is not None:
+            install(name, body)
+        config.write_text(yaml.safe_dump({"plugins": [name], "store": {"url": f"sqlite:///{tmp_path}/store.db"}}))
+        code, _, err = lightning("--config", config, "serve")
+        assert (code, f"plugins: {why}" in " ".join(err.split())) == (2, True), err

@@ -14,6 +14,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.serving.swap import swap_lock
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
+from support.served import saved_version
 from support.stores import postgres_server
 
 CHAT = "/v1/chat/completions"
@@ -27,13 +28,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, Proxy
     with postgres_server() as server:
         store = {"url": server.new_database()}
         with in_this_process(directories[0], vllm, store=store, policy=policy) as one:
-            upstreams = [
-                {
-                    "name": "policy",
-                    "kind": "vllm",
-                    "base_url": configuration(directories[0])["upstreams"][0]["base_url"],
-                }
-            ]
+            upstreams = configuration(directories[0])["upstreams"]
             with in_this_process(directories[1], store=store, policy=policy, upstreams=upstreams) as other:
                 other.vllm = vllm
                 yield one, other
@@ -50,10 +45,7 @@ def earlier_version(proxy: Proxy) -> int:
         config = configuration(proxy.directory)
         async with opened(StoreConfig.model_validate(config["store"])) as database:
             store = Store(database)
-            version = await store.versions.new("lora", 1, {})
-            path = proxy.directory / f"v{version}"
-            path.mkdir()
-            await store.versions.saved(version, str(path), f"policy-v{version}", {})
+            version = await saved_version(store, "lora", proxy.directory)
             async with swap_lock(Path(config["policy"]["directory"])):
                 await store.versions.set_live(version, 1)
                 await store.versions.set_live(0)

@@ -8,17 +8,22 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contract.raw import connect
 from contract.system import Proxy, in_this_process, wait_until
 from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.records import Limits
+from lightning_proxy.core.errors import RateLimited
+from lightning_proxy.core.records import CallEnd, Choice, Limits
+from lightning_proxy.proxy.access.limits import Bucket, Limiter
 from lightning_proxy.store.database import ConstraintRefused
 from lightning_proxy.store.keys import Keyring
 from lightning_proxy.store.opening import opened
@@ -188,6 +193,77 @@ def test_control_routes_count_in_a_keys_limits_as_calls_do(tmp_path: Path) -> No
         for path in ("/healthz", "/readyz", "/metrics"):
             assert proxy.call("GET", path, key="agent").status == 200
         assert [proxy.call("GET", "/rollouts", key="admin").status for _ in range(5)] == [200] * 5
+
+
+class PlayedClock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ended(usage: dict[str, int] | None = None, ids: tuple[int, ...] = ()) -> CallEnd:
+    return CallEnd("c", "r", "ok", None, 200, prompt_token_ids=ids, choices=(Choice(0, ids),), usage=usage)
+
+
+def enters(limiter: Limiter, times: int = 1) -> int:
+    """How many requests of that number are let in, one after the other."""
+    let_in = 0
+    for _ in range(times):
+        with suppress(RateLimited), limiter.counted():
+            let_in += 1
+    return let_in
+
+
+def test_a_minutes_requests_may_come_at_once_then_one_at_a_time_and_refused_ones_cost_nothing() -> None:
+    clock = PlayedClock()
+    limiter = Limiter(Limits(requests_per_minute=6), clock)
+    assert enters(limiter, 1000) == 6
+    with pytest.raises(RateLimited) as refused, limiter.counted():
+        pass
+    assert dict(refused.value.headers) == {
+        b"retry-after": b"10", b"retry-after-ms": b"10000", b"x-ratelimit-limit-requests": b"6",
+        b"x-ratelimit-remaining-requests": b"0", b"x-ratelimit-reset-requests": b"10.000s",
+    }  # fmt: skip
+    for seconds, times, let_in in ((9.9, 1, 0), (0.1, 2, 1), (3600, 10, 6)):
+        clock.now += seconds
+        assert enters(limiter, times) == let_in
+    limiter = Limiter(Limits(concurrent=2), clock)
+    with limiter.counted():
+        with limiter.counted():
+            assert enters(limiter) == 0
+        assert enters(limiter, 3) == 3
+    assert Limits(requests_per_minute=5) | Limits(9, 10, None) == Limits(5, 10, None), "a key's own limits win"
+
+
+def test_tokens_are_counted_when_a_call_has_ended_by_usage_ids_or_bytes() -> None:
+    clock = PlayedClock()
+    for end, size in (
+        (ended({"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}), 0),
+        (ended({"input_tokens": 100, "output_tokens": 20}), 0),
+        (ended(None, tuple(range(60))), 0),
+        (ended()._replace(response={"content": "x" * 200}, http_status=200), 280),
+    ):
+        limiter = Limiter(Limits(tokens_per_minute=60), clock)
+        with limiter.counted():
+            limiter.spend(end, size)  # 120, twice a minute's worth
+        assert enters(limiter) == 0
+        clock.now += 60.9
+        assert size or enters(limiter) == 0
+        clock.now += 9.1 if size else 0.1
+        assert enters(limiter, 5) == 5, "what a request will cost is not known when it comes"
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 500)), max_size=50), st.integers(1, 1000))
+def test_a_bucket_never_gives_more_than_it_was_filled_with(steps: list[tuple[float, int]], per_minute: int) -> None:
+    now, taken, bucket = 0.0, 0, Bucket(per_minute)
+    for seconds, amount in steps:
+        now += seconds
+        if bucket.wait(now) == 0:
+            taken += amount
+            assert taken - amount <= per_minute * (1 + now / 60) + 1e-6
+        bucket.take(amount if bucket.wait(now) == 0 else 0, now)
+        assert bucket.left(now) <= per_minute
 
 
 # A rollout's own key

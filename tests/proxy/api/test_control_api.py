@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
-from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.collect.collector import Collector
-from support.sections import TrainerConfig
+from support.rewarded import record, train
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
-
-
-async def test_a_vllm_that_stays_away_is_told_of_once(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Broken(dict[str, str]):
-        asked = 0
-
-        def items(self) -> Any:
-            Broken.asked += 1
-            raise OSError("broken")
-
-    monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.WATCH_S", 0.01)
-    async with running(tmp_path) as system:
-        system.vllm.adapters = Broken()
-        while Broken.asked < 5:
-            await asyncio.sleep(0.01)
-        records = [record for record in caplog.records if record.name == "lightning_proxy.proxy.gateway.routing"]
-        told = [record.getMessage() for record in records]
-    assert len(told) == 1, told
 
 
 async def metrics(system: Any) -> dict[str, float]:
@@ -99,27 +74,15 @@ async def test_a_step_that_is_undone_takes_its_credit_with_it_and_a_new_one_take
         _, answer = await system.call("GET", "/rollouts/good/rows")
         return [(call["step"], call["return"], call["placed"]) for call in answer["calls"]]
 
-    async def claim(store: Store) -> int:
-        settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo"}
-        batch = await Collector(TrainerConfig.model_validate(settings), store).next_batch(0, fewer=True)
-        assert batch is not None
-        return batch.step
-
     async with running(tmp_path) as system, system.store() as store:
-        async with Recorder(store, merged=False) as recorder:
-            for name in ("good", "bad"):
-                for i, prompt in enumerate(((1,), (1, 2, 3))):
-                    start = CallStart(f"{name}-{i}", RolloutName(name, "t"), "chat/completions", "policy", 0, {}, 1.0)
-                    await recorder.start(start)
-                    choice = Choice(0, (2,), (-1.0,), "stop")
-                    await recorder.end(CallEnd(f"{name}-{i}", name, "ok", {}, 200, prompt, (choice,)))
-                await store.rewards.post([Reward(name, float(name == "good"))])
-        first = await claim(store)
+        for name in ("good", "bad"):
+            await record(store, name, ["a", "b"], float(name == "good"))
+        first = await train(store)
         assert await store.steps.release_unfinished() == [first]
         assert [placed for *_, placed in await shown(system)] == [None] * 2
-        await store.steps.trained(await claim(store), None, {})
+        await store.steps.trained(await train(store), None, {})
         await store.rewards.post([Reward(name, 5.0 * i, retrain=True) for i, name in enumerate(("good", "bad"))])
-        second = await claim(store)
+        second = await train(store)
         assert await shown(system) == [(second, 0.0, "first"), (second, 0.0, "merged")]
         await store.steps.forget_all()
         assert [step for step, *_ in await shown(system)] == [None] * 2

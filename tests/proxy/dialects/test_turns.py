@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.dialects.turns import (
-    TokenTurn,
-    as_sampled,
-    closing,
-    continued,
-    exact_prompt,
-)
+from lightning_proxy.proxy.dialects.turns import TokenTurn, as_sampled, closing, exact_prompt
 
 Json = dict[str, Any]
 Render = Callable[[Sequence[Json], bool], str]
@@ -118,35 +110,8 @@ def test_a_template_without_special_tokens_gives_the_right_text_or_none(answer: 
         assert decode(found) == plain(messages, True)
 
 
-@pytest.mark.parametrize("why", ["stop", "length"])
-def test_an_answer_that_comes_back_as_it_was_sampled_tells_where_the_new_part_begins(why: str) -> None:
-    asked, answer = [user("a")], assistant("abc")
-    whole = chatml([*asked, answer, user("c")], True)
-    ids = tokenize("abc" + END * (why == "stop"))
-    turn = turn_of(asked, answer, [7], ids, why, tokenize(chatml(asked, True)))
-    end = tokenize(f"{END}\n")
-    found = exact_prompt(turn, as_sampled(turn, end), tokenize(whole), end)
-    assert found is not None
-    assert found[: 1 + len(ids)] == [7, *ids]
-    assert chatml(asked, True) + decode(found[1:]) == whole
-    drifted = turn_of(asked, answer, [7], sampled("abc", [False]), why, tokenize(chatml(asked, True)))
-    assert exact_prompt(drifted, as_sampled(drifted, end), tokenize(whole), end) is None
-
-
 def test_what_was_cut_off_by_a_stop_string_stays_in_the_row() -> None:
     asked = [user("a")]
     turn = turn_of(asked, assistant("b"), tokenize(chatml(asked, True)), tokenize("bc"))
     found = next_prompt(chatml, turn, [*asked, assistant("b"), user("c")])
     assert decode(found) == chatml([*asked, assistant("bc"), user("c")], True)
-
-
-TOLD: list[Any] = [{"role": "system", "content": "s"}, user("hi")]
-
-
-def test_the_longest_turn_counts_and_of_equal_ones_the_newest() -> None:
-    first, again = (turn_of(TOLD, assistant("ok"), [1], [token]) for token in (2, 3))
-    longer = replace(first, messages=[*TOLD, assistant("ok"), user("more")])
-    messages = [*longer.messages, assistant("ok"), user("and more")]
-    assert continued([longer, first, again], messages) is longer
-    assert continued([first, again], messages[:4]) is again
-    assert continued([], messages) is None

@@ -1,25 +1,37 @@
-"""Records in a real SQLite file: stored once, read back exactly, committed together, failing alone."""
+"""Records in a store: each fails alone, and what is kept of recent calls is bounded and reads no rollout again."""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import StoreUnavailable
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName
 from lightning_proxy.proxy.gateway import recorder as recording
-from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.proxy.gateway.exact import earlier_turn
+from lightning_proxy.proxy.gateway.recent import History, RecentCalls
+from lightning_proxy.proxy.gateway.recorder import Recorder, _prepared
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.stores import store_url
+
+BOUND = 4_000_000
+PROMPT = {"prompt": [*range(1000, 20_000)]}
+Json = dict[str, Any]
+
+
+def user(content: str) -> Json:
+    return {"role": "user", "content": content}
 
 
 @pytest.fixture
@@ -34,57 +46,85 @@ async def recorder(database: Database) -> AsyncIterator[Recorder]:
         yield running
 
 
-def start(call_id: str, request: dict[str, Any], rollout_id: str = "r", agent: str | None = None) -> CallStart:
-    return CallStart(call_id, RolloutName(rollout_id, "t", agent), "chat/completions", "m", 0, request, 1.0)
-
-
-def end(call_id: str, prompt: tuple[int, ...] = (), answer: tuple[int, ...] = (), **more: Any) -> CallEnd:
-    choice = Choice(0, answer, tuple(-0.5 for _ in answer), "stop")
-    return CallEnd(call_id, more.pop("rollout_id", "r"), "ok", {"id": call_id}, 200, prompt, (choice,), **more)
-
-
-async def test_a_large_request_is_deleted_with_its_rollout(database: Database, recorder: Recorder) -> None:
-    request = {"model": "m", "messages": [{"role": "user", "content": "ä" * 100_000}]}
-    await recorder.start(start("c", request))
-    await recorder.end(end("c", (1, 2)))
-    (call,) = await Store(database).calls.of("r")
-    assert call.request == request
-    await Store(database).rollouts.end("r", "completed", None)
-    await Store(database).rollouts.delete("r")
-    for table in ("calls", "large_requests"):
-        assert await database.all(f"SELECT * FROM {table}") == []
+def start(call_id: str, messages: Sequence[Json], rollout_id: str = "r", **more: Any) -> CallStart:
+    request = {"messages": messages}
+    return CallStart(call_id, RolloutName(rollout_id), "chat/completions", "m", 0, request, 1.0)._replace(**more)
 
 
 async def test_a_record_that_cannot_be_stored_fails_alone(database: Database, recorder: Recorder) -> None:
-    await recorder.start(start("twice", {"messages": []}))
+    await recorder.start(start("twice", []))
     names = ["a", "twice", "b"]
-    results = await asyncio.gather(
-        *(recorder.start(start(name, {"messages": []})) for name in names), return_exceptions=True
-    )
+    results = await asyncio.gather(*(recorder.start(start(name, [])) for name in names), return_exceptions=True)
     assert [type(result) for result in results] == [type(None), StoreUnavailable, type(None)]
     assert {c.call_id for c in await Store(database).calls.of("r")} == {"twice", "a", "b"}
 
 
-async def test_a_retry_reads_what_it_may_repeat_alone(
+# What is kept of recent calls
+
+
+def chats(tools: Json) -> Iterator[tuple[str, Json]]:
+    """Conversations whose tools are the same at every turn, and short questions."""
+    for i in range(60):
+        messages = [user(f"question {i}")]
+        for turn in range(8):
+            yield f"r{i}", {"tools": [tools], "messages": [*messages]}
+            messages += [{"role": "assistant", "content": None}, user(f"{turn} " * 100)]
+    for i in range(60, 4000):
+        yield f"r{i}", {"messages": [user(f"hello {i}")]}
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_what_is_kept_is_what_is_counted(large: bool) -> None:
+    """Token ids in prompts, or texts and tools."""
+    recent, properties = RecentCalls(BOUND, 4), {f"argument {n}": {"type": "string"} for n in range(400)}
+    calls = chats({"function": {"name": "f", "parameters": properties}})
+    tracemalloc.start()
+    for n, (rollout_id, body) in enumerate(((f"r{i}", PROMPT) for i in range(30)) if large else calls):
+        text = orjson.dumps(body)
+        begun = CallStart(f"c{n}", RolloutName(rollout_id), "chat/completions", "m", 0, orjson.loads(text), 1.0)
+        recent.add(rollout_id, _prepared(begun, recent.of(rollout_id))[2])
+        recent.ended(CallEnd(f"c{n}", rollout_id, "ok", {}, 200, (1, 2, 3), (Choice(0, ()),)))
+    del text, body, begun
+    there, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert BOUND / 2 < recent._calls.size <= BOUND
+    assert 0.4 * recent._calls.size < there < 1.2 * recent._calls.size + 100_000
+    for i in range(4000):
+        recent.forget(f"r{i}")
+    assert recent._calls.size == 0
+
+
+async def test_of_what_another_worker_answers_each_new_call_is_read_once(
     database: Database, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    earlier = 40
-    messages = [{"role": "user", "content": f"{n}" * 200} for n in range(earlier)]
-    for n in range(earlier):
-        await recorder.start(start(f"c{n}", {"messages": messages[: n + 1]}))
-        await recorder.end(end(f"c{n}")._replace(status="ok" if n + 1 < earlier else "error"))
-    run, rows = database.all, list[list[str]]()
+    messages, prompt = [user("hi")], (1,)
+    async with Recorder(Store(database), merged=False) as others:
 
-    async def counted(sql: str, params: Any = None) -> Any:
-        found = await run(sql, params)
-        rows.append([row["call_id"] for row in found])
-        return found
+        async def turn(n: int) -> None:
+            nonlocal messages, prompt
+            by, said = (recorder, others)[n % 2], {"role": "assistant", "content": f"answer {n}"}
+            await by.start(start(f"c{n}", messages))
+            response = {"choices": [{"index": 0, "message": said}]}
+            await by.end(CallEnd(f"c{n}", "r", "ok", response, 200, prompt, (Choice(0, (n + 2,), (-1.0,), "stop"),)))
+            messages, prompt = [*messages, said, user("more")], (*prompt, n + 2, 1)
 
-    monkeypatch.setattr(database, "all", counted)
-    await recorder.start(start("retry", {"messages": messages})._replace(is_retry=True))
-    assert rows == [[f"c{earlier - 1}"]] * 2
-    monkeypatch.undo()
-    assert (await Store(database).calls.of("r"))[-2].superseded_by == "retry"
+        for n in range(40):
+            await turn(n)
+        recent = History(Store(database), lambda call, known: call.request)
+        await earlier_turn(recent, "r", {"messages": messages})
+        run, rows = database.all, list[int]()
+
+        async def counted(sql: str, params: Any = None) -> Any:
+            found = await run(sql, params)
+            rows.append(len(found))
+            return found
+
+        monkeypatch.setattr(database, "all", counted)
+        for n in range(40, 46):
+            await turn(n)
+            found = await earlier_turn(recent, "r", {"messages": messages})
+            assert (found.ids.tolist(), found.messages) == ([*prompt[:-1]], messages[:-2])
+        assert rows == [1] * 6
 
 
 @pytest.mark.sqlite

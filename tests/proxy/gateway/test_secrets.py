@@ -29,8 +29,6 @@ CALL = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 # What servers answer, and the status that the agent gets.
 ANSWERS = [
     (b"HTTP/1.1 nonsense\r\n\r\n", 502),
-    (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 9\r\n\r\n{}", 502),
-    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 502),
     (b"", 502),
     (b"HTTP/1.1 307 Moved\r\nLocation: /other?key=%s\r\nContent-Length: 0\r\n\r\n" % KEY.encode(), 307),
     (b"HTTP/1.1 404 Not Found\r\nContent-Length: 61\r\n\r\nno route ?key=%s" % KEY.encode().ljust(47), 404),
@@ -127,16 +125,6 @@ def test_only_what_may_be_the_keys_beginning_is_held_back(key: str, data: bytes)
     assert KeyMask(key).feed(event) == event.replace(key.encode(), b"*" * len(key)), "no event ever waits"
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
-)
-
-
-@given(VALUES)
-def test_what_holds_no_secret_is_left_alone(value: Any) -> None:
-    assert Redactor(RedactConfig(secrets=True)).value(value, "request") is value
-
-
 def test_secrets_are_found_behind_an_escape_and_our_own_keys_are_secrets() -> None:
     redactor = Redactor(RedactConfig(secrets=True), ["a configured key", "short"])
     for text in ("a\\nsk-", 'x="sk-', "?key=%20sk-", "\\u000ask-", "key:sk-", "(sk-"):
@@ -145,10 +133,7 @@ def test_secrets_are_found_behind_an_escape_and_our_own_keys_are_secrets() -> No
     for key in (*map(new_key, ("agent", "admin", "rollout")), "a configured key", f"lpk-whatever-{'x1' * 20}"):
         assert redactor.text(f"key={key}.") == f"key={MASK}."
     assert redactor.text("in short") == "in short"
-
-
-def test_what_is_nested_too_deeply_is_not_stored_at_all() -> None:
     deep: Any = "zzz"
     for _ in range(5000):
         deep = [deep]
-    assert Redactor(RedactConfig(patterns=["zzz"])).value(deep, "response") == MASK
+    assert Redactor(RedactConfig(patterns=["zzz"])).value(deep, "response") == MASK, "too deep: not stored at all"

@@ -13,17 +13,17 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import lightning_proxy
+from contract.system import listening
+from contract.vllm import PlayedVllm
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from support.paths import TOPS
 from support.sections import PolicyConfig
-from support.served import answer_slowly, models, proxy_of
+from support.served import proxy_of
 
 ROOT = Path(lightning_proxy.__file__).parent
 
@@ -89,32 +89,19 @@ NAMED = {"X-Rollout-Id": "r1"}
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 SENT: dict[str, tuple[str, dict[str, Any]]] = {
     "call": ("/v1/chat/completions", CHAT),
-    "stream": ("/v1/chat/completions", CHAT | {"stream": True, "pause_s": 0.0}),
+    "stream": ("/v1/chat/completions", CHAT | {"stream": True}),
     "reward": ("/reward", {"rollout_id": "r1", "reward": 1.0}),
     "responses": ("/v1/responses", {"model": "policy", "input": "hi"}),
 }
 
 
-async def answer(request: web.Request) -> web.StreamResponse:
-    if (await request.json()).get("stream"):
-        return await answer_slowly(request)
-    logprobs = {"content": [{"token": "x", "logprob": -0.5}]}
-    choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
-    told = {"id": "chatcmpl-1", "created": 1, "model": "base", "prompt_token_ids": [1, 2]}
-    usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
-    return web.json_response(told | {"choices": [choice | {"token_ids": [7], "logprobs": logprobs}], "usage": usage})
-
-
 @pytest.fixture
 async def agent(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
-    app = web.Application()
-    app.router.add_get("/v1/models", models)
-    app.router.add_post("/v1/chat/completions", answer)
-    async with TestServer(app) as upstream:
+    async with listening(PlayedVllm(tmp_path).app) as upstream:
         config = Config(
             store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
             policy=PolicyConfig(publish="merged"),  # as `auto` is without a GPU
-            upstreams=[UpstreamConfig(name="vllm", kind="vllm", base_url=str(upstream.make_url("/v1")))],
+            upstreams=[UpstreamConfig(name="vllm", kind="vllm", base_url=f"{upstream}/v1")],
         )
         async with proxy_of(config, marking) as url, aiohttp.ClientSession(url, headers=NAMED) as session:
             yield session
@@ -123,14 +110,12 @@ async def agent(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
 async def walk_of(agent: aiohttp.ClientSession, what: str, *, others: bool = False) -> Walk:
     """The walk of a request that is the second of its kind: the first fills caches. `others`: what other tasks run."""
     path, body = SENT[what]
-    for walked in (False, True):
+    for _ in range(2):
         with walking(others=others) as walk:
             async with agent.post(path, json=body) as answer:
                 assert answer.status < 300, await answer.text()
                 await answer.read()
-        if walked:
-            return walk
-    raise AssertionError
+    return walk
 
 
 def told(heading: str) -> list[str]:
@@ -140,22 +125,20 @@ def told(heading: str) -> list[str]:
     return re.findall(r"^\d+\. `([^`]+\.py)`:", section, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("what", "heading"), [("call", "The way of a call"), ("reward", "The way of a reward")])
-async def test_a_walk_names_the_files_that_run_in_order(agent: aiohttp.ClientSession, what: str, heading: str) -> None:
-    if what == "reward":
-        await walk_of(agent, "call")  # opens the rollout
-    walk = await walk_of(agent, what)
-    assert told(heading) == walk.files, walk.listing()
-    assert len(walk.files) <= MOST[what]
-
-
 @pytest.mark.parametrize(
-    ("what", "heading"), [("stream", "What a stream adds"), ("responses", "What a Responses call adds")]
+    ("what", "heading"),
+    [
+        ("call", "The way of a call"),
+        ("reward", "The way of a reward"),
+        ("stream", "What a stream adds"),
+        ("responses", "What a Responses call adds"),
+    ],
 )
-async def test_other_calls_add_the_files_that_are_named(agent: aiohttp.ClientSession, what: str, heading: str) -> None:
-    call, other = await walk_of(agent, "call"), await walk_of(agent, what)
-    assert told(heading) == [file for file in other.files if file not in call.files], other.listing()
-    assert len(other.files) <= MOST[what]
+async def test_a_walk_names_the_files_that_run_in_order(agent: aiohttp.ClientSession, what: str, heading: str) -> None:
+    call, walk = await walk_of(agent, "call"), await walk_of(agent, what)
+    named = [file for file in walk.files if "adds" not in heading or file not in call.files]
+    assert told(heading) == named, walk.listing()
+    assert len(walk.files) <= MOST[what]
 
 
 async def test_the_writer_runs_what_a_record_adds(agent: aiohttp.ClientSession) -> None:

@@ -1,4 +1,4 @@
-"""The proxy as processes: workers over one store, killed under load, and a proxy that is asked to stop."""
+"""The proxy as processes: workers that are killed, a proxy that is asked to stop, and connections that ask nothing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,30 @@ import contextlib
 import itertools
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 import yaml
 
+from lightning_proxy.core.errors import Overloaded
+from lightning_proxy.proxy.gateway import server
+from lightning_proxy.proxy.gateway.asgi import Memory
+from lightning_proxy.proxy.gateway.server import calls_at_once
 from support.served import Client, Proxy, proxy_in_front, settled, workers
+
+CHAT = "/v1/chat/completions"
+QUICK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+SLOW = QUICK | {"stream": True, "pause_s": 1}  # between chunks, of which there are four
+FILES = 192
 
 
 @asynccontextmanager
@@ -38,7 +50,7 @@ async def test_a_killed_worker_has_lost_no_answer_another_takes_its_place_and_me
     async with two_workers(tmp_path) as proxy:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)  # so each call goes to a worker of its own
         async with aiohttp.ClientSession(connector=connector) as session:
-            client = Client(proxy, "c")
+            client = Client(proxy)
             await asyncio.gather(*(client.turn(session, f"r{i}", stream=False) for i in range(40)))
             for _ in range(6):
                 async with session.get(proxy.url + "/metrics") as answer:
@@ -51,7 +63,7 @@ async def test_a_killed_worker_has_lost_no_answer_another_takes_its_place_and_me
                     with contextlib.suppress(aiohttp.ClientError):
                         await talker.turn(session, rollout_id, stream=turn % 2 == 0)
 
-            talkers = [Client(proxy, f"t{i}") for i in range(12)]
+            talkers = [Client(proxy) for _ in range(12)]
             working = [asyncio.create_task(work(talker, f"shared-{i % 4}")) for i, talker in enumerate(talkers)]
             await asyncio.sleep(1)
             killed = min(workers(proxy))
@@ -75,8 +87,7 @@ async def test_workers_end_with_their_supervisor_however_it_ends_and_leave_the_p
     async with two_workers(tmp_path) as proxy, aiohttp.ClientSession() as session:
         assert proxy.process is not None
         for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
-            body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True, "pause_s": 1}
-            async with session.post(f"{proxy.url}/rollouts/long/v1/chat/completions", json=body) as answer:
+            async with session.post(f"{proxy.url}/rollouts/long{CHAT}", json=SLOW) as answer:
                 await answer.content.readany()  # it is under way
                 left = workers(proxy)
                 await proxy.end(number)
@@ -101,33 +112,26 @@ def test_workers_that_cannot_start_end_the_proxy_with_an_error(tmp_path: Path) -
 
 # Asked to stop
 
-PAUSE_S = 0.8  # between the tokens of an answer, of which there are five
 
-
-async def answer(proxy: Proxy, session: aiohttp.ClientSession) -> aiohttp.ClientResponse:
+async def begun(proxy: Proxy, session: aiohttp.ClientSession) -> aiohttp.ClientResponse:
     """An answer that has begun."""
-    body = {"model": "policy", "stream": True, "pause_s": PAUSE_S, "messages": [{"role": "user", "content": "hi"}]}
-    begun = await session.post(f"{proxy.url}/v1/chat/completions", json=body)
-    await begun.content.readany()
-    return begun
+    answer = await session.post(proxy.url + CHAT, json=SLOW)
+    await answer.content.readany()
+    return answer
 
 
-async def refused(proxy: Proxy) -> None:
-    """Ask for readiness until nobody listens any more."""
-    while True:
+async def ask_to_stop(process: asyncio.subprocess.Process, number: signal.Signals, url: str = "") -> None:
+    """And wait until nobody listens at the address any more."""
+    process.send_signal(number)
+    while url:
         async with aiohttp.ClientSession() as session:
             try:
-                async with session.get(f"{proxy.url}/readyz"):
+                async with session.get(f"{url}/readyz"):
                     await asyncio.sleep(0.02)
             except aiohttp.ClientConnectorError:
                 return
             except aiohttp.ClientError:  # the connection was there just before
                 continue
-
-
-def ask_to_stop(proxy: Proxy, number: signal.Signals) -> None:
-    assert proxy.process is not None
-    proxy.process.send_signal(number)
 
 
 async def test_an_answer_that_takes_longer_is_said_and_cut_off(
@@ -136,11 +140,12 @@ async def test_an_answer_that_takes_longer_is_said_and_cut_off(
     async with proxy_in_front(tmp_path) as proxy, aiohttp.ClientSession() as session:
         proxy.set("proxy", stop_timeout_s=0.2)
         await proxy.start()
-        begun = await answer(proxy, session)
-        ask_to_stop(proxy, signal.SIGTERM)
+        answer = await begun(proxy, session)
+        assert proxy.process is not None
+        await ask_to_stop(proxy.process, signal.SIGTERM)
         with pytest.raises(aiohttp.ClientPayloadError):
-            await begun.read()
-        assert proxy.process is not None and await proxy.process.wait() == 0
+            await answer.read()
+        assert await proxy.process.wait() == 0
         assert proxy.rows("SELECT status FROM calls") == [("cancelled",)]
     told = capfd.readouterr().err
     assert "stopping: 1 call is under way, for at most 0.2 s more" in told
@@ -156,14 +161,130 @@ async def test_a_second_ctrl_c_ends_it_now(
     async with proxy_in_front(tmp_path) as proxy, aiohttp.ClientSession() as session:
         proxy.set("proxy", workers=workers, stop_timeout_s=600)
         await proxy.start()
-        begun = await answer(proxy, session)
+        answer = await begun(proxy, session)
+        assert proxy.process is not None
         for _ in range(2):
-            ask_to_stop(proxy, signal.SIGINT)
-            await refused(proxy)
+            await ask_to_stop(proxy.process, signal.SIGINT, proxy.url)
         with pytest.raises(aiohttp.ClientError):
-            await begun.read()
-        assert proxy.process is not None and await proxy.process.wait() == 0
+            await answer.read()
+        assert await proxy.process.wait() == 0
         await proxy.start()
         await proxy.end(signal.SIGTERM)
         assert proxy.rows("SELECT status FROM calls") == [(status,)]
     assert "Traceback" not in capfd.readouterr().err
+
+
+# Connections that ask nothing and bodies that wait never take what calls need.
+
+
+@asynccontextmanager
+async def scarce(directory: Path, soft: int = FILES, more: Any = None, **access: Any) -> AsyncIterator[Proxy]:
+    async with proxy_in_front(directory) as proxy:
+        proxy.set("proxy", **access)
+        proxy.config.write_text(yaml.safe_dump(yaml.safe_load(proxy.config.read_text()) | (more or {})))
+        await proxy.start(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, FILES)))
+        yield proxy
+        await proxy.end(signal.SIGTERM)
+
+
+async def silent(port: int, count: int, stack: contextlib.AsyncExitStack, sent: bytes = b"") -> None:
+    for _ in range(count):
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(sent)
+
+
+async def test_calls_are_answered_whatever_silent_connections_there_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with scarce(tmp_path, soft=128) as proxy, aiohttp.ClientSession() as session:
+        assert f"{calls_at_once(FILES)} calls at once: {FILES} files may be open (ulimit -Hn)" in capfd.readouterr().err
+        url = proxy.url + CHAT
+        for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"):
+            async with contextlib.AsyncExitStack() as stack:
+                streams = [session.post(url, json=SLOW) for _ in range(20)]
+                begun = [await stream for stream in streams]
+                await silent(proxy.port, 2 * FILES, stack, sent)
+                for _ in range(5):
+                    async with aiohttp.ClientSession() as new, new.post(url, json=QUICK) as answer:
+                        assert answer.status == 200, await answer.text()
+                assert all([(await answer.read()).rstrip().endswith(b"[DONE]") for answer in begun])
+
+
+async def test_as_many_streams_work_at_once_as_the_start_says_and_others_are_told_to_wait(tmp_path: Path) -> None:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # none that the server closes meanwhile
+    async with scarce(tmp_path) as proxy, aiohttp.ClientSession(connector=connector) as session:
+        url, most = proxy.url + CHAT, calls_at_once(FILES)
+        streams = [await session.post(url, json=SLOW) for _ in range(most)]
+        async with session.post(url, json=QUICK) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+            assert "open files" in (await refused.json())["error"]["message"]
+        async with session.get(f"{proxy.url}/healthz") as alive:
+            assert alive.status == 200
+        whole = [(await answer.read()).rstrip().endswith(b"[DONE]") for answer in streams]
+        assert {answer.status for answer in streams} == {200} and all(whole)
+        async with session.post(url, json=QUICK) as answer:
+            assert answer.status == 200
+
+
+async def test_a_head_that_does_not_come_ends_its_connection(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with running(tmp_path) as system:
+        port = int(system.url.rsplit(":", 1)[1])
+        for first, then, answers in (
+            (b"", b"", []),
+            (b"\r\n", b"", []),
+            (whole[:20], whole[20:24], [b"408"]),
+            (whole + whole[:20], b"", [b"200", b"408"]),
+            (whole, b"\r\n", [b"200"]),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(first)
+            got = await reader.readuntil(b"}") if first.startswith(whole) else b""
+            writer.write(then)
+            got += await asyncio.wait_for(reader.read(), 20)
+            assert [part.split()[0] for part in got.split(b"HTTP/1.1 ")[1:]] == answers, first
+            writer.close()
+
+
+async def test_preflights_at_a_server_that_hangs_and_answers_that_nobody_reads_take_no_places(tmp_path: Path) -> None:
+    asks = b"OPTIONS /v1/models HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\n"
+    asks += b"Access-Control-Request-Method: GET\r\n\r\n"
+    unread = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as hangs, contextlib.ExitStack() as peers:
+        upstream = {"name": "hangs", "kind": "openai", "base_url": f"http://127.0.0.1:{hangs.getsockname()[1]}/v1"}
+        scarcely = scarce(tmp_path, more={"upstreams": [upstream]}, api_keys=["k" * 20])
+        async with scarcely as proxy, contextlib.AsyncExitStack() as stack:
+            await silent(proxy.port, calls_at_once(FILES) + 5, stack, asks)
+            await asyncio.sleep(2)
+            for _ in range(calls_at_once(FILES) + 5):
+                peer = peers.enter_context(socket.socket())
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                await asyncio.to_thread(peer.connect, ("127.0.0.1", proxy.port))
+                peer.send(unread)
+            for _ in range(15):
+                headers = {"x-api-key": "k" * 20}
+                async with aiohttp.ClientSession() as new, new.get(f"{proxy.url}/rollouts", headers=headers) as answer:
+                    assert answer.status == 200, await answer.text()
+                await asyncio.sleep(0.2)
+
+
+async def test_no_memory_is_lost_by_those_who_give_up() -> None:
+    memory = Memory(100, 100, wait_s=0.05)
+    with memory.loan("all") as lent, memory.loan("late") as late:
+        await lent.grow(100)
+        with pytest.raises(Overloaded):
+            await late.grow(50)
+    for cancelled_first in (True, False):
+        with memory.loan("all") as lent, memory.loan("leaves") as leaves:
+            await lent.grow(100)
+            leaving = asyncio.create_task(leaves.grow(50))
+            await asyncio.sleep(0.01)
+            for cancels in (cancelled_first, not cancelled_first):  # its turn comes at the very moment
+                leaving.cancel() if cancels else lent.shrink()
+            await asyncio.wait([leaving])
+            assert leaving.cancelled() and leaves.size == 0
