@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,30 +31,28 @@ async def replicated(running: Any, tmp_path: Path, publish: str) -> AsyncIterato
         yield system, PlayedVllm(tmp_path), port
 
 
-async def until(condition: Any) -> None:
+async def second_is(system: Any, state: str) -> None:
+    """Wait until the proxy knows it."""
     async with asyncio.timeout(20):
-        while not await condition():
+        while ("policy, server 2 of 2" in (await system.call("GET", "/readyz"))[1].get("down", [])) != (
+            state == "down"
+        ):
             await asyncio.sleep(0.02)
-
-
-def down(system: Any) -> Any:
-    async def is_down() -> bool:
-        return "policy, server 2 of 2" in (await system.call("GET", "/readyz"))[1].get("down", [])
-
-    return is_down
-
-
-def up(system: Any, port: int) -> Any:
-    async def is_up() -> bool:
-        return not await down(system)()
-
-    return is_up
 
 
 async def answers(system: Any, rollouts: list[str] = ROLLOUTS, **headers: str) -> set[tuple[int, str]]:
     """Status and text of a call of each rollout."""
     found = [await system.chat(rollout, **headers) for rollout in rollouts]
     return {(status, answer["choices"][0]["message"]["content"] if status == 200 else "") for status, answer in found}
+
+
+async def answers_until(system: Any, done: Callable[[], Any], *rollouts: str, **headers: str) -> set[tuple[int, str]]:
+    """What is answered, to these rollouts too, until it is done."""
+    seen = set[tuple[int, str]]()
+    async with asyncio.timeout(20):
+        while not done():
+            seen |= await answers(system, [*rollouts, *ROLLOUTS], **headers)
+    return seen
 
 
 async def promote(system: Any, directory: Path) -> int:
@@ -76,18 +73,11 @@ async def test_a_version_goes_live_on_every_replica_and_one_that_missed_it_answe
         return f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
 
     async with replicated(running, tmp_path, publish) as (system, second, port):
-        await until(down(system))
+        await second_is(system, "down")
         served = await promoted(system)
         assert await answers(system) == {(200, served)}
         async with listening(second.app, port):
-            seen: set[tuple[int, str]] = set()
-
-            async def is_asked() -> bool:
-                seen.update(await answers(system))
-                return bool(second.requests)
-
-            await until(is_asked)
-            assert seen == {(200, served)}
+            assert await answers_until(system, lambda: second.requests) == {(200, served)}
             assert (await system.call("GET", "/readyz"))[1] == {"status": "ready", "store": "ok", "upstream": "ok"}
             for server in (system.vllm, second):
                 server.requests.clear()
@@ -95,30 +85,24 @@ async def test_a_version_goes_live_on_every_replica_and_one_that_missed_it_answe
             assert await answers(system, [f"new{i}" for i in range(30)]) == {(200, served)}
             assert system.vllm.requests and second.requests
             assert (system.vllm.paused, second.paused) == (False, False)
-        await until(down(system))
+        await second_is(system, "down")
         assert await answers(system, [f"new{i}" for i in range(30)]) == {(200, served)}
 
 
 async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too(running: Any, tmp_path: Path) -> None:
     async with replicated(running, tmp_path, "lora") as (system, second, port):
         async with listening(second.app, port):
-            await until(up(system, port))
+            await second_is(system, "up")
             async with system.store() as store:
                 versions = [await system.earlier_version(store, tmp_path) for _ in range(3)]
             for version, rollout in zip(versions, ("old", "kept", "new"), strict=True):
                 assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
                 assert (await system.chat(rollout))[0] == 200
             await system.call("POST", "/rollouts/old/end", {"status": "completed"})
-        await until(down(system))
+        await second_is(system, "down")
         again = PlayedVllm(tmp_path)
         async with listening(again.app, port):
-            seen: set[tuple[int, str]] = set()
-
-            async def is_asked() -> bool:
-                seen.update(await answers(system, ["kept"]) | await answers(system))
-                return bool(again.requests)
-
-            await until(is_asked)
+            seen = await answers_until(system, lambda: again.requests, "kept")
             assert set(again.adapters) == {"policy-v2", "policy-v3"}, "none for a rollout that has ended"
             assert seen == {(200, f"by policy-v{version} with {tmp_path.name}") for version in (2, 3)}
 
@@ -127,7 +111,7 @@ async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_o
     running: Any, tmp_path: Path
 ) -> None:
     async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
-        await until(up(system, port))
+        await second_is(system, "up")
         assert len(await answers(system)) == 1
         async with system.store() as store, operator_session() as session:
             version = await system.earlier_version(store, tmp_path)
@@ -141,7 +125,7 @@ async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_o
 
 async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path: Path) -> None:
     async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
-        await until(up(system, port))
+        await second_is(system, "up")
         before = await answers(system)
         async with system.store() as store:
             version = await system.earlier_version(store, tmp_path)
@@ -150,17 +134,14 @@ async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path
         assert (status, "collective_rpc" in answer["error"]["message"]) == (502, True)
         assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
         second.refuses = {}
-
-        async def both_go_on() -> bool:
-            return not system.vllm.paused and not second.paused
-
-        await until(both_go_on)
+        async with asyncio.timeout(20):
+            while system.vllm.paused or second.paused:
+                await asyncio.sleep(0.02)
         assert await answers(system) == before
 
 
-@pytest.mark.parametrize("servers", [1, 2])
 async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, seen = VllmServer.load_weights, set[int]()
 
@@ -169,13 +150,8 @@ async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
         await asyncio.sleep(0.5)
         await load(server, path)
 
-    async with contextlib.AsyncExitStack() as stack:
-        if servers == 1:
-            system = await stack.enter_async_context(running(tmp_path, publish="merged"))
-        else:
-            system, second, port = await stack.enter_async_context(replicated(running, tmp_path, "merged"))
-            await stack.enter_async_context(listening(second.app, port))
-            await until(up(system, port))
+    async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
+        await second_is(system, "up")
         assert (await system.chat("r"))[0] == 200
         async with system.store() as store:
             version = await system.earlier_version(store, tmp_path)
@@ -193,7 +169,7 @@ async def test_agents_are_answered_by_verified_weights_while_others_are_being_ve
 ) -> None:
     monkeypatch.setattr("lightning_proxy.serving.swap.LEAVE_S", 2.5)
     async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
-        await until(up(system, port))
+        await second_is(system, "up")
         async with system.store() as store, operator_session() as session:
             version = await store.versions.get(await system.earlier_version(store, tmp_path))
             swap = Swap(
@@ -208,23 +184,16 @@ async def test_agents_are_answered_by_verified_weights_while_others_are_being_ve
                 checked.append(await answers(system))
                 assert len(asked.requests) == before, "a server is asked while its weights are not verified"
 
-            calls = asyncio.create_task(_answers_until_done(system, checked))
+            calls = asyncio.create_task(answers_until(system, lambda: len(checked) == 2))
             await swap.roll(version, 1, expected=0, check=check)
             seen = await calls
             assert checked == [{old}, {new}]
             assert seen <= {old, new}, "no call fails, and none waits for the end"
             assert await answers(system) == {new}
             assert (await store.versions.live()).verified
-            await until(up(system, port))
+            await second_is(system, "up")
             assert await answers(system) == {new}
             assert second.requests and system.vllm.requests
-
-
-async def _answers_until_done(system: Any, checked: list[Any]) -> set[tuple[int, str]]:
-    seen: set[tuple[int, str]] = set()
-    while len(checked) < 2:
-        seen |= await answers(system)
-    return seen
 
 
 # Behind a router
@@ -236,9 +205,13 @@ class Router:
     def __init__(self, urls: list[str], session: aiohttp.ClientSession) -> None:
         self.urls, self._session = urls, session
         self.sessions: dict[str, list[str]] = {}  # the servers that answered, by the header
+        self.said: Any = None  # a 404, in place of an answer
 
     async def __call__(self, request: web.Request) -> web.Response:
         name, body = request.headers.get("X-Session-Id", "none"), await request.read()
+        if self.said:
+            self.sessions.setdefault(name, []).append("")
+            return web.json_response(self.said, status=404)
         first = sum(name.encode()) % len(self.urls)
         for url in (self.urls[first], self.urls[1 - first]):
             try:
@@ -253,8 +226,7 @@ class Router:
 @asynccontextmanager
 async def routed(running: Any, tmp_path: Path) -> AsyncIterator[tuple[Any, Router, list[PlayedVllm], int]]:
     """A proxy before a router before two servers, of which only the first runs; the port of the other."""
-    servers, later = [PlayedVllm(tmp_path), PlayedVllm(tmp_path)], free_port()
-    first = free_port()
+    servers, first, later = [PlayedVllm(tmp_path), PlayedVllm(tmp_path)], free_port(), free_port()
     async with listening(servers[0].app, first), aiohttp.ClientSession() as session:
         urls = [f"http://127.0.0.1:{port}/v1" for port in (first, later)]
         async with running(tmp_path, publish="lora", behind=urls) as system:
@@ -262,45 +234,26 @@ async def routed(running: Any, tmp_path: Path) -> AsyncIterator[tuple[Any, Route
             yield system, router, servers, later
 
 
-async def test_behind_a_router_a_version_goes_to_every_server_and_a_rollout_keeps_to_one(
+async def test_behind_a_router_a_server_that_joins_gets_the_version_no_call_fails_and_a_rollout_keeps_to_one(
     running: Any, tmp_path: Path
 ) -> None:
-    async with routed(running, tmp_path) as (system, router, servers, port), listening(servers[1].app, port):
-        version = await promote(system, tmp_path)
-        for _ in range(2):
-            assert await answers(system, X_Session_Id="the agent's own") == {
-                (200, f"by policy-v{version} with {tmp_path.name}")
-            }
-        assert [set(server.adapters) for server in servers] == [{f"policy-v{version}"}] * 2
-        assert system.vllm.adapters == {}, "the router is no model server"
-        assert router.sessions.keys() == set(ROLLOUTS)
-        assert {len(set(urls)) for urls in router.sessions.values()} == {1}
-        assert len({urls[0] for urls in router.sessions.values()}) == 2
-
-
-async def test_a_server_that_joins_later_gets_the_version_and_no_call_fails_meanwhile(
-    running: Any, tmp_path: Path
-) -> None:
-    async def has_version(server: PlayedVllm, version: int) -> None:
-        async with asyncio.timeout(20):
-            while set(server.adapters) != {f"policy-v{version}"}:
-                await asyncio.sleep(0.02)
-
-    async with routed(running, tmp_path) as (system, _, servers, port):
+    own = {"X_Session_Id": "the agent's own"}
+    async with routed(running, tmp_path) as (system, router, servers, port):
         version = await promote(system, tmp_path)
         served = {(200, f"by policy-v{version} with {tmp_path.name}")}
-        assert await answers(system, X_Session_Id="the agent's own") == served
+        assert await answers(system, **own) == served
         assert "policy, server 3 of 3" in (await system.call("GET", "/readyz"))[1]["down"]
-        async with listening(servers[1].app, port):
-            seen: set[tuple[int, str]] = set()
-            while not servers[1].adapters or servers[1].requests == []:
-                seen |= await answers(system, X_Session_Id="the agent's own")
-            assert seen == served
-            await has_version(servers[1], version)
-        again = PlayedVllm(tmp_path)  # it has forgotten everything
-        async with listening(again.app, port):
-            assert await answers(system, X_Session_Id="the agent's own") == served
-            await has_version(again, version)
+        for joins in (servers[1], PlayedVllm(tmp_path)):  # the same server, started again, has forgotten everything
+            async with listening(joins.app, port):
+                seen = await answers_until(system, lambda joins=joins: joins.adapters and joins.requests, **own)
+                assert (seen, set(joins.adapters)) == (served, {f"policy-v{version}"})
+                router.sessions.clear()
+                for _ in range(2):
+                    assert await answers(system, **own) == served
+                assert router.sessions.keys() == set(ROLLOUTS)
+                assert {len(set(urls)) for urls in router.sessions.values()} == {1}
+                assert len({urls[0] for urls in router.sessions.values()}) == 2
+        assert system.vllm.adapters == {}, "the router is no model server"
 
 
 async def test_what_is_not_found_behind_a_router_is_waited_for_only_if_it_is_a_version_of_the_policy(
@@ -317,15 +270,9 @@ async def test_what_is_not_found_behind_a_router_is_waited_for_only_if_it_is_a_v
             ({"error": {"message": "The model `policy-v1` does not exist."}}, 1 + attempts.JOIN_TRIES),
             ({"detail": "Not Found"}, 1),
         ):
-            asked = list[web.Request]()
-
-            async def not_found(request: web.Request) -> web.Response:
-                asked.append(request)  # noqa: B023
-                return web.json_response(said, status=404)  # noqa: B023
-
-            system.vllm.odd = not_found
+            router.said = said
             assert (await system.chat("s"))[0] == 404
-            assert len(asked) == tries
+            assert len(router.sessions.pop("s")) == tries
 
 
 def test_a_router_that_cannot_work_is_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -22,13 +21,14 @@ from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.command_line import lightning
 from support.models import save_small_model
+from support.served import saved_version
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-def told(config: Config, publish: str) -> Config:
-    """The configuration with another way to publish."""
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"publish": publish})})
+def told(config: Config, **policy: Any) -> Config:
+    """The configuration with other keys of its policy."""
+    return config.model_copy(update={"policy": config.policy.model_copy(update=policy)})
 
 
 async def decided_on(gpu: bool, config: Config, store: Store, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -38,14 +38,6 @@ async def decided_on(gpu: bool, config: Config, store: Store, monkeypatch: pytes
         return await decide(config, store, "trainer")
 
 
-async def published(store: Store, as_what: Any, directory: Path) -> None:
-    number = await store.versions.new(as_what, 1, {})
-    path = directory / f"v{number}"
-    path.mkdir()
-    await store.versions.saved(number, str(path), f"policy-v{number}" if as_what == "lora" else "base")
-    await store.versions.set_live(number, 1, verified=True)
-
-
 async def test_a_proxy_without_a_gpu_serves_what_a_trainer_with_one_publishes(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +45,7 @@ async def test_a_proxy_without_a_gpu_serves_what_a_trainer_with_one_publishes(
     async with running(tmp_path, publish="auto") as system, system.store() as store:
         assert (await system.call("GET", "/policy"))[1]["publish"] == "merged"
         assert await decided_on(True, system.config, store, monkeypatch) == "lora"
-        await published(store, "lora", tmp_path)
+        await store.versions.set_live(await saved_version(store, "lora", tmp_path), 1, verified=True)
         while (await system.call("GET", "/policy"))[1]["publish"] != "lora":
             await asyncio.sleep(0.02)  # the proxy looks every second
         assert (await system.call("GET", "/readyz"))[0] == 200
@@ -67,7 +59,7 @@ async def test_what_one_machine_has_decided_holds_on_another(tmp_path: Path, mon
         store = Store(database)
         assert await decided_on(True, config, store, monkeypatch) == "lora"
         assert await decided_on(False, config, store, monkeypatch) == "lora"
-        assert await decided_on(True, told(config, "merged"), store, monkeypatch) == "merged"
+        assert await decided_on(True, told(config, publish="merged"), store, monkeypatch) == "merged"
         assert await decided_on(True, config, store, monkeypatch) == "merged"
     assert publish_mode(config) == "merged", "vLLM is started as the store says"
     elsewhere = Config.model_validate({"store": {"url": f"sqlite:///{tmp_path}/other.db"}})
@@ -91,9 +83,9 @@ async def test_a_proxy_and_a_trainer_that_were_told_otherwise_say_so(
     running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path, publish="merged") as system, system.store() as store:
-        await decide(told(system.config, "merged"), store, "trainer")
+        await decide(told(system.config, publish="merged"), store, "trainer")
         assert "policy.publish" not in caplog.text
-        await decide(told(system.config, "lora"), store, "trainer")
+        await decide(told(system.config, publish="lora"), store, "trainer")
         (line,) = [r.getMessage() for r in caplog.records if "policy.publish" in r.getMessage()]
         assert line.startswith("policy.publish is lora for this trainer, and merged for the proxy since ")
         while "publish" not in (found := await system.call("GET", "/readyz"))[1]:
@@ -108,33 +100,19 @@ async def test_a_proxy_and_a_trainer_that_were_told_otherwise_say_so(
 
 
 def test_any_card_is_a_gpu_unless_it_is_hidden_from_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for n, (files, visible, expected) in enumerate(
-        [
-            (["nvidia3", "nvidiactl", "nvidia-uvm"], None, True),
-            (["nvidia3"], "3", True),
-            (["nvidia0"], "", False),
-            (["nvidia0"], "-1", False),
-            (["nvidiactl", "nvidia-uvm"], None, False),
-            ([], None, False),
-        ]
-    ):
-        devices = tmp_path / f"{n}"
-        devices.mkdir()
-        for name in files:
-            (devices / name).touch()
-        monkeypatch.setattr(mode, "DEVICES", devices)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert mode.has_gpu() == expected, files
+    monkeypatch.setattr(mode, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert not mode.has_gpu()
+    (tmp_path / "nvidia3").touch()
+    assert mode.has_gpu()
+    for visible, expected in (("3", True), ("", False), ("-1", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert mode.has_gpu() == expected
 
 
 # The base model
-
-
-def of_model(config: Config, model: Path | str | None) -> Config:
-    policy = config.policy.model_copy(update={"model": model and str(model)})
-    return config.model_copy(update={"policy": policy})
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +125,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
     async def train() -> Config:
         async with bench(base, directory, "lora") as b:
-            check_base_model(of_model(b.config, "second"))  # nothing was published yet
+            check_base_model(told(b.config, model="second"))  # nothing was published yet
             await b.groups("t1", "t2")
             loop = b.loop(max_steps=1)
             await loop.run(asyncio.Event(), once=True)
@@ -156,30 +134,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return asyncio.run(train())
 
 
-def test_only_another_model_is_refused(trained: Config, tmp_path: Path) -> None:
+def test_only_another_model_is_refused_whatever_has_become_of_its_checkpoint(trained: Config, tmp_path: Path) -> None:
     check_base_model(trained)
-    check_base_model(of_model(trained, None))
-    check_base_model(of_model(trained, tmp_path / "elsewhere" / "first"))  # moved
+    check_base_model(told(trained, model=None))
+    check_base_model(told(trained, model=str(tmp_path / "elsewhere" / "first")))  # moved
+    second = told(trained, model=str(tmp_path / "second"))
     with pytest.raises(ConfigError, match="trained on .*first: set it back, or start over with another store.url"):
-        check_base_model(of_model(trained, tmp_path / "second"))
+        check_base_model(second)
+    store = tmp_path / "s.db"
+    elsewhere = second.model_copy(update={"store": trained.store.model_copy(update={"url": f"sqlite:///{store}"})})
+    check_base_model(elsewhere)
+    assert not store.exists()
+    store.write_bytes(b"no store")
+    check_base_model(elsewhere)
 
 
 def test_every_command_that_would_use_it_refuses_in_one_line(trained: Config, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    settings = of_model(trained, save_small_model(tmp_path / "second")).model_dump(mode="json")
+    settings = told(trained, model=str(save_small_model(tmp_path / "second"))).model_dump(mode="json")
     settings["vllm"]["port"] = urlsplit(settings["upstreams"][0]["base_url"]).port
     path.write_text(yaml.safe_dump(settings))
     for command in (["serve"], ["train"], ["vllm"], ["up", "--logs", tmp_path / "logs"]):
         code, _, err = lightning("--config", path, *command)
         assert (code, err.count("\n"), "set it back" in err) == (2, 1, True), err
-
-
-def test_a_lost_or_damaged_checkpoint_is_not_what_is_complained_of(trained: Config, tmp_path: Path) -> None:
-    config = trained.model_copy(
-        update={"store": trained.store.model_copy(update={"url": f"sqlite:///{tmp_path}/s.db"})}
-    )
-    check_base_model(of_model(config, "second"))
-    assert not (tmp_path / "s.db").exists()
-    shutil.copy(trained.store.path, tmp_path / "s.db")
-    (tmp_path / "s.db").write_bytes(b"no store")
-    check_base_model(of_model(config, "second"))

@@ -21,26 +21,6 @@ from lightning_proxy.proxy.gateway import routing
 from lightning_proxy.proxy.gateway.routing import LOOK_S, difference
 from lightning_proxy.serving.vllm import VllmError, VllmFault, VllmServer, operator_session
 from lightning_proxy.serving.vllm_worker import RELOAD, TiedHeads
-from lightning_proxy.store.opening import opened
-from lightning_proxy.store.store import Store
-
-
-async def test_once_something_was_published_the_error_says_who_tells_what_is_missing(
-    running: Any, tmp_path: Path
-) -> None:
-    async with running(tmp_path, publish="merged") as system:
-        async with opened(system.config.store) as database:
-            await system.earlier_version(Store(database), tmp_path)
-        system.vllm.refuses["/weight_info"] = 404
-        async with asyncio.timeout(20):
-            while "not possible: vLLM answered 404 to GET /weight_info" not in " ".join(
-                (await system.lightning("status")).stdout.split()
-            ):
-                await asyncio.sleep(0.1)
-            while (await system.call("GET", "/readyz"))[0] != 503:
-                await asyncio.sleep(0.05)
-        status, answer = await system.chat("r")
-        assert status == 503 and "doctor" in answer["error"]["message"]
 
 
 async def test_a_server_that_does_not_list_its_models_serves_the_one_that_is_configured(tmp_path: Path) -> None:
@@ -63,6 +43,9 @@ async def test_a_usage_chunk_that_a_server_sends_unasked_stays(running: Any, tmp
         frames = [*map(json.dumps, chunks), "[DONE]"]
         return web.Response(text="".join(f"data: {frame}\n\n" for frame in frames), content_type="text/event-stream")
 
+    async def usages(system: Any) -> int:
+        return (await raw(system, "POST", "/v1/chat/completions", ASK | {"stream": True}))[1].count('"usage"')
+
     async with running(tmp_path) as system:
         system.vllm.odd = answer
         async with asyncio.timeout(20):
@@ -70,10 +53,6 @@ async def test_a_usage_chunk_that_a_server_sends_unasked_stays(running: Any, tmp
                 await asyncio.sleep(0.1)
         await asyncio.sleep(2 * LOOK_S)
         assert await usages(system) == unasked
-
-
-async def usages(system: Any) -> int:
-    return (await raw(system, "POST", "/v1/chat/completions", ASK | {"stream": True}))[1].count('"usage"')
 
 
 ODD = [

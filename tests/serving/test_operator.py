@@ -27,7 +27,7 @@ from lightning_proxy.serving.operator import (
     operator_headers,
     relay_headers,
 )
-from support.spellings import METHODS, spellings
+from support.fuzzing import METHODS, spellings
 
 OPERATORS = (
     "/pause", "/collective_rpc", "/invocations", "/tokenize", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",

@@ -70,9 +70,7 @@ async def test_a_commit_is_synced_as_the_configuration_says(tmp_path: Path) -> N
             assert row["synchronous"] == level
 
 
-async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(
-    database: SqliteDatabase,
-) -> None:
+async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(database: SqliteDatabase) -> None:
     async def append(db: Transaction) -> int:
         await db.all("INSERT INTO policy_log (version, at) VALUES (0, 1)")
         time.sleep(0.002)  # others come meanwhile
@@ -127,17 +125,6 @@ async def test_a_store_that_another_process_has_locked_does_not_stall_the_event_
         await database.commit([(AT, [{"at": 2}])])
 
 
-async def test_a_row_is_read_at_once_while_a_long_query_runs(database: SqliteDatabase) -> None:
-    counting = (
-        "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 2000000) SELECT MAX(i) AS i FROM n"
-    )
-    long = asyncio.create_task(database.all(counting))
-    await asyncio.sleep(0.01)
-    assert await database.quick("SELECT at FROM policy_log") is not None
-    assert not long.done()
-    assert [row["i"] for row in await long] == [2000000]
-
-
 async def test_the_log_is_cut_off_also_where_a_checkpoint_is_under_way(
     database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,16 +150,6 @@ async def test_only_its_owner_reads_a_new_store(tmp_path: Path) -> None:
         }  # fmt: skip
     copy_store(path, tmp_path / "copy.db")
     assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
-
-
-async def test_a_transaction_that_waits_for_something_else_is_undone(database: SqliteDatabase) -> None:
-    async def waits(db: Transaction) -> None:
-        await db.all(AT, {"at": 1})
-        await asyncio.sleep(0)
-
-    with pytest.raises(RuntimeError, match="awaited something else"):
-        await database.write(waits)
-    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
 
 
 async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(

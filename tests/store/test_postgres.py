@@ -22,11 +22,9 @@ from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
 from lightning_proxy.store.database import Database, Transaction
 from lightning_proxy.store.opening import open_database, opened
-from lightning_proxy.store.retention import fold_counts
 from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, page_of, page_statement
 from lightning_proxy.store.store import Store
-from support.statements import statements
-from support.stores import END_LOCKS, Server, postgres_server
+from support.stores import END_LOCKS, Server, postgres_server, statements
 
 asyncpg = pytest.importorskip("asyncpg", reason="asyncpg is not installed (the extra `postgres`)")
 from lightning_proxy.store.postgres.database import HOLD_ROLLOUTS, RECORDED  # noqa: E402
@@ -37,7 +35,6 @@ PATIENCE_S = 0.5
 SOON_S = 30.0  # far less than the 120 s of work that nobody waits for
 REWARD = {"rollout_id": "before", "reward": 1.0, "final": False}
 AT = "UPDATE policy_log SET at = :at"
-COUNTED = "SELECT COUNT(*) AS n FROM rollout_count_changes"
 
 
 @pytest.fixture(scope="module")
@@ -174,17 +171,6 @@ async def test_recorders_of_the_same_rollouts_and_prompts_never_wait_for_each_ot
         assert sum([(await Store(database).rollouts.get(f"r{i}")).calls for i in range(12)]) == 3 * 24 * 12
 
 
-async def test_counts_stay_what_they_are_when_they_are_summed_up(database: Database) -> None:
-    store = Store(database)
-    for i in range(5):
-        await store.rollouts.open([(RolloutName(f"r{i}"), f"hash {i}")], {})
-    await store.rollouts.end("r0", "failed", None)
-    before = await store.rollouts.counts()
-    await database.write(fold_counts)
-    assert before == await store.rollouts.counts() == {("train", "running"): 4, ("train", "failed"): 1}
-    assert (await database.all(COUNTED))[0]["n"] == 2
-
-
 async def test_a_feed_misses_nothing_that_is_committed_late(config: StoreConfig) -> None:
     async with opened(config) as database, opened(config) as other:
         store, feed = Store(database), FeedEvents(database)
@@ -286,24 +272,6 @@ async def test_work_that_nobody_waits_for_has_longer(server: Server) -> None:
     async with opened(config) as database:
         assert len(await database.all(f"SELECT 1 AS n, pg_sleep({3 * PATIENCE_S})::TEXT AS slept")) == 1
         await database.write(lambda db: db.all(f"SELECT 1 AS n, pg_sleep({3 * PATIENCE_S})::TEXT AS slept"))
-
-
-def test_parameters_get_numbers_and_few_words_change() -> None:
-    for sql, text, names in (
-        ("SELECT :b, :a, :b", "SELECT $1, $2, $1", ("b", "a")),
-        ("SELECT ':a', \":b\", x::json", "SELECT ':a', \":b\", x::json", ()),
-        ("SELECT 'it''s :a', :a", "SELECT 'it''s :a', $1", ("a",)),
-        ("WHERE a IS :a AND b IS NOT :b AND c IS NOT NULL",
-         "WHERE a IS NOT DISTINCT FROM $1 AND b IS DISTINCT FROM $2 AND c IS NOT NULL", ("a", "b")),
-        ("a CROSS JOIN b ON b.n = a.n", "a JOIN b ON b.n = a.n", ()),
-        ("FROM rollouts INDEXED BY x_1\nWHERE TRUE", "FROM rollouts\nWHERE TRUE", ()),
-        ("n IN (SELECT CAST(value AS BIGINT) FROM json_each(:a))",
-         "n = ANY(ARRAY(SELECT json_array_elements_text($1::json)::BIGINT))", ("a",)),
-        ("id NOT IN (SELECT CAST(value AS TEXT) FROM json_each(:a))",
-         "id NOT IN (SELECT json_array_elements_text($1::json)::TEXT)", ("a",)),
-        ("SELECT json(:a) /* PostgreSQL: SELECT :a::json */", " SELECT $1::json ", ("a",)),
-    ):  # fmt: skip
-        assert translated(sql) == (text, names)
 
 
 async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server, database: Database) -> None:

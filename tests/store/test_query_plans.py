@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from lightning_proxy import store
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.features.evaluation.evaluations import SERVABLE
 from lightning_proxy.store import waiting
@@ -20,8 +17,7 @@ from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.rollouts import page_of
 from lightning_proxy.store.versions import PINNED_VERSIONS
-from support.paths import TOPS
-from support.statements import pages, statements
+from support.stores import pages, statements
 
 
 @cache
@@ -36,13 +32,9 @@ SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "
 SMALL |= {"maybe", "rewarder_spent", "returns"}
 # Indexes of the few rows that are under way or still have their files.
 FEW = {
-    "steps_claimed",
-    "steps_with_checkpoints",
-    "policy_versions_with_files",
-    "policy_versions_published",
-    "evaluations_under_way",
-}
-FEW |= {"rewards_of_plain_keys"}  # until the first of them
+    "steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", "policy_versions_published",
+    "evaluations_under_way", "rewards_of_plain_keys",  # until the first of them
+}  # fmt: skip
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
 # holds, or over the newest calls or rollouts alone.
 # Likewise when training without a server starts, for the list of all versions, or until the first few steps are found.
@@ -56,12 +48,10 @@ WHOLE = {
 # Sort what belongs to a few steps, one test, rollout or tool-call id, a page of tasks, the newest calls or rollouts, or
 # a key's newest rollouts.
 SORTS = {
-    "COUNT_CHANGES_FOLD", "ROLLOUT_COUNTS",
-    "REWARDS_BY_TASK_OF_KEY", "UNDER_WAY", "ROLLOUT_COUNTS_OF_KEY",
-    "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
-    "UNTRAINABLE", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
-    "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "PROMOTION_OBSERVED", "PROMOTION_REWARDS",
-    "POSTED", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
+    "COUNT_CHANGES_FOLD", "ROLLOUT_COUNTS", "REWARDS_BY_TASK_OF_KEY", "UNDER_WAY", "ROLLOUT_COUNTS_OF_KEY",
+    "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "UNTRAINABLE", "ROLLOUTS_OVER", "ROLLOUT_FORGET",
+    "COMPARED_WITH", "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "PROMOTION_OBSERVED",
+    "PROMOTION_REWARDS", "POSTED", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
 }  # fmt: skip
 SORTED = (
     "SELECT * FROM rollouts WHERE step =",
@@ -100,31 +90,24 @@ async def test_no_table_is_read_from_end_to_end(database: Database) -> None:
             assert "TEMP B-TREE" not in step or may_sort or steps[0].startswith("SCAN"), (name, steps)
 
 
-async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database) -> None:
-    assert "USING COVERING INDEX rollouts_claimable" in (await plan(database, waiting.WAITING_COUNT))[0]
-    for name, index in (
-        ("MEMBERS_ENDED_OF", "rollouts_claimable (mode=? AND task_id=?"),
-        ("MEMBERS_RUNNING_OF", "rollouts_running_of_task (task_id=?"),
-        ("SIBLINGS", "rollouts_by_group (group_id=?)"),
-        ("SIBLINGS_ONE_BY_ONE", "rollouts_by_task (task_id=? AND n>? AND n<?)"),
-        ("CHANGED", "PRIMARY KEY (rowid>? AND rowid<?)"),
-    ):
-        steps = await plan(database, getattr(waiting, name))
-        assert index in steps[0], steps
-    assert "INDEX rollouts_lone " in (await plan(database, waiting.CLAIMABLE_LONE))[1]
-
-
 async def test_what_is_asked_for_often_is_read_off_its_index(database: Database) -> None:
     for statement, place, index in (
+        (waiting.WAITING_COUNT, 0, "USING COVERING INDEX rollouts_claimable"),
+        (waiting.MEMBERS_ENDED_OF, 0, "rollouts_claimable (mode=? AND task_id=?"),
+        (waiting.MEMBERS_RUNNING_OF, 0, "rollouts_running_of_task (task_id=?"),
+        (waiting.SIBLINGS, 0, "rollouts_by_group (group_id=?)"),
+        (waiting.SIBLINGS_ONE_BY_ONE, 0, "rollouts_by_task (task_id=? AND n>? AND n<?)"),
+        (waiting.CHANGED, 0, "PRIMARY KEY (rowid>? AND rowid<?)"),
+        (waiting.CLAIMABLE_LONE, 1, "INDEX rollouts_lone "),
+        (waiting.LONE, 0, "INDEX rollouts_lone "),
+        (waiting.EARLIER_OF_TASK, 0, "INDEX rollouts_by_task "),
+        (waiting.UNLEARNED, slice(None), "INDEX rollouts_dropped (dropped=? AND n>?)"),
         (known()["REWARDS_BY_TASK"], 0, "USING COVERING INDEX rollouts_by_version"),
         (PINNED_VERSIONS, 0, "USING COVERING INDEX rollouts_running"),
         (page_of(["mode"]), 0, "USING INDEX rollouts_by_mode"),
         (page_of(["mode", "status"]), 0, "USING INDEX rollouts_by_mode_and"),
         (page_of(["prefix"]), 0, "(rollout_id>? AND rollout_id<?)"),
-        (waiting.LONE, 0, "INDEX rollouts_lone "),
-        (waiting.EARLIER_OF_TASK, 0, "INDEX rollouts_by_task "),
         (SERVABLE, 0, "USING INDEX policy_versions_with_files"),
-        (waiting.UNLEARNED, slice(None), "INDEX rollouts_dropped (dropped=? AND n>?)"),
     ):
         steps = await plan(database, statement)
         assert index in "".join(steps[place]), (statement, steps)
@@ -134,15 +117,3 @@ async def test_what_is_asked_for_often_is_read_off_its_index(database: Database)
     assert set(results) == {"rollout_id=? AND place=?)", "rollout_id=? AND tool_call_id=?)"}
     some = await plan(database, known()["CALLS_WITH_PARENTS"])
     assert {step.split("(")[1] for step in some if step.startswith("SEARCH calls")} == {"call_id=?)"}
-
-
-def test_no_statement_stands_outside_of_the_store_and_the_features() -> None:
-    root = Path(store.__path__[0]).parent
-    allowed = [root / "commands/migrate.py", root / "store", root / "features"]
-    sources = [file for top in TOPS for file in (root / top).rglob("*.py")]
-    for file in (file for file in sources if not any(file.is_relative_to(folder) for folder in allowed)):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                assert not re.match(
-                    r"\s*(SELECT .* FROM|INSERT INTO|UPDATE \w+ SET|DELETE FROM|PRAGMA) ", node.value
-                ), file

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,12 +16,7 @@ from lightning_proxy.core.records import CallEnd, CallStart, Event, Reward, Roll
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import opened
-from lightning_proxy.store.retention import (
-    DAY,
-    Keeper,
-    over_bound,
-    read_pages,
-)
+from lightning_proxy.store.retention import DAY, Keeper, read_pages
 from lightning_proxy.store.sqlite.file import lock_file
 from lightning_proxy.store.store import Store
 from support.sections import TrainerConfig
@@ -158,25 +151,6 @@ async def test_what_counts_for_the_trainer_goes_last(
     assert await recorded.tidy(max_gib=1 / 1024) == {left}
 
 
-@pytest.mark.sqlite
-async def test_a_bound_that_cannot_be_kept_is_told_of_once_until_it_is_kept_again(
-    recorded: Recorded, caplog: pytest.LogCaptureFixture
-) -> None:
-    await recorded.rollout("runs", ended=None, size=2**21)
-    store = StoreConfig(retention=RetentionConfig(max_gib=1 / 1024))
-    keeper = Keeper(recorded.database, Config(store=store), lambda *_: None)
-    for _ in range(3):
-        await keeper.tidy()
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "more than store.retention.max_gib (0.000976562)" in said and "rollouts that run" in said
-    assert await over_bound(recorded.database, store.retention) == said
-    await recorded.store.rollouts.end("runs", "failed", None)
-    for _ in range(2):
-        await keeper.tidy()
-    assert await over_bound(recorded.database, store.retention) is None
-    assert [record.getMessage() for record in caplog.records] == [said, "the store is within store.retention again"]
-
-
 async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Recorded) -> None:
     await recorded.rollout("r", ended=None)
     await recorded.store.rewards.post([Reward("r", 1.0)], "old", b"a")
@@ -197,25 +171,6 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
     assert before.bytes > 5 * 2**20
     assert (after.bytes < 2**20, after.free) == (True, 0)
     await recorded.rollout("afterwards", ended=None)
-
-
-@pytest.mark.sqlite
-async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(
-    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_proxy.store.sqlite.database.LONG_LOG", 2**20)
-    log = tmp_path / "store.db-wal"
-    with contextlib.closing(sqlite3.connect(Path(recorded.database.where), isolation_level=None)) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT COUNT(*) FROM rollouts").fetchall()
-        for i in range(20):
-            await recorded.rollout(f"r{i}", ended=None, size=2**17)
-        await recorded.database.checkpoint()
-        assert (long := log.stat().st_size) > 2**20
-    await recorded.database.checkpoint()
-    for i in range(5):
-        await recorded.rollout(f"later{i}", ended=None, size=2**17)
-    assert log.stat().st_size == long
 
 
 async def test_of_too_many_conversations_those_that_were_quiet_the_longest_are_forgotten(
