@@ -135,27 +135,24 @@ async def test_images_are_healthy_while_they_serve_and_the_pod_answers_its_probe
     assert port["targetPort"] in ports
 
 
-def test_the_service_starts_a_command_that_is_there_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_starts_a_command_that_is_there_and_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [line.partition("=") for line in SERVICE.read_text().splitlines() if "=" in line and line[0] != "#"]
     said = {name: value for name, _, value in lines}
     program, *arguments = shlex.split(said["ExecStart"])
     assert Path(program).name == "lightning-proxy"
     require_command(arguments)
-    name, _, value = said["Environment"].partition("=")
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv(*said["Environment"].split("=", 1))
     assert int(said["TimeoutStopSec"]) >= load_config().proxy.stop_timeout_s + AFTERWARDS_S
+    if shutil.which("systemd-analyze"):
+        here = tmp_path / SERVICE.name
+        here.write_text(SERVICE.read_text().replace(program, str(Path(sys.executable).with_name("lightning-proxy"))))
+        done = subprocess.run(["systemd-analyze", "verify", here], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
-def test_systemd_finds_no_fault_in_the_service(tmp_path: Path) -> None:
-    text, program = SERVICE.read_text(), Path(sys.executable).with_name("lightning-proxy")
-    here = tmp_path / SERVICE.name
-    here.write_text(text.replace("/opt/lightning-proxy/bin/lightning-proxy", str(program)))
-    done = subprocess.run(["systemd-analyze", "verify", here], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_pod_runs_the_image_of_the_proxy_as_the_image_wants_it() -> None:
+def test_the_pod_runs_the_image_has_time_to_end_and_nobody_shares_its_store(tmp_path: Path) -> None:
     (container,) = pod()["containers"]
     assert container["image"] == f"lightning-proxy:{PROJECT['version']}"
     assert str(pod()["securityContext"]["runAsUser"]) == one("proxy", "USER")
@@ -163,22 +160,17 @@ def test_the_pod_runs_the_image_of_the_proxy_as_the_image_wants_it() -> None:
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert one("proxy", "WORKDIR") in mounts and str(Path(container["args"][1]).parent) in mounts
     assert set(mounts.values()) == {volume["name"] for volume in pod()["volumes"]}
-
-
-def test_the_pod_has_time_to_end_and_nobody_shares_its_store_which_does_not_grow_for_ever(tmp_path: Path) -> None:
-    text = manifests()["ConfigMap"]["data"]["config.yaml"]
-    (container,) = pod()["containers"]
+    (tmp_path / "config.yaml").write_text(manifests()["ConfigMap"]["data"]["config.yaml"])
+    config = load_config(tmp_path / "config.yaml")
+    assert (config.rollouts.end_after_idle_s, config.store.retention.max_age_days) == (3600, 30), "it does not grow"
     _, pause = container["lifecycle"]["preStop"]["exec"]["command"]
-    needed = int(pause) + yaml.safe_load(text)["proxy"]["stop_timeout_s"] + AFTERWARDS_S
+    needed = int(pause) + config.proxy.stop_timeout_s + AFTERWARDS_S
     assert pod()["terminationGracePeriodSeconds"] >= needed
     deployment = manifests()["Deployment"]["spec"]
     assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
     # A service of this name has Kubernetes set LIGHTNING_PROXY_PORT=tcp://… in each pod that does not refuse.
     assert manifests()["Service"]["metadata"]["name"] == "lightning-proxy"
     assert pod()["enableServiceLinks"] is False
-    (tmp_path / "config.yaml").write_text(text)
-    config = load_config(tmp_path / "config.yaml")
-    assert (config.rollouts.end_after_idle_s, config.store.retention.max_age_days) == (3600, 30)
 
 
 # Alerts and the dashboard
@@ -189,15 +181,14 @@ PANELS = [panel for panel in json.loads((DEPLOY / "grafana.json").read_text())["
 SHOWN = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-def test_every_alert_is_played_firing_and_quiet() -> None:
+def test_every_alert_is_played_firing_and_quiet_and_prometheus_takes_the_files(tmp_path: Path) -> None:
     played = [one for test in yaml.safe_load(PLAYED.read_text())["tests"] for one in test["alert_rule_test"]]
-    names = {rule["alert"] for rule in RULES}
-    assert {one["alertname"] for one in played if "exp_alerts" in one} == names
-    assert {one["alertname"] for one in played if "exp_alerts" not in one} == names
+    for fires in (True, False):
+        alerts = {one["alertname"] for one in played if ("exp_alerts" in one) == fires}
+        assert alerts == {rule["alert"] for rule in RULES}
+    if shutil.which("promtool") is None:
+        pytest.skip("no promtool (Debian's prometheus) on PATH")
 
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian's prometheus) on PATH")
-def test_prometheus_takes_the_files_and_every_alert_fires_when_it_should_and_is_quiet_else(tmp_path: Path) -> None:
     def promtool(*arguments: str | Path) -> str:
         done = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -224,21 +215,12 @@ def test_the_alerts_and_the_dashboard_name_metrics_and_labels_that_are_there(tmp
         assert shown - set(METRICS) == {"step"}
 
 
-# The version is the same wherever it is said.
-
-
-def test_the_program_and_the_package_say_the_version() -> None:
+def test_the_version_is_the_same_wherever_it_is_said() -> None:
     assert lightning("--version").stdout == f"lightning-proxy {PROJECT['version']}\n"
     assert lightning_proxy.__version__ == PROJECT["version"]
-
-
-def test_the_changelog_begins_with_the_version() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     newest = headings[headings[0] == "Unreleased"]
     assert re.fullmatch(rf"{re.escape(PROJECT['version'])} - (unreleased|\d{{4}}-\d\d-\d\d)", newest), newest
-
-
-def test_a_tag_of_this_commit_is_the_version() -> None:
     asked = ["git", "tag", "--points-at", "HEAD", "--list", "v*"]
     tags = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.split()
     assert set(tags) <= {f"v{PROJECT['version']}"}, "pyproject.toml names another version than the tag"
