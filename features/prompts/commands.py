@@ -103,5 +103,4 @@ def _ask(context: typer.Context, method: str, path: str, body: dict[str, Any] | 
 
 
 def add_to(commands: typer.Typer) -> None:
-    """Add `prompts` to the commands."""
     commands.add_typer(app, name="prompts", rich_help_panel=RECORD)

@@ -1,17 +1,19 @@
-"""Puts versioned prompts in the place of agents' own, in requests of any of the recorded APIs; and their routes."""
+"""Versioned prompts in the place of agents' own, in requests of any of the recorded APIs; and their routes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
+from ...core.errors import Conflict, NotFound
 from ...core.json_text import dumps, encode
 from ...core.records import CallStart, RolloutName, check_id
 from ...core.redact import MASK, Redactor
@@ -21,12 +23,13 @@ from ...proxy.api.rollouts import RolloutDetail, RolloutsBody
 from ...proxy.gateway.call import Question
 from ...proxy.gateway.recorder import Statement
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
+from ...store.database import Database, Transaction, read
 from ...store.store import Store
-from .table import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Placed, Prompt, PromptTable, PromptVersion, Role, TriedOut
 
 LOOK_S = 0.5  # between looks for the first prompt; then every call looks
 MOST_CHARACTERS = 1_000_000
 Json = dict[str, Any]
+Role = Literal["system", "user"]
 Place = tuple[str | int, ...]  # the way from a request to a text in it
 _ROLES = {"system": ("system", "developer"), "user": ("user",)}
 # Where an API has a prompt that is not a message.
@@ -39,6 +42,165 @@ router = APIRouter(tags=["prompts"], route_class=UserRoute)
 agents = APIRouter(tags=["prompts"], route_class=AgentRoute)
 admins = APIRouter(tags=["prompts"], route_class=AdminRoute)
 Version = Annotated[int, Field(strict=True, ge=1, lt=2**31), INTEGER]
+ByMode = dict[Literal["train", "eval"], dict[str, float]]
+_LIVE = "SELECT version FROM prompt_log WHERE name = {name} ORDER BY n DESC LIMIT 1"
+PROMPTS_ALL = f"SELECT name, agent, role, ({_LIVE.format(name='prompts.name')}) AS live FROM prompts ORDER BY name"
+PROMPT_VERSIONS = "SELECT * FROM prompt_versions ORDER BY name, version"
+PROMPT_NEW = """
+INSERT INTO prompts (name, agent, role, created_at) VALUES (:name, :agent, :role, :at) ON CONFLICT (name) DO NOTHING
+"""
+PROMPT_OF_NAME = f"SELECT agent, role, ({_LIVE.format(name=':name')}) AS live FROM prompts WHERE name = :name"
+PROMPT_VERSION_OF_TEXT = """
+SELECT version FROM prompt_versions WHERE name = :name AND text = :text ORDER BY version LIMIT 1
+"""
+PROMPT_VERSION_NEW = """
+INSERT INTO prompt_versions (name, version, text, parent, comment, metrics, created_at)
+SELECT :name, COALESCE(MAX(version), 0) + 1, :text, :parent, :comment, :metrics, :at
+FROM prompt_versions WHERE name = :name
+RETURNING version
+"""
+PROMPT_METRICS = "UPDATE prompt_versions SET metrics = :metrics WHERE name = :name AND version = :version"
+PROMPT_BACK = """
+INSERT INTO prompt_log (name, version)
+SELECT name, MAX(version) FROM prompt_log WHERE name = :name AND version < :version GROUP BY name RETURNING version
+"""
+PROMPT_LOG = "INSERT INTO prompt_log (name, version) VALUES (:name, :version)"
+PROMPTS_CHANGED = "SELECT (SELECT MAX(n) FROM prompt_log) AS live, (SELECT MAX(rowid) FROM prompt_versions) AS made"
+ROLLOUT_PROMPT = "SELECT version FROM rollout_prompts WHERE rollout_id = :rollout_id AND name = :name"
+AGENT_HAS_CALLED = "SELECT 1 FROM calls WHERE rollout_id = :rollout_id AND agent IS :agent LIMIT 1"
+ROLLOUT_PROMPT_KEPT = """
+INSERT INTO rollout_prompts (rollout_id, name, version)
+SELECT rollout_id, :name, :version FROM rollouts WHERE rollout_id = :rollout_id
+ON CONFLICT (rollout_id, name) DO NOTHING
+"""
+CALL_PROMPT = """
+INSERT INTO call_prompts (call_id, name, version, place, sent_version, sent)
+VALUES (:call_id, :name, :version, :place, :sent_version, :sent)
+"""
+CALL_PROMPTS_OF = """
+SELECT call_prompts.call_id, call_prompts.name, call_prompts.version, place,
+    COALESCE(sent, prompt_versions.text) AS sent
+FROM calls JOIN call_prompts USING (call_id) LEFT JOIN prompt_versions
+    ON prompt_versions.name = call_prompts.name AND prompt_versions.version = sent_version
+WHERE calls.rollout_id = :rollout_id ORDER BY calls.seq, call_prompts.name
+"""
+PROMPT_REWARDS = """
+SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
+"""
+# Oldest first. Whoever opens rollouts can name a run: of others, only keys that give evidence count.
+PROMPT_RUN = r"""
+SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
+    COALESCE(metadata ->> '$.held_out', 0) AS held_out
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND metadata ->> '$.optimize' = COALESCE(:run, metadata ->> '$.optimize')
+    AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
+/* PostgreSQL:
+SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
+    COALESCE(metadata::json ->> 'held_out' NOT IN ('false', '0'), FALSE) AS held_out
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
+        metadata::json ->> 'optimize' = COALESCE(:run, metadata::json ->> 'optimize') END
+    AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
+*/
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptVersion:
+    """One text of a prompt. `parent`: the version that it was made from. `metrics`: what its maker measured.
+
+    `rewards`: by mode, the mean reward of the rollouts that kept it.
+    """
+
+    version: int
+    text: str
+    created_at: float
+    parent: int | None
+    comment: str | None
+    metrics: dict[str, Any]
+    live: bool
+    rewards: ByMode
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A message of an agent, by the agent's name or by its text, and all texts that it may have. `live`: a version."""
+
+    name: str
+    agent: str | None
+    role: Role
+    live: int
+    versions: list[PromptVersion]
+
+    def text_of(self, version: int) -> str:
+        """Return the text of a version; NotFound if there is none."""
+        if not 1 <= version <= len(self.versions):
+            raise NotFound(f"prompt {self.name!r} has no version {version}", param="version")
+        return self.versions[version - 1].text
+
+    def version_of(self, text: str) -> int | None:
+        return next((one.version for one in self.versions if one.text == text), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What a model was shown in place of the text that the agent `sent`. `place`: the way to it in the request."""
+
+    call_id: str
+    name: str
+    version: int
+    place: list[str | int]
+    sent: str
+
+
+@dataclass(frozen=True, slots=True)
+class TriedOut:
+    """A rollout in which a version was tried by an optimisation. `held_out`: it was not part of the search."""
+
+    rollout_id: str
+    version: int
+    task_id: str
+    mode: str
+    status: str
+    reward: float | None
+    held_out: bool
+
+
+async def all_prompts(database: Database) -> list[Prompt]:
+    versions = defaultdict[str, list[PromptVersion]](list)
+    prompts = await database.all(PROMPTS_ALL)
+    live = {row["name"]: row["live"] for row in prompts}
+    for row in await database.all(PROMPT_VERSIONS):
+        is_live = live.get(row["name"]) == row["version"]
+        versions[row["name"]].append(read(PromptVersion, row, live=is_live, rewards={}))
+    return [read(Prompt, row, versions=versions[row["name"]]) for row in prompts]
+
+
+async def prompt_of(database: Database, name: str, version: int | None = None) -> Prompt:
+    """Return the prompt of this name; NotFound if there is none, or no such version of it."""
+    for prompt in await all_prompts(database):
+        if prompt.name == name:
+            prompt.text_of(version or prompt.live)
+            return prompt
+    raise NotFound(f"no prompt {name!r}", param="name")
+
+
+async def pin(database: Database, rollout_ids: Sequence[str], versions: Mapping[str, int]) -> None:
+    """Let rollouts keep these versions, unless they keep others already. Unknown rollouts keep nothing."""
+    rows = [
+        {"rollout_id": rollout_id, "name": name, "version": version}
+        for rollout_id in rollout_ids
+        for name, version in versions.items()
+    ]
+    await database.commit([(ROLLOUT_PROMPT_KEPT, rows)])
+
+
+async def kept_by(database: Database, rollout_id: str, name: str) -> int | None:
+    """Return the version that a rollout keeps; None before its first."""
+    row = await database.quick(ROLLOUT_PROMPT, {"rollout_id": rollout_id, "name": name})
+    return None if row is None else int(row["version"])
 
 
 class _Put(NamedTuple):
@@ -51,9 +213,9 @@ class _Put(NamedTuple):
 class PromptRewriter:
     """All prompts. As long as there is none, a call costs nothing more."""
 
-    def __init__(self, table: PromptTable, redactor: Redactor) -> None:
-        self._table, self._redactor = table, redactor
-        self._stamp: Any = None
+    def __init__(self, database: Database, redactor: Redactor) -> None:
+        self._db, self._redactor = database, redactor
+        self._stamp: tuple[Any, ...] = ()  # changes with every new version and promotion
         self._looked = -LOOK_S
         self._prompts: list[Prompt] = []
 
@@ -63,7 +225,10 @@ class PromptRewriter:
         A prompt is its agent's message of a role, or, where the agent has no name, the message with a text that one of
         the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.
         """
-        await self._refresh()
+        if self._prompts or time.monotonic() >= self._looked + LOOK_S:
+            self._looked, stamp = time.monotonic(), tuple(await self._db.quick(PROMPTS_CHANGED) or ())
+            if stamp != self._stamp:
+                self._prompts, self._stamp = await all_prompts(self._db), stamp
         placed: list[_Put] = []
         body = original = question.body
         for prompt in self._prompts:
@@ -74,8 +239,9 @@ class PromptRewriter:
             is_named = prompt.agent is not None and rollout.agent is not None
             if prompt.agent != rollout.agent if is_named else prompt.version_of(sent) is None:
                 continue
-            version = await self._table.kept_by(rollout.rollout_id, prompt.name)
-            if version is None and await self._table.has_begun(rollout.rollout_id, rollout.agent):
+            version = await kept_by(self._db, rollout.rollout_id, prompt.name)
+            caller = {"rollout_id": rollout.rollout_id, "agent": rollout.agent}
+            if version is None and await self._db.quick(AGENT_HAS_CALLED, caller):
                 continue  # it began with the agent's own text, before there was this prompt
             placed.append(_Put(prompt, version or prompt.live, place, sent))
             body = put(body, place, prompt.text_of(placed[-1].version))
@@ -84,13 +250,6 @@ class PromptRewriter:
         if any(text_at(body, one.place) != one.sent for one in placed):
             question = question._replace(body=body, request=question.request.with_body(encode(body)))
         return question._replace(also=partial(self._statements, placed, original))
-
-    async def _refresh(self) -> None:
-        if not self._prompts and time.monotonic() < self._looked + LOOK_S:
-            return
-        self._looked = time.monotonic()
-        if (stamp := await self._table.stamp()) != self._stamp:
-            self._prompts, self._stamp = await self._table.all(), stamp
 
     def _statements(self, placed: Sequence[_Put], original: Json, start: CallStart) -> list[Statement]:
         statements, kept = list[Statement](), self._redactor.value(original, "request")
@@ -193,10 +352,33 @@ class PromptSeen(BaseModel):
     versions: list[PromptVersion]
 
 
+async def add(database: Database, body: PromptBody) -> int:
+    """Add a version and return its number. Conflict where the prompt is another message."""
+    match = body.match or Match()
+    row: Json = body.model_dump() | match.model_dump() | {"metrics": dumps(body.metrics), "at": time.time()}
+
+    async def work(db: Transaction) -> int:
+        await db.all(PROMPT_NEW, row)
+        (kept,) = await db.all(PROMPT_OF_NAME, row)
+        if body.match is not None and (kept["agent"], kept["role"]) != (match.agent, match.role):
+            message = f"the {kept['role']} message of {kept['agent'] or 'any agent'}; choose another name"
+            raise Conflict(f"prompt {body.name!r} is another message: {message}", param="match")
+        version = await db.one(PROMPT_VERSION_OF_TEXT, row) or await db.one(PROMPT_VERSION_NEW, row)
+        assert version is not None
+        row["version"] = version["version"]
+        if body.metrics:
+            await db.all(PROMPT_METRICS, row)
+        if kept["live"] is None or (body.promote and kept["live"] != row["version"]):
+            await db.all(PROMPT_LOG, row)
+        return int(row["version"])
+
+    return await database.write(work, len(body.text))
+
+
 @router.get("/prompts", response_model=Listed[PromptSeen])
 async def list_prompts(request: ControlRequest) -> dict[str, Any]:
     """All prompts, by name, with their versions."""
-    return {"data": [await _seen(request, prompt) for prompt in await _table(request).all()]}
+    return {"data": [await _seen(request, prompt) for prompt in await all_prompts(request.parts.store.database)]}
 
 
 @agents.get("/prompts/{name}", response_model=PromptSeen)
@@ -208,16 +390,16 @@ async def get_prompt(
     A rollout (its key, or `X-Rollout-Id`) gets the version that it keeps. If it is open and keeps none, it keeps the
     live one now, unless it asks for a `version`. A rollout's own key sees no `versions`.
     """
-    caller, table = request.caller, _table(request)
+    caller, database = request.caller, request.parts.store.database
     rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")
-    prompt = await table.get(check_id(name, "name"))
+    prompt = await prompt_of(database, check_id(name, "name"))
     if caller.rollout_id is not None:
         version = None
     if rollout_id is not None:
         await request.parts.keys.require(caller, [check_id(rollout_id, "rollout_id")])
         if version is None:
-            await table.pin([rollout_id], {name: prompt.live})
-            version = await table.kept_by(rollout_id, name)
+            await pin(database, [rollout_id], {name: prompt.live})
+            version = await kept_by(database, rollout_id, name)
     return await _seen(request, prompt, version)
 
 
@@ -227,52 +409,58 @@ async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None =
 
     Only the rollouts that were opened with the key that asks, an admin's or an evaluator's are listed.
     """
-    caller, table = request.caller, _table(request)
-    await table.get(check_id(name, "name"))
-    return {"data": await table.tried_out(name, run, own=caller.own, key_id=caller.key_id)}
+    caller, database = request.caller, request.parts.store.database
+    await prompt_of(database, check_id(name, "name"))
+    wanted = {"name": name, "run": run, "own": caller.own, "key_id": caller.key_id}
+    return {"data": await database.records(TriedOut, PROMPT_RUN, **wanted)}
 
 
 @admins.post("/prompts", response_model=PromptSeen)
 async def post_prompt(request: ControlRequest, body: PromptBody) -> dict[str, Any]:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
-    match = None if body.match is None else (body.match.agent, body.match.role)
-    version = await _table(request).add(body.name, body.model_dump(), match, promote=body.promote)
+    version = await add(request.parts.store.database, body)
     if body.promote:
         request.caller.log_change(f"version {version} of prompt {body.name} was promoted")
-    return await _seen(request, await _table(request).get(body.name), version)
+    return await _seen(request, body.name, version)
 
 
 @admins.post("/prompts/{name}/promote", response_model=PromptSeen)
 async def promote_prompt(request: ControlRequest, name: PathId, body: PromptVersionBody) -> dict[str, Any]:
     """Make a version live now. Rollouts that have begun keep theirs."""
-    await _table(request).promote(check_id(name, "name"), body.version)
+    database = request.parts.store.database
+    await prompt_of(database, check_id(name, "name"), body.version)
+    await database.execute(PROMPT_LOG, name=name, version=body.version)
     request.caller.log_change(f"version {body.version} of prompt {name} was promoted")
-    return await _seen(request, await _table(request).get(name))
+    return await _seen(request, name)
 
 
 @admins.post("/prompts/{name}/rollback", response_model=PromptSeen)
 async def rollback_prompt(request: ControlRequest, name: PathId) -> dict[str, Any]:
     """Make the version before the live one live again."""
-    await _table(request).rollback(check_id(name, "name"))
+    database = request.parts.store.database
+    live = (await prompt_of(database, check_id(name, "name"))).live
+    if not await database.write(lambda db: db.all(PROMPT_BACK, {"name": name, "version": live})):
+        raise Conflict(f"prompt {name!r}: no version older than {live} was ever live")
     request.caller.log_change(f"prompt {name} was rolled back")
-    return await _seen(request, await _table(request).get(name))
+    return await _seen(request, name)
 
 
-async def _seen(request: ControlRequest, prompt: Prompt, version: int | None = None) -> dict[str, Any]:
+async def _seen(request: ControlRequest, prompt: Prompt | str, version: int | None = None) -> dict[str, Any]:
     """The prompt as the caller may see it: code that the policy runs can read its rollout's key."""
-    caller, versions, version = request.caller, list[PromptVersion](), version or prompt.live
+    caller, database = request.caller, request.parts.store.database
+    prompt = await prompt_of(database, prompt) if isinstance(prompt, str) else prompt
+    versions, version = list[PromptVersion](), version or prompt.live
     if caller.rollout_id is None:
-        rewards = await _table(request).rewards(prompt.name, own=caller.own, key_id=caller.sees)
+        rewards = defaultdict[int, ByMode](dict)
+        of_whom = {"name": prompt.name, "own": caller.own, "key_id": caller.sees}
+        for row in await database.all(PROMPT_REWARDS, of_whom):
+            rewards[row["version"]][row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
         hidden: Json = {"metrics": {}, "comment": None} if caller.own else {}
-        versions = [replace(one, rewards=rewards.get(one.version, {}), **hidden) for one in prompt.versions]
+        versions = [replace(one, rewards=rewards[one.version], **hidden) for one in prompt.versions]
     return {
         "name": prompt.name, "match": {"agent": prompt.agent, "role": prompt.role}, "live_version": prompt.live,
         "version": version, "text": prompt.text_of(version), "versions": versions,
     }  # fmt: skip
-
-
-def _table(request: ControlRequest) -> PromptTable:
-    return PromptTable(request.parts.store.database)
 
 
 class OpenedWithPrompts(BaseModel):
@@ -291,24 +479,22 @@ class RolloutPrompts(BaseModel):
 
 
 class PromptsPlugin(ProxyPlugin):
-    """Rewrites requests where there are prompts."""
-
     routers = (router, agents, admins)
     fields = ((RolloutsBody, OpenedWithPrompts), (RolloutDetail, RolloutPrompts))
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        yield Hooks(rewrite=PromptRewriter(PromptTable(core.store.database), core.redactor).put)
+        yield Hooks(rewrite=PromptRewriter(core.store.database, core.redactor).put)
 
     async def check_rollouts(self, store: Store, added: OpenedWithPrompts) -> None:
         for name, version in added.prompts.items():
-            await PromptTable(store.database).get(name, version)
+            await prompt_of(store.database, name, version)
 
     async def rollouts_opened(self, store: Store, rollout_ids: Sequence[str], added: OpenedWithPrompts) -> None:
-        await PromptTable(store.database).pin(rollout_ids, added.prompts)
+        await pin(store.database, rollout_ids, added.prompts)
 
     async def rollout_fields(self, store: Store, rollout_id: str) -> Fields:
-        return {"prompts": await PromptTable(store.database).placed_in(rollout_id)}
+        return {"prompts": await store.database.records(Placed, CALL_PROMPTS_OF, rollout_id=rollout_id)}
 
 
 plugin = PromptsPlugin
