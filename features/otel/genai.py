@@ -1,8 +1,4 @@
-"""Reads the attributes of a span as a chat call or an action. Pure.
-
-GenAI (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/) has messages as JSON text. OpenLLMetry
-(`gen_ai.prompt.0.content`) and OpenInference (https://arize-ai.github.io/openinference/spec/) number them.
-"""
+"""Reads a span as a chat call or an action: GenAI's, OpenLLMetry's (`gen_ai.prompt.0.content`), OpenInference's."""
 
 from __future__ import annotations
 
@@ -53,16 +49,12 @@ def operation_of(attributes: Attributes) -> str | None:
 
 
 def is_action(attributes: Attributes) -> bool:
-    """Return whether the span is a retriever, or a tool that no model called.
-
-    The results of tools that a model called are in the next request.
-    """
+    """Return whether it is a retriever, or a tool that no model called: other results are in the next request."""
     operation = operation_of(attributes)
     return operation == "retrieval" or (operation == "execute_tool" and not attributes.get("gen_ai.tool.call.id"))
 
 
 def action_of(attributes: Attributes, error: str | None) -> Event:
-    """Return the agent's action and its result."""
     if operation_of(attributes) == "retrieval":
         query = {name: first(attributes, names) for name, names in QUERY.items()}
         arguments: Any = {name: value for name, value in query.items() if value is not None}
@@ -110,21 +102,14 @@ def response_of(attributes: Attributes) -> Json:
     usage = None
     if isinstance(prompt, int) and isinstance(answer, int):
         usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-    return {
-        "id": attributes.get("gen_ai.response.id"),
-        "object": "chat.completion",
-        "model": first(attributes, ("gen_ai.response.model", *MODEL)),
-        "choices": choices,
-        "usage": usage,
-    }
+    named = {"id": attributes.get("gen_ai.response.id"), "model": first(attributes, ("gen_ai.response.model", *MODEL))}
+    return named | {"object": "chat.completion", "choices": choices, "usage": usage}
 
 
 def tokens_of(attributes: Attributes, response: Json) -> Tokens:
     """Return the token ids and log-probabilities that the span gives, if any, under the names in docs/client.md."""
-    prompt, ids, logprobs = (
-        first(attributes, (f"lightning.{name}", name))
-        for name in ("prompt_token_ids", "response_token_ids", "logprobs")
-    )
+    names = ("prompt_token_ids", "response_token_ids", "logprobs")
+    prompt, ids, logprobs = (first(attributes, (f"lightning.{name}", name)) for name in names)
     choices = [{"index": choice["index"]} for choice in response["choices"]]
     choices[0] |= {"finish_reason": response["choices"][0]["finish_reason"], "token_ids": ids}
     if isinstance(logprobs, list):
@@ -176,7 +161,6 @@ def _numbered(attributes: Attributes, prefix: str) -> Any:
 
 
 def _with_lists(tree: Any) -> Any:
-    """The tree with lists in place of its numbered branches."""
     if not isinstance(tree, dict):
         return tree
     numbers = sorted((key for key in tree if key.isascii() and key.isdigit() and len(key) < 5), key=int)

@@ -1,7 +1,4 @@
-"""Converts OTLP over HTTP: exported traces to plain spans, and the answers that its exporters expect. Pure.
-
-https://opentelemetry.io/docs/specs/otlp/#otlphttp
-"""
+"""Converts OTLP over HTTP (https://opentelemetry.io/docs/specs/otlp/#otlphttp): spans in, answers out. Pure."""
 
 from __future__ import annotations
 
@@ -34,12 +31,7 @@ _HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One span: ids in hexadecimal, times in Unix seconds, its attributes over its resource's.
-
-    It does not end before it begins, whatever its clock did. `error`: what its status says, None where it did not fail.
-    `parent_id`: empty for a trace's first span.
-    `agent`: that it is part of, which it names itself, or else a span around it.
-    """
+    """Ids in hexadecimal, Unix seconds, attributes over its resource's, why it failed, the `agent` it is part of."""
 
     trace_id: str
     span_id: str
@@ -60,10 +52,7 @@ def encoding_of(content_type: str) -> Encoding:
 
 
 def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
-    """Return an ExportTraceServiceRequest's spans, and the errors of those that cannot be read.
-
-    Raise InvalidRequest for a body that is not such a request.
-    """
+    """Return an export's spans, and the errors of those that cannot be read. InvalidRequest for any other body."""
     try:
         resources = [*(_export(body, encoding).get("resourceSpans") or ())]
     except Exception as error:  # whatever bytes from outside lead to
@@ -119,18 +108,10 @@ def _span(span: Any, resource: dict[str, Any], encoding: Encoding) -> Span:
             attributes |= _attributes(event.get("attributes"))
     began, ended = (int(span.get(name) or 0) / 1e9 for name in ("startTimeUnixNano", "endTimeUnixNano"))
     ids = [str(span.get(name) or "") for name in ("traceId", "spanId", "parentSpanId")]
-    trace_id, span_id, parent_id = (
-        base64.b64decode(one).hex() if encoding == "protobuf" else one.lower() for one in ids
-    )
-    return Span(
-        trace_id=trace_id,
-        span_id=span_id,
-        started_at=began or ended,
-        ended_at=max(began, ended),
-        error=(_text(status.get("message")) or "the span's status is an error") if failed else None,
-        attributes=attributes,
-        parent_id=parent_id,
-    )
+    is_hex = encoding == "json"
+    trace_id, span_id, parent_id = (one.lower() if is_hex else base64.b64decode(one).hex() for one in ids)
+    error = (_text(status.get("message")) or "the span's status is an error") if failed else None
+    return Span(trace_id, span_id, began or ended, max(began, ended), error, attributes, parent_id)
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:

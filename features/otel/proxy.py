@@ -2,6 +2,9 @@
 
 What comes in is recorded in its rollout, durable before it is acknowledged, and once however often it is sent. A call
 without token ids, log-probabilities and a policy version is not trained on.
+
+What goes out is sent in the background, with the attributes of
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/, and `lightning.…` for what they have no name for.
 """
 
 from __future__ import annotations
@@ -9,30 +12,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, Request, Response
 
 from ...core.config.root import Config
-from ...core.errors import InvalidRequest, LightningError, Unsupported
+from ...core.errors import ConfigError, InvalidRequest, LightningError, Unsupported
+from ...core.prices import Used, used
 from ...core.records import CallEnd, CallStart, Mode, RolloutName, check_id
+from ...core.redact import Redactor
 from ...core.tools import tool_calls
 from ...proxy.access.auth import Caller
 from ...proxy.api.requests import Parts, require_may_reward
 from ...proxy.gateway.asgi import ClientDisconnected, read_headers, unpack
 from ...proxy.hooks import Core, Hooks, ProxyPlugin
 from .config import OtelConfig
-from .export import INSTALL, Telemetry, require_sdk
-from .genai import CALLS, action_of, is_action, operation_of, request_of, response_of, tokens_of
+from .genai import CALLS, PARAMETERS, action_of, is_action, operation_of, request_of, response_of, tokens_of
 
 if TYPE_CHECKING:
     from .otlp import Encoding, Span
 
 router = APIRouter()
 log = logging.getLogger(__name__)
+INSTALL = "pip install 'lightning-proxy[otel]'"
+POST_S = 10.0  # for one post, with its retries
+FLUSH_S = 3.0  # how long the remaining spans may take at the end
+_PARAMETERS = {field: name for name, field in PARAMETERS.items()}
+_PARAMETERS |= dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 MOST_DEPTH = 100  # of spans around one
 BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
@@ -81,7 +92,13 @@ async def _record(request: Request, encoding: Encoding) -> list[str]:
                 await p.keys.require(caller, [rollout.rollout_id])
                 rollout = caller.admit(rollout)
                 admitted += 1
-                await (_record_call if is_call else _record_action)(p, span, rollout, caller)
+                if is_call:
+                    await _record_call(p, span, rollout, caller)
+                    continue
+                action = await asyncio.to_thread(action_of, span.attributes, span.error)
+                event = await asyncio.to_thread(p.redactor.event, action)
+                key = f"otlp-{span.trace_id}{span.span_id}-{rollout.rollout_id}"
+                await p.store.events.post(rollout, [event], key, at=span.started_at)
             except LightningError as error:
                 if error.status >= 500:
                     raise
@@ -93,12 +110,6 @@ async def _record(request: Request, encoding: Encoding) -> list[str]:
         if refusal is not None and not admitted:
             raise refusal
     return problems
-
-
-async def _record_action(p: Parts, span: Span, rollout: RolloutName, _: Caller) -> None:
-    event = await asyncio.to_thread(lambda: p.redactor.event(action_of(span.attributes, span.error)))
-    key = f"otlp-{span.trace_id}{span.span_id}-{rollout.rollout_id}"
-    await p.store.events.post(rollout, [event], key, at=span.started_at)
 
 
 async def _record_call(p: Parts, span: Span, rollout: RolloutName, caller: Caller) -> None:
@@ -122,42 +133,25 @@ async def _record_call(p: Parts, span: Span, rollout: RolloutName, caller: Calle
 
 
 def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
-    """The call that a span describes."""
     request, response = request_of(span.attributes), response_of(span.attributes)
     tokens = tokens_of(span.attributes, response)
     version = span.attributes.get("lightning.policy_version")
     version = version if type(version) is int and 0 <= version < 2**31 else None
-    model = response["model"]
+    model = response["model"] if isinstance(response["model"], str) else None
     start = CallStart(
-        call_id=f"{span.trace_id}{span.span_id}",
-        rollout=rollout,
-        endpoint="chat/completions",
-        model=model if isinstance(model, str) else None,
-        policy_version=version,
-        request=request,
-        started_at=span.started_at,
-        upstream="otlp",
-        pins=False,
-        imported=True,
-    )
+        f"{span.trace_id}{span.span_id}", rollout, "chat/completions", model, version, request, span.started_at,
+        upstream="otlp", pins=False, imported=True,
+    )  # fmt: skip
     reason = tokens.untrainable_reason("error" if span.error else "ok", request)
     if reason is None and version is None:
         reason = "no policy version in the span"
     end = CallEnd(
-        call_id=start.call_id,
-        rollout_id=rollout.rollout_id,
-        status="error" if span.error else "ok",
-        response=None if span.error else response,
-        http_status=None,
-        prompt_token_ids=tokens.prompt_token_ids,
-        choices=tokens.choices,
-        usage=tokens.usage,
+        start.call_id, rollout.rollout_id, "error" if span.error else "ok", None if span.error else response, None,
+        tokens.prompt_token_ids, tokens.choices, usage=tokens.usage, error=span.error, imported=True,
         tool_calls=() if span.error else tool_calls(response),
-        error=span.error,
         untrainable_reason=None if reason is None else f"reported through OpenTelemetry: {reason}",
         latency_ms=(span.ended_at - span.started_at) * 1000,
-        imported=True,
-    )
+    )  # fmt: skip
     return start, end
 
 
@@ -202,6 +196,88 @@ def _named(span: Span, name: str) -> str | None:
     return None if value is None else str(value)
 
 
+class Telemetry:
+    """Keeps spans in memory, up to a limit, until a thread has sent them. The agent's `traceparent` is their parent."""
+
+    def __init__(self, config: OtelConfig, redactor: Redactor) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._redactor = redactor
+        headers = {name: value.get_secret_value() for name, value in config.otlp_headers.items()}
+        endpoint = f"{(config.otlp_endpoint or '').rstrip('/')}/v1/traces"
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, headers=headers, timeout=POST_S)
+        resource = Resource.create({"service.name": "lightning-proxy", "service.version": version("lightning-proxy")})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("lightning_proxy")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
+        """Export the call without waiting, and log failures. `headers` are of its request, with lower-case names."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        try:
+            attributes = {
+                name: self._redactor.text(value) if isinstance(value, str) else value
+                for name, value in attributes_of(start, end).items()
+            }
+            began = int(start.started_at * 1e9)
+            span = self._tracer.start_span(
+                f"{attributes['gen_ai.operation.name']} {attributes.get('gen_ai.request.model', '')}".rstrip(),
+                self._propagator.extract(headers), SpanKind.CLIENT, attributes, start_time=began,
+            )  # fmt: skip
+            if end.status != "ok":
+                span.set_status(Status(StatusCode.ERROR, end.error and self._redactor.text(end.error)))
+            span.end(began + int(end.latency_ms * 1e6))
+        except Exception:
+            log.exception("call %s: no span could be made of it", start.call_id)
+
+    async def close(self) -> None:
+        """Send the waiting spans for up to FLUSH_S seconds. The SDK itself would wait 30 s for a collector."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, FLUSH_S)
+        if closing.is_alive():
+            self._exporter.shutdown()  # gives up its tries; the SDK's threads end
+
+
+def attributes_of(start: CallStart, end: CallEnd) -> dict[str, Any]:
+    """Return the span's attributes: numbers and names, nothing of what was said."""
+    request, rollout = start.request, start.rollout
+    response = end.response if isinstance(end.response, dict) else {}
+    is_streamed, tokens = request.get("stream") is True, used(end.usage) or Used()
+    told = {
+        "gen_ai.operation.name": "text_completion" if start.endpoint == "completions" else "chat",
+        "gen_ai.provider.name": "anthropic" if start.endpoint == "messages" else "openai",
+        "gen_ai.request.model": request.get("model"),
+        "gen_ai.request.stream": is_streamed or None,
+        "gen_ai.response.id": response.get("id"),
+        "gen_ai.response.model": response.get("model"),
+        "gen_ai.response.finish_reasons": [c.finish_reason for c in end.choices if c.finish_reason] or None,
+        "gen_ai.response.time_to_first_chunk": end.ttft_ms / 1000 if is_streamed and end.ttft_ms is not None else None,
+        "gen_ai.usage.input_tokens": tokens.input or None,
+        "gen_ai.usage.output_tokens": tokens.output or None,
+        "gen_ai.agent.name": rollout.agent,
+        "error.type": None if end.status == "ok" else str(end.http_status or end.status),
+        "lightning.rollout_id": rollout.rollout_id,
+        "lightning.task_id": rollout.task_id,
+        "lightning.agent_name": rollout.agent,
+        "lightning.rollout_mode": rollout.mode,
+        "lightning.call_id": start.call_id,
+        "lightning.upstream": end.fallback or start.upstream,
+        "lightning.policy_version": None if end.fallback else start.policy_version,
+        "lightning.trainable": end.trainable,
+        "lightning.untrainable_reason": end.untrainable_reason,
+        "lightning.ttft_ms": end.ttft_ms,
+    }
+    told |= {f"gen_ai.request.{name}": request.get(field) for field, name in _PARAMETERS.items() if field in request}
+    return {name: value for name, value in told.items() if isinstance(value, str | int | float | list)}
+
+
 class OtelPlugin(ProxyPlugin):
     """Receives spans always; exports calls where `otel.otlp_endpoint` is set."""
 
@@ -210,7 +286,12 @@ class OtelPlugin(ProxyPlugin):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._telemetry = config.section(OtelConfig)
-        require_sdk(self._telemetry)
+        if self._telemetry.otlp_endpoint is not None:
+            try:
+                import opentelemetry.exporter.otlp.proto.http.trace_exporter
+                import opentelemetry.sdk.trace  # noqa: F401
+            except ImportError as error:
+                raise ConfigError(f"otel.otlp_endpoint needs OpenTelemetry's SDK ({error.name}): {INSTALL}") from None
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
