@@ -1,8 +1,4 @@
-"""Runs a user's reward function in a process of its own: `child.py FILE NAME`.
-
-It reads rollouts from standard input and writes answers to standard output, a JSON line each; the first one once the
-file is loaded. It uses only the standard library, so that it starts quickly.
-"""
+"""Runs a user's reward function, `child.py FILE NAME`: a line that it is loaded, then rollouts in, answers out."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,40 +23,34 @@ def main(file: str, name: str) -> None:
     """Load the function, then answer one rollout after the other until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the function prints is for the log
-
-    def say(make: Callable[[], dict[str, float]]) -> bool:
-        """Write the rewards, or the error in place of them; return whether there was none."""
+    rollouts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    function: Any = None
+    while True:
         try:
-            answer: dict[str, Any] = {"values": make()}
+            if function is None:
+                function, given = loaded(file, name), None
+                threading.Thread(target=_read, args=(rollouts,), daemon=True).start()
+            else:
+                given = function(json.loads(rollouts.get()))
+            answer: Any = {"values": named(asyncio.run(given) if inspect.iscoroutine(given) else given, name)}
         except BaseException as error:
             answer = {"error": error_line(error, file)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-        return "error" not in answer
+        if function is None:
+            return
 
-    function: Any = None
 
-    def load() -> dict[str, float]:
-        nonlocal function
-        sys.path[0] = str(Path(file).parent)  # where its imports look
-        module = ModuleType(MODULE)
-        module.__file__ = file
-        sys.modules[MODULE] = module
-        exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise LookupError(f"there is no function {name} in it")
-        return {}
-
-    def reward() -> dict[str, float]:
-        answer = function(json.loads(rollouts.get()))
-        return named(asyncio.run(answer) if inspect.iscoroutine(answer) else answer, name)
-
-    if say(load):
-        rollouts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(rollouts,), daemon=True).start()
-        while True:
-            say(reward)
+def loaded(file: str, name: str) -> Any:
+    """Return the function; LookupError if there is none, or what its file raises."""
+    sys.path[0] = str(Path(file).parent)  # where its imports look
+    module = sys.modules[MODULE] = ModuleType(MODULE)
+    module.__file__ = file
+    exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise LookupError(f"there is no function {name} in it")
+    return function
 
 
 def named(answer: Any, name: str) -> dict[str, float]:
@@ -81,7 +70,6 @@ def named(answer: Any, name: str) -> dict[str, float]:
 
 
 def error_line(error: BaseException, file: str) -> str:
-    """Return an error in one line, with the line of the file that it came from."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" ({Path(file).name}:{lines[-1]})" if lines else ""
     message = " ".join(str(error).split())[:500]

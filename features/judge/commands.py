@@ -14,8 +14,7 @@ from ...commands.show.rollouts import app as rollouts
 def rescore(
     context: typer.Context,
     ids: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ID]...", help="these rollouts alone, as siblings"),
+        list[str] | None, typer.Argument(metavar="[ID]...", help="these rollouts alone, as siblings")
     ] = None,
     function: Annotated[
         str | None, typer.Option("--reward", metavar="FILE.py:NAME", help="the reward function (rewards.function)")
@@ -56,17 +55,14 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards."""
-    from .agreement import check_rewarder
+    from .rescore import check_rewarder
 
     check_rewarder(configuration(context), kind, label, as_json=as_json)
 
 
 def rate(
     context: typer.Context,
-    ids: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ID]...", help="rollouts, in place of a queue"),
-    ] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="rollouts, in place of a queue")] = None,
     person: Annotated[
         str, typer.Option("--as", metavar="NAME", help="who rates; each person has a queue", show_default="your user")
     ] = "",
@@ -79,7 +75,6 @@ def rate(
 
 
 def add_to(commands: typer.Typer) -> None:
-    """Add the commands."""
     commands.command(rich_help_panel=WORK)(rescore)
     commands.add_typer(app, name="rewards", rich_help_panel=WORK)
     rollouts.command()(rate)

@@ -30,8 +30,6 @@ class BudgetConfig(Section):
 
 
 class AskedModel(Section):
-    """A model that judges, and where it is asked."""
-
     model: str | None = None
     api_base: str | None = None
 
@@ -45,7 +43,6 @@ class AskedModel(Section):
 
     @property
     def key(self) -> str | None:
-        """Return the key of the model's API, if there is one."""
         return os.environ.get(APIS[self.api][1]) or None
 
     @property
@@ -142,7 +139,9 @@ class JudgeConfig(FeatureSection):
         names = Counter([*(name for name, _ in self.judges(config)), config.rewards.name])
         if twice := [name for name, n in names.items() if n > 1]:
             raise ValueError(f"judge.use: two entries give a reward named {twice[0]!r}; rename one")
-        if "judge" in config.trainer.credits.values() and self.calls.model is None:
+        if "judge" not in config.trainer.credits.values():
+            return
+        if self.calls.model is None:
             raise ValueError("the judge of calls needs judge.calls.model, such as openai/gpt-5-mini")
-        if "judge" in config.trainer.credits.values() and config.trainer.failed_rollouts != "drop":
+        if config.trainer.failed_rollouts != "drop":
             raise ValueError("the judge of calls scores no failed rollouts: leave trainer.failed_rollouts at drop")

@@ -1,7 +1,4 @@
-"""The one client of the models that judge: asks, pays, keeps answers; and the texts of what agents did.
-
-All that an agent did is data: it stands between marks that it cannot contain.
-"""
+"""The client of the models that judge, and the texts of what agents did: data, between marks that it cannot contain."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ class _Refused(Away):
 
 
 class Field(NamedTuple):
-    """The field that is asked for next to a reason: a JSON schema, what `read` makes of it, ValueError if it is wrong.
-
-    `pattern` is what a vLLM is asked for instead: a schema leaves small models endless white space and lists.
-    """
+    """Is asked for next to a reason; `read` raises ValueError. A vLLM gets `pattern`: a schema misleads small ones."""
 
     name: str
     schema: Json
@@ -83,10 +77,7 @@ class Field(NamedTuple):
 
 
 class JudgeModel:
-    """The model that a rewarder asks, at a vLLM or in OpenAI's or Anthropic's API. `name`: of the rewards.
-
-    Its answers, and what it used, are in the store; without one they are here, for one run of a command. An answer goes
-    when one of its rollouts is deleted; what it has used stays counted.
+    """The model that a rewarder asks. Answers, and what it used, are in the store; without one here, for one run.
 
     `clean` takes secrets, and what `recording.redact` names, out of what it reads. Clean each text before it is
     shortened and stands between marks: half a secret is not known for one, and a pattern may match a mark.
@@ -95,7 +86,7 @@ class JudgeModel:
     def __init__(self, name: str, config: AskedModel, whole: Config, database: Database | None) -> None:
         self._name, self._config, self._whole, self._db = name, config, whole, database
         self._kept: dict[str, str] = {}
-        self.tokens, self._usd = 0, 0.0
+        self._tokens, self._usd = 0, 0.0
         redact = whole.recording.redact.model_copy(update={"secrets": True})
         self.clean: Callable[[str], str] = Redactor(redact, whole.keys()).text
         self._slots = asyncio.Semaphore(AT_ONCE)
@@ -117,10 +108,7 @@ class JudgeModel:
         )
 
     async def ask(self, system: str, text: str, field: Field, about: Sequence[str]) -> tuple[Any, str]:
-        """Return what the field's `read` makes of the answer, and the reason that comes first.
-
-        Raise NoReward if two answers are wrong, Away. `about`: the rollouts that are asked about.
-        """
+        """Return what `field` reads, and the reason. NoReward if two answers are wrong; Away. `about`: rollouts."""
         turns = [{"role": "user", "content": text}]
         for _ in range(2):
             answer = await self._answer(system, turns, field, about)
@@ -143,7 +131,10 @@ class JudgeModel:
             known = self._kept.get(digest) if self._db is None else await self._db.value(str, ANSWER, digest=digest)
             if known is not None:
                 return known
-            await self._require_budget()
+            by_all = [{"tokens": self._tokens, "usd": self._usd}] if self._db is None else await spent_by_each(self._db)
+            for name, most in self._whole.section(JudgeConfig).budget.model_dump().items():
+                if most is not None and (spent := sum(one[name] for one in by_all)) >= most:
+                    raise Away(f"judge.budget.{name} is spent ({spent:g} of {most:g})")
             try:
                 answer = await self._sent(body_of(self._config, system, turns, field))
             except _Refused as error:
@@ -158,21 +149,6 @@ class JudgeModel:
                 kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
                 await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
         return answer
-
-    async def _spend(self, used: Used) -> None:
-        tokens = used.input + used.output
-        price = await asyncio.to_thread(price_of, self._config, self._whole)
-        usd = price.of(used) if price else 0.0
-        self.tokens, self._usd = self.tokens + tokens, self._usd + usd
-        if self._db is not None and tokens:
-            await self._db.execute(SPENT_MORE, rewarder=self._name, tokens=tokens, usd=usd)
-
-    async def _require_budget(self) -> None:
-        """Raise Away if the budget is spent: by all rewarders of a store together."""
-        rows = [{"tokens": self.tokens, "usd": self._usd}] if self._db is None else await spent_by_each(self._db)
-        for name, most in self._whole.section(JudgeConfig).budget.model_dump().items():
-            if most is not None and (spent := sum(row[name] for row in rows)) >= most:
-                raise Away(f"judge.budget.{name} is spent ({spent:g} of {most:g})")
 
     async def _sent(self, body: Json) -> str:
         """The answer. What it used is counted: a guess if that is not said, and perhaps was paid for."""
@@ -197,7 +173,11 @@ class JudgeModel:
         except UNREADABLE:
             raise Away(f"{self._config.model} answers something else than its API says: {text[:200]}") from None
         finally:
-            await self._spend(spent)
+            tokens, price = spent.input + spent.output, await asyncio.to_thread(price_of, self._config, self._whole)
+            usd = price.of(spent) if price else 0.0
+            self._tokens, self._usd = self._tokens + tokens, self._usd + usd
+            if self._db is not None and tokens:
+                await self._db.execute(SPENT_MORE, rewarder=self._name, tokens=tokens, usd=usd)
 
     async def _post(self, body: Json) -> tuple[int, str]:
         config, key = self._config, self._config.key or ""
@@ -213,7 +193,6 @@ class JudgeModel:
 
 
 async def spent_by_each(database: Database) -> list[Json]:
-    """Return the tokens and USD that each rewarder has spent."""
     return [{name: row[name] for name in ("name", "tokens", "usd")} for row in await database.all(SPENT)]
 
 
@@ -287,7 +266,6 @@ def text_of(message: Json, clean: Callable[[str], str]) -> str:
 
 
 def shown_message(message: Json, clean: Callable[[str], str]) -> str:
-    """Return a message as clean text that begins with its role."""
     return f"{clean(' '.join(str(message.get('role', 'item')).split()))}: {text_of(message, clean)}"
 
 
@@ -303,7 +281,6 @@ def written(mark: str, messages: Iterable[str], most: int) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text, or `most` characters of its beginning and its end."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -320,5 +297,4 @@ def mark_for(texts: Iterable[str]) -> str:
 
 
 def fenced(mark: str, title: str, text: str) -> str:
-    """Return a text between two lines that begin with the mark."""
     return f"{mark} {title}>>\n{text}\n{mark} end>>"

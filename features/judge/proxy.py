@@ -12,7 +12,7 @@ from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel
 
 from ...core.errors import Forbidden, NotFound
-from ...proxy.api.bodies import Limit, PathId
+from ...proxy.api.bodies import Limit, Listed, PathId
 from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.api.status import Status
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
@@ -49,11 +49,7 @@ class Unrated(BaseModel):
     task_id: str | None
 
 
-class UnratedList(BaseModel):
-    data: list[Unrated]
-
-
-@router.get("/people/queue", response_model=UnratedList)
+@router.get("/people/queue", response_model=Listed[Unrated])
 async def get_queue(
     request: ControlRequest, person: Annotated[str, Query(min_length=1, max_length=200)], limit: Limit = 50
 ) -> Any:
@@ -68,10 +64,7 @@ async def get_queue(
 async def take_back_reward(
     request: ControlRequest, rollout_id: PathId, reward_id: Annotated[int, Path(ge=0, lt=2**63)]
 ) -> None:
-    """Take back a reward named `human` that was posted with the same key, or any as an admin.
-
-    All of `proxy.api_keys` count as one key.
-    """
+    """Take back a reward named `human` that the same key gave (all of `proxy.api_keys` are one), or any as an admin."""
     caller = request.caller
     if caller.rollout is not None:
         raise Forbidden("a rollout's own key takes back no reward")
@@ -98,8 +91,6 @@ class StatusSpent(BaseModel):
 
 
 class RewardersPlugin(ProxyPlugin):
-    """Asks `rewards.function` and `judge.use` about completed rollouts."""
-
     routers = (router,)
     fields = ((Status, StatusSpent),)
 

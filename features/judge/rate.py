@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 from rich.console import Console
 
-from ...commands.api_client import ApiError, ask
+from ...commands.api_client import ask
 from ...commands.show.find import find
 from ...commands.show.rollout_view import rollout_detail
 from ...core.config.root import Config
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, LightningError
 
 HUMAN = "human"
 HELP = "+, - or a number, and a comment; `call 2 -` for a call; Enter: next; u: undo; q: quit"
@@ -23,8 +23,6 @@ _THUMBS = {"+": 1.0, "-": -1.0}
 
 
 def rate_rollouts(config: Config, ids: Sequence[str], person: str, limit: int) -> None:
-    """Ask about each rollout until the queue, or the input, ends."""
-
     def request(method: str, path: str, **more: Any) -> Any:
         return ask(config, lambda api: api.request(method, path, **more))
 
@@ -57,7 +55,7 @@ def rate_rollouts(config: Config, ids: Sequence[str], person: str, limit: int) -
                 at += body["call_id"] is None
             else:
                 print(HELP)
-        except (ApiError, ConfigError) as error:
+        except LightningError as error:
             print(error.message)
     print(f"{len(given)} rewards named {HUMAN}")
 

@@ -4,25 +4,33 @@
 `rubric`        weighted criteria, each asked apart with its reason; the reasons are the reward's comment
 `next_message`  what the user says next tells whether the call before it helped: -1, 0 or 1
 `judge`         a score of each call, from 0 to 1, for `trainer.credit: judge`
+
+The function runs in processes of its own (`child.py`). One is started again after a fault or a change of the file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import random
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 from itertools import product
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, NamedTuple, TypeVar
 
-from ...core.config.file import read_yaml
+from ...core.config.file import inherited, read_yaml
+from ...core.config.rollouts import RewardsConfig
 from ...core.config.root import Config
 from ...core.errors import Unprocessable
+from ...core.guard import start_guarded
+from ...core.json_text import encoded_parts, loads
 from ...core.records import Reward
 from ...proxy.dialects.transcript import beginnings, chat_turns
 from ...store.database import Database
@@ -31,6 +39,7 @@ from .model import (
     AT_ONCE,
     IS_DATA,
     TEXT,
+    Away,
     Field,
     Json,
     JudgeModel,
@@ -77,6 +86,9 @@ harm) over 5 (neither) to 10 (it was just what was needed)."""
 OF_TEN = {str(i): i / 10 for i in range(11)}
 UNDECIDED = 0.5
 MAX_STEP = 4000  # characters of a step that the judge of calls is shown
+START_S = 60.0  # for the imports of a function's file
+KILL_AFTER_S = 0.5  # after SIGTERM
+LONGEST_ANSWER = 2**20
 
 
 class GivenScore(NamedTuple):
@@ -92,11 +104,7 @@ Given = list[Reward] | str  # what one rollout is given, perhaps nothing; or why
 
 
 class Rewarder:
-    """Rewards ended rollouts, which are as `GET /rollouts/{id}?requests=whole` shows them. It posts nothing.
-
-    `name`: of its rewards. `in_groups`: it is to see siblings together. `at_once`: how many rollouts, or groups, it is
-    worth reading at once.
-    """
+    """Rewards ended rollouts (as `GET /rollouts/{id}?requests=whole` has them), `at_once` many of them, or groups."""
 
     in_groups = False
     at_once = AT_ONCE
@@ -106,7 +114,6 @@ class Rewarder:
 
     @property
     def label(self) -> str:
-        """Its place in the configuration."""
         return f"judge.use: {self.kind}"
 
     async def check(self) -> None:
@@ -164,6 +171,103 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return found
 
 
+class FunctionProcess:
+    """One process with the function, which answers one rollout at a time. `version`: of the file that it has loaded."""
+
+    def __init__(self, config: RewardsConfig) -> None:
+        self._config, self.version, self._lifeline = config, "", -1
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def load(self) -> None:
+        """Load the function, unless this version of its file is loaded. Raise Away."""
+        config = self._config
+        try:
+            version = hashlib.sha256(config.file.read_bytes()).hexdigest()[:12]
+        except OSError as error:
+            raise Away(f"{config.function}: cannot read {config.file}: {error.strerror}") from None
+        if self._process is not None and self._process.returncode is None and self.version == version:
+            return
+        await self.close()
+        self._process, self._lifeline = await start_guarded(
+            sys.executable, str(Path(__file__).with_name("child.py")), str(config.file), config.name,
+            grace_s=KILL_AFTER_S, env=inherited(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            limit=LONGEST_ANSWER,
+        )  # fmt: skip
+        try:
+            await self.answer(b"", START_S)
+        except NoReward as error:
+            await self.close()
+            raise Away(f"{config.function}: {error}") from None
+        self.version = version
+
+    async def answer(self, rollout: bytes, limit_s: float) -> dict[str, float]:
+        """Return the rewards of a line by name; NoReward. A process that is late, or cancelled, is ended."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        process.stdin.write(rollout)
+        try:
+            async with asyncio.timeout(limit_s):
+                line = await process.stdout.readline()
+            if not line:
+                raise NoReward(f"its process ended (exit code {await process.wait()})")
+            answer: Json = loads(line)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                raise NoReward(f"no answer within {limit_s:g} s") from None
+            if isinstance(error, ValueError):
+                raise NoReward("its answer is too long, or no JSON") from None
+            raise
+        if "error" in answer:
+            raise NoReward(answer["error"])
+        return dict(answer["values"])
+
+    async def close(self) -> None:
+        """End the process and whatever the function started."""
+        process, self._process = self._process, None
+        if process is not None:
+            os.close(self._lifeline)
+            await process.communicate()
+
+
+class Function(Rewarder):
+    label = "rewards.function"
+
+    def __init__(self, whole: Config) -> None:
+        super().__init__("function", whole.rewards.name, whole)
+        self.at_once = whole.rewards.processes
+        self._processes = [FunctionProcess(whole.rewards) for _ in range(self.at_once)]
+        self._free: asyncio.Queue[FunctionProcess] = asyncio.Queue()
+        for process in self._processes:
+            self._free.put_nowait(process)
+
+    @asynccontextmanager
+    async def loaded(self) -> AsyncIterator[FunctionProcess]:
+        """Yield a free process that has loaded the function. Raise Away."""
+        process = await self._free.get()
+        try:
+            await process.load()
+            yield process
+        finally:
+            self._free.put_nowait(process)
+
+    async def check(self) -> None:
+        await self.source()
+
+    async def source(self) -> str:
+        async with self.loaded() as process:
+            return f"function:{self.name}@{process.version}"
+
+    async def scores(self, rollout: Json) -> list[GivenScore]:
+        seen = await asyncio.to_thread(lambda: b"".join(encoded_parts(rollout)))
+        async with self.loaded() as process:
+            values = await process.answer(seen + b"\n", self._whole.rewards.timeout_s)
+        return [GivenScore(value, name=name) for name, value in values.items()]
+
+    async def close(self) -> None:
+        await together(process.close() for process in self._processes)
+
+
 class ModelRewarder(Rewarder):
     """A rewarder that may ask a model. `question`: what its scores depend on besides the rollout."""
 
@@ -192,9 +296,8 @@ class Rank(ModelRewarder):
         if len(rollouts) < 2:
             return ["it has no siblings to be compared with" for _ in rollouts]
         shown = await asyncio.to_thread(lambda: [tuple(messages_of(one, self.model.clean)) for one in rollouts])
-        order = sorted(range(len(rollouts)), key=lambda i: rollouts[i]["rollout_id"])
-        random.Random(" ".join(rollouts[i]["rollout_id"] for i in order)).shuffle(order)  # always the same
-        attempts = [*dict.fromkeys(shown[i] for i in order)]  # the same ones are shown once
+        attempts = sorted({*shown})  # the same ones are shown once
+        random.Random(repr(attempts)).shuffle(attempts)  # always the same
         if len(attempts) == 1:
             return [[GivenScore(0.5, "all attempts are the same")] for _ in rollouts]
         try:
@@ -243,7 +346,6 @@ class Rank(ModelRewarder):
 
 
 def order_pattern(letters: Sequence[str]) -> str:
-    """Return the pattern of an order: as many letters as there are, in lists."""
     one = f'"({"|".join(letters)})"'
     return rf"\[\[{one}((, |\], \[){one}){{{len(letters) - 1}}}\]\]"
 
@@ -280,8 +382,6 @@ class Rubric(ModelRewarder):
 
 
 class UserReply(NamedTuple):
-    """What a user wrote after a call's answer to a request."""
-
     call_id: str
     request: str
     answer: str
@@ -318,10 +418,7 @@ def _rules() -> dict[str, re.Pattern[str]]:
 
 
 def by_rules(reply: UserReply) -> float:
-    """Return -1, 0 or 1 by what the message begins with, thanks in it, or that it is the same request again.
-
-    A "no" with thanks is 0. Irony is not seen. Of a long text, the beginning and the end are looked at.
-    """
+    """Return -1, 0 or 1; a "no" with thanks is 0. Of a long text, the beginning and the end are looked at."""
     rules, text = _rules(), shortened(reply.message.strip(), 2 * LOOKED_AT)
     one, other = (Counter(WORD.findall(each.casefold())) for each in (text, shortened(reply.request, 2 * LOOKED_AT)))
     if one.total() > 2 and 2 * (one & other).total() >= SAME * (one.total() + other.total()):

@@ -1,8 +1,4 @@
-"""Asks the rewarders about every completed rollout, and records what they give as rewards.
-
-A completed rollout awaits its rewards in the store, where no training step takes it. After a kill, the next proxy asks
-the rewarders that have not spoken about it. One process of several does the work.
-"""
+"""Asks the rewarders about completed rollouts, which await it in the store: no step takes them. One process does."""
 
 from __future__ import annotations
 
@@ -19,14 +15,13 @@ from ...core.groups import Grouping, Member, formed
 from ...core.json_text import dumps
 from ...core.records import Reward
 from ...proxy.api.views import rollout_detail
-from ...store.database import Database, Row, Transaction, read
+from ...store.database import Database, Transaction, read
 from ...store.rewards import post_rewards
 from ...store.store import Store
 from ...store.waiting import IS_LATE, IS_OWN
 from .config import JudgeConfig
-from .function import Function
 from .model import Away, Json
-from .rewarders import Given, Judge, ModelRewarder, NextMessage, Rank, Rewarder, Rubric, together
+from .rewarders import Function, Given, Judge, ModelRewarder, NextMessage, Rank, Rewarder, Rubric, together
 
 log = logging.getLogger(__name__)
 POLL_S = 0.25
@@ -107,15 +102,11 @@ class Spoken:
         await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
 
     async def missing(self, rewarder: str, limit: int) -> list[str]:
-        """Return rollouts that await this rewarder, oldest first."""
         rows = await self._db.all(STILL_TO_SPEAK, {"rewarder": rewarder, "limit": limit})
         return [row["rollout_id"] for row in rows]
 
     async def record(self, rewarder: str, given: Mapping[str, Sequence[Reward]]) -> list[Reward]:
-        """Record what a rewarder gave to rollouts, and that it has spoken: all of it or nothing.
-
-        Return the rewards that were recorded: none for a rollout that did not await it any more.
-        """
+        """Record rewards, and that the rewarder has spoken. Return those of rollouts that still awaited it."""
 
         async def work(db: Transaction) -> list[Reward]:
             recorded: list[Reward] = []
@@ -142,7 +133,6 @@ class Scorer:
         self._logged: set[str] = set()
 
     async def run(self) -> None:
-        """Score rollouts as they end, until cancelled."""
         try:
             while True:
                 await self._score_until_a_fault()
@@ -232,17 +222,12 @@ def not_counted(names: set[str], config: TrainerConfig) -> str | None:
 
 
 class AwaitingGroup(NamedTuple):
-    """Siblings that a rewarder sees, and the ones among them that it is to reward."""
-
     siblings: list[str]
     awaiting: set[str]
 
 
 async def ready(database: Database, config: TrainerConfig, rewarder: str, most: int) -> list[AwaitingGroup]:
-    """Return about `most` groups of rollouts that await this rewarder, which all ended or waited for `group_timeout_s`.
-
-    A rollout without a task has no siblings, and no step compares what other models answered.
-    """
+    """Return about `most` groups that await this rewarder and have ended, or waited for `group_timeout_s`."""
     found: list[AwaitingGroup] = []
     for pool in await database.all(POOLS_TO_SPEAK, {"rewarder": rewarder}):
         if len(found) >= most:
@@ -252,19 +237,14 @@ async def ready(database: Database, config: TrainerConfig, rewarder: str, most: 
             continue
         statement = SIBLINGS_IN_ORDER if pool["group_id"] is None else SIBLINGS_OF_GROUP
         wanted = {name: pool[name] for name in ("mode", "task_id", "owner", "group_id")} | {"rewarder": rewarder}
-        found += _groups(await database.all(statement, wanted), config)
-    return found
-
-
-def _groups(rows: Sequence[Row], config: TrainerConfig) -> list[AwaitingGroup]:
-    found = [
-        AwaitingGroup([row["rollout_id"]], {row["rollout_id"]}) for row in rows if row["awaits"] and not row["own"]
-    ]
-    for group in formed((read(Member, row) for row in rows), Grouping.of(config)):
-        if not group.complete and time.time() - group.oldest < config.group_timeout_s:
-            continue
-        inside = [row for row in rows if row["own"] and group.after < row["n"] <= group.last]
-        ended = [row for row in inside if row["status"] == "completed"]
-        if awaiting := {row["rollout_id"] for row in ended if row["awaits"]}:
-            found.append(AwaitingGroup([row["rollout_id"] for row in ended], awaiting))
+        rows = await database.all(statement, wanted)
+        foreign = [row["rollout_id"] for row in rows if row["awaits"] and not row["own"]]
+        found += [AwaitingGroup([rollout_id], {rollout_id}) for rollout_id in foreign]
+        for group in formed((read(Member, row) for row in rows), Grouping.of(config)):
+            if not group.complete and time.time() - group.oldest < config.group_timeout_s:
+                continue
+            inside = [row for row in rows if row["own"] and group.after < row["n"] <= group.last]
+            ended = [row for row in inside if row["status"] == "completed"]
+            if awaiting := {row["rollout_id"] for row in ended if row["awaits"]}:
+                found.append(AwaitingGroup([row["rollout_id"] for row in ended], awaiting))
     return found

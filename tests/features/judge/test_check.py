@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.judge.agreement import Agreement, Labelled, agreement
 from lightning_proxy.features.judge.config import JudgeConfig
+from lightning_proxy.features.judge.rescore import Agreement, Labelled, agreement
 from support.judging import ScriptedJudge, completed, judging, ordered
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
