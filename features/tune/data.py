@@ -1,7 +1,4 @@
-"""Makes the store that `train --offline` trains on, once, from another store or from an export.
-
-The original is only read. A store that is in use is copied as of one moment.
-"""
+"""Makes the store that `train --offline` trains on, once, from another store (as of one moment) or from an export."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """Return the store to train on in `directory`, made from `source` if it is missing.
-
-    Raises ConfigError if `source` cannot be read, or is not what the store was made from.
-    """
+    """Return the store in `directory`, made from `source` if it is missing. ConfigError if it has another."""
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
@@ -67,10 +61,7 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
 
 
 def check_store(config: Config) -> None:
-    """Raise ConfigError if `policy.directory` holds an offline run of another store than the configured one.
-
-    Each store counts its steps and versions by itself, so each would take the other's files for its own.
-    """
+    """Raise ConfigError if `policy.directory` has an offline run of another store, which counts its steps by itself."""
     directory, own = config.policy.directory, config.policy.directory / STORE_FILE
     if (directory / SOURCE_FILE).is_file() and (
         config.store.is_postgres or config.store.path.expanduser().resolve() != own.resolve()
@@ -82,7 +73,6 @@ def check_store(config: Config) -> None:
 
 
 async def _import(source: Path, config: StoreConfig) -> None:
-    """Record the rollouts of an export of transitions, as far as it has them."""
     versions: set[int] = set()
     async with opened(config) as database:
         store = Store(database)

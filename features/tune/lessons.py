@@ -91,10 +91,7 @@ class LessonReader:
         self._seen = Seen()
 
     async def read(self, among: Collection[str] | None = None) -> Lessons:
-        """Return the lessons of all rollouts, or those `among` these. Raises NothingToLearn without any.
-
-        Tasks are held out whole, and always the same. A rollout without a task is one by itself, and no group.
-        """
+        """Return lessons, `among` these rollouts. Tasks are held out whole, always the same. NothingToLearn."""
         self._seen = Seen()
         tasks = await self._rewarded(among)
         choose = {"sft": self._best, "dpo": self._pairs, "kto": self._thumbs}[self._method]
@@ -125,10 +122,7 @@ class LessonReader:
         return Lessons(tuple(train), tuple(held_out), {name: float(value) for name, value in metrics.items()})
 
     async def _rewarded(self, among: Collection[str] | None) -> dict[tuple[Any, ...], list[Rollout]]:
-        """Rollouts with a reward that counts (`reward_weights`), newest first, by task: of one tenant each.
-
-        Rollouts that still await a reward function lack some of theirs.
-        """
+        """Rewarded rollouts that await no function, newest first, by task: of one tenant each."""
         await self._store.rewards.use(Rules.of(self._config))
         awaiting = await self._store.rollouts.awaiting()
         tasks: dict[tuple[Any, ...], list[Rollout]] = defaultdict(list)
@@ -161,13 +155,10 @@ class LessonReader:
         found = [call for call in made if call is not None]
         counts["calls_untokenised"] += len(made) - len(found)
         rows = rollout_samples(
-            found,
-            [0.0] * len(found),
-            task_id=rollout.task_id or rollout.rollout_id,
-            max_tokens=self._trainer.max_tokens,
-            vocabulary=self._trainer.vocabulary,
+            found, [0.0] * len(found), task_id=rollout.task_id or rollout.rollout_id,
+            max_tokens=self._trainer.max_tokens, vocabulary=self._trainer.vocabulary,
             sampled=lambda _: Sampling(),  # however it was sampled: the text is learned
-        )
+        )  # fmt: skip
         counts.update(rows.counts)
         return rows.samples
 
@@ -235,12 +226,7 @@ def _mixed(*what: object) -> bytes:
 
 
 def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> ModelCall | None:
-    """Return the call with tokens to learn from, at log-probability 0; unchanged if it is of no use.
-
-    What the policy sampled keeps its exact tokens, however it was sampled. An answer of another model has none of the
-    policy's: with a `tokenizer` the policy's chat template shows its messages, once, and the answer's tokens are what
-    it adds to the prompt. None if the template does not show the answer after the prompt.
-    """
+    """Return the call with tokens to learn from; unchanged if of no use, None if the template does not show it."""
     prompt, answer = call.prompt_token_ids, call.response_token_ids
     if not (call.trainable or can_be_imitated(call.untrainable_reason)):
         is_foreign = call.untrainable_reason in (NOT_THE_POLICY, NO_TOKEN_IDS)
@@ -255,10 +241,7 @@ def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> Mod
 
 
 def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens of prompt and answer, tokenised apart, as the policy would see the one and sample the other.
-
-    The answer goes up to the token that ends it, and is without that where it was cut off.
-    """
+    """The tokens of prompt and answer, tokenised apart; the answer to the token that ends it, unless cut off."""
     if call.endpoint != "chat/completions":
         raise ValueError("no chat")
     (choice,), request = call.response["choices"], call.request

@@ -29,10 +29,7 @@ EPOCHS_DONE = "epochs_done"  # a metric of an epoch's last step
 
 
 class OfflineRun:
-    """Passes over the data, each in an order of its own that the seed decides.
-
-    The store knows what each step took and which epochs are done, so a killed run resumes exactly where it was.
-    """
+    """Passes over the data, each in an order of its own. Its state is in the store, so a killed run resumes exactly."""
 
     def __init__(self, core: TrainerCore, hooks: TrainerHooks, epochs: int) -> None:
         self._config = core.config.trainer
@@ -105,7 +102,6 @@ async def train_offline(config: Config, run: Run, offline: Offline, stop: asynci
 
 
 def save_weights(config: Config, trainer: TrainingEngine, step: int) -> None:
-    """Write the weights as files, and log where they are and how to serve them."""
     directory, alias, base = config.policy.directory, config.policy.alias, shlex.quote(str(config.policy.model))
     full, model, adapter = config.trainer.weights == "full", directory / "model", directory / "adapter"
     if not config.policy.adapters and publish_mode(config) == "merged":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_proxy.features.tune import methods
+from lightning_proxy.features.tune.run import BATCH_TOKENS
 from reference.door import Trainer
 from reference.loss import Policy, loss
 from reference.worlds import SAMPLING, World, save_model
@@ -164,7 +164,7 @@ LOSSES: dict[str, Callable[[Policy, Policy, Sequence[Json]], Tensor]] = {"sft": 
 def test_gradients_of_fine_tuning_are_those_of_float64(
     method: str, weights: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(methods.BATCH_TOKENS, method, 4096)
+    monkeypatch.setitem(BATCH_TOKENS, method, 4096)
     model = save_model(kind, tmp_path / "model")
     trainer = Trainer(model, SETTINGS[method] | {"weights": weights})
     scale = trainer.settings["lora_alpha"] / trainer.settings["lora_rank"]

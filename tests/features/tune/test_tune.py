@@ -19,9 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_proxy.core.errors import ConfigError, LightningError, StoreUnavailable
-from lightning_proxy.features.tune import methods
 from lightning_proxy.features.tune.lessons import Example, Lessons
-from lightning_proxy.features.tune.run import TuningRun, tune
+from lightning_proxy.features.tune.run import BATCH_TOKENS, TuningRun, tune
 from lightning_proxy.serving.vllm import VllmServer
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.plugins import TrainerHooks
@@ -84,7 +83,7 @@ def test_the_loss_of_sft_is_the_cross_entropy_of_the_answers_tokens(base: Path, 
 def test_held_out_answers_that_are_better_become_the_likelier_ones(
     base: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(methods.BATCH_TOKENS, method, 64)
+    monkeypatch.setitem(BATCH_TOKENS, method, 64)
     chance, lessons = random.Random(2), list[Example]()
     for n in range(80):
         prompt = (0, *chance.choices(range(2, 24), k=2))
@@ -103,7 +102,7 @@ def test_held_out_answers_that_are_better_become_the_likelier_ones(
 
 
 def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(methods.BATCH_TOKENS, "dpo", 1)
+    monkeypatch.setitem(BATCH_TOKENS, "dpo", 1)
     trainer = made(base, tmp_path, "dpo", learning_rate=1e30)
     with pytest.raises(LightningError, match=r"diverged .* lower tune.dpo.learning_rate"):
         tune("dpo", trainer, LESSONS["dpo"], tmp_path / "run", never)
@@ -121,7 +120,7 @@ def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path, monkeypat
 def test_a_run_goes_on_from_each_of_its_checkpoints_and_where_it_was_stopped(
     base: Path, tmp_path: Path, method: str, epochs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(methods.BATCH_TOKENS, method, 6)
+    monkeypatch.setitem(BATCH_TOKENS, method, 6)
 
     def run(out: Path, stopped: Callable[[], bool] = never) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         trainer = made(base, tmp_path, method, epochs=epochs, learning_rate=0.01)
