@@ -48,8 +48,6 @@ def check_backend(config: Config, method: str = "rl", *, launched: bool = False)
 
 
 class BackendsPlugin(TrainerPlugin):
-    """Takes the steps on a service with the Tinker API."""
-
     def check(self, run: Run) -> None:
         check_backend(self.config, run.method, launched=run.launched)
 
