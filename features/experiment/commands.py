@@ -29,5 +29,4 @@ def experiment(
 
 
 def add_to(commands: typer.Typer) -> None:
-    """Add `experiment` to the commands."""
     commands.command(rich_help_panel=WORK)(experiment)

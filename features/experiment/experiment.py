@@ -1,9 +1,10 @@
-"""`experiment`: runs the lessons that have no result yet, and shows what all of them found."""
+"""`experiment`: runs each variant with each seed that has no result (a lesson), and shows what all of them found."""
 
 from __future__ import annotations
 
 import asyncio
 import csv
+import hashlib
 import json
 import math
 import os
@@ -11,32 +12,40 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import typer
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from rich.console import Console
 
 from ...commands.api_client import ApiClient
 from ...commands.files import save_json
 from ...commands.formats import table
+from ...commands.run.runner import runner_for
 from ...commands.run.tasks import read_tasks
 from ...commands.signals import Interrupted, run_until_signal
 from ...commands.system.processes import make_directory
-from ...commands.trial import Json, Trial, draw
-from ...commands.vllm import visible_gpus
-from ...core.config.file import load_config
+from ...commands.trial import Json, Trial, Work, draw, merged
+from ...commands.vllm import require_model, visible_gpus
+from ...core.config import file as config_file
+from ...core.config.file import config_of, load_config, read_config, read_yaml, variables
 from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ...core.statistics import bootstrap_mean
 from ...store.opening import opened
 from ...store.sqlite.file import lock_file
 from ...store.store import Store
+from ...trainer.functions import check_functions, own_functions
 from ...trainer.plan import cards
-from .plan import Experiment, LessonPlan, check_agent, flat, lessons_of, read_experiment
+from ...trainer.plugins import Run, check
 
 Env = Mapping[str, str]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -46,10 +55,134 @@ HEAD = (
 )  # fmt: skip
 SEEDS = 5  # with fewer, intervals over seeds are too narrow
 GROUPS_A_MINUTE = 10_000  # more than agents can work off
+# Each lesson has its own.
+OWN = ("proxy.host", "proxy.port", "vllm.port", "store.url", "policy.directory", "trainer.seed")
+Variant = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Experiment(Work):
+    config: Path | None = None
+    rollouts: Annotated[int, Field(ge=1)] | None = None
+    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
+    variants: Annotated[dict[Name, Variant], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Experiment:
+        if (self.rollouts is None) == (self.minutes is None):
+            raise ValueError("rollouts or minutes, one of the two, says how long each run trains")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("seeds: each once")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class LessonPlan:
+    """One variant with one seed. `settings` are its configuration file; `made_with` is all that its result rests on."""
+
+    variant: str
+    seed: int
+    directory: Path
+    settings: Json
+    config: Config
+    made_with: Json
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    @property
+    def result(self) -> Path:
+        return self.directory / "result.json"
+
+
+def read_experiment(file: Path, config: Path | None) -> Experiment:
+    """Read the file; `config` is the configuration if it names none. ConfigError with a line for each wrong key."""
+    try:
+        found = Experiment.model_validate({"config": config} | read_yaml(file))
+    except ValidationError as error:
+        raise ConfigError(config_file.lines(error, Experiment, file, {})) from None
+    read_tasks(found.tasks), read_tasks(found.held_out)
+    return found
+
+
+def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
+    """Return all lessons, every variant with the first seed first. ConfigError names the variant and the wrong key."""
+    base = read_config(experiment.config)
+    config_of(deepcopy(base), path=experiment.config)
+    shared = experiment.model_dump(mode="json", exclude={"config", "seeds", "variants"}, exclude_none=True)
+    made: dict[str, tuple[Json, Config, Json]] = {}
+    for name, changes in experiment.variants.items():
+        settings, config = _variant(name, base, changes, experiment.rollouts)
+        kept = flat(config.model_dump(mode="json", exclude_defaults=True))
+        own = {key: value for key, value in kept.items() if key not in OWN}
+        made[name] = settings, config, {"config": own, "files": _files(experiment, config)}
+    return [
+        LessonPlan(name, seed, directory.absolute() / name / f"seed-{seed}", settings, config, shared | made_with)
+        for seed in experiment.seeds
+        for name, (settings, config, made_with) in made.items()
+    ]
+
+
+def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tuple[Json, Config]:
+    """A variant's settings, checked as the commands of its lessons would."""
+    label = f"variant {name}"
+    settings = merged(base, changes)
+    config = config_of(deepcopy(settings), path=Path(label))
+    try:
+        keys = {*flat(changes), *OWN}
+        for variable, key in variables():
+            if hidden := next((one for one in sorted(keys) if f"{one}.".startswith(f"{key}.")), None):
+                raise ConfigError(f"the variable {variable} would hide {hidden}: unset it")
+        if own := next((one for one in OWN if one in flat(changes)), None):
+            raise ConfigError(f"{own}: each run has its own")
+        require_model(config)
+        check(config, Run())
+        check_functions(config.trainer)
+        if not {"trainer.loss", "trainer.context_loss"}.isdisjoint(dict(own_functions(config.trainer))):
+            from ...trainer.step.losses import check_gradients  # imports torch
+
+            check_gradients(config.trainer)
+        upstream = config.policy_upstream
+        urls = upstream.urls if upstream is not None and not upstream.servers else ()
+        if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:
+            raise ConfigError("upstreams: each run starts one vLLM: leave out replicas, and name the port of vllm.port")
+        if config.run.proxy_url is not None:
+            raise ConfigError("run.proxy_url: each run has a proxy of its own")
+        if rollouts is not None and rollouts % config.trainer.group_size:
+            raise ConfigError(f"trainer.group_size: {rollouts} rollouts are no groups of {config.trainer.group_size}")
+    except LightningError as error:
+        raise ConfigError(f"{label}: {error.message}") from None
+    return settings, config
+
+
+def check_agent(experiment: Experiment, config: Config) -> None:
+    try:
+        runner_for(config, experiment.agent, experiment.preload.split(",") if experiment.preload else [], print)
+    except ConfigError as error:
+        raise ConfigError(f"agent: {error.message}") from None
+
+
+def _files(experiment: Experiment, config: Config) -> dict[str, str]:
+    """The hashes of the task files, the files in the agent's command line, and the files of the user's functions."""
+    own = [name for _, name in own_functions(config.trainer)] + [config.rewards.function or ""]
+    words = [*experiment.agent, *(name.rpartition(":")[0] for name in own)]
+    files = [experiment.tasks, experiment.held_out, *map(Path, words)]
+    found = {str(path): path.expanduser() for path in files}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in found.items() if path.is_file()}
+
+
+def flat(data: Mapping[str, Any], before: str = "") -> Json:
+    """Return every value by its dotted key."""
+    found: Json = {}
+    for key, value in data.items():
+        name = f"{before}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return found
 
 
 def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, dry_run: bool) -> None:
-    """Run the command. Raise LightningError if a lesson failed."""
     plan = read_experiment(file, config)
     lessons, gpus = lessons_of(plan, directory), gpus_of(jobs)
     results = results_of(lessons)
@@ -71,7 +204,14 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
     if results:
         finished = [results[lesson.name] for lesson in lessons if lesson.name in results]
         console = Console()
-        show(finished, console if console.is_terminal else Console(width=240, no_color=True))
+        (first, *others), *rows = lines(finished)
+        shown = table(first, right=others)
+        for row in rows:
+            shown.add_row(*row)
+        console = console if console.is_terminal else Console(width=240, no_color=True)
+        console.print(shown)
+        if warning := few_seeds(finished):
+            console.print(warning, markup=False, highlight=False, soft_wrap=True)
         write(finished, directory)
         say(f"the table: {directory}/results.md, .csv and .json")
         try:
@@ -94,10 +234,7 @@ def say(what: str, lesson: str = "") -> None:
 async def run_lessons(
     plan: Experiment, lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env]
 ) -> list[str]:
-    """Run the lessons without a result, as many at once as there are `slots`, and save each one's result.
-
-    Return the names of those that failed; the others go on.
-    """
+    """Run lessons without a result, as many at once as there are `slots`; save it. Return those that failed."""
     left = iter([lesson for lesson in lessons if lesson.name not in results])
     failed: list[str] = []
 
@@ -171,17 +308,6 @@ def minutes_of(result: Json) -> float:
     return float(sum(result["minutes"].values()))
 
 
-def show(results: Sequence[Json], console: Console) -> None:
-    """Print a line for each variant: mean reward of the held-out tasks, and 95 % intervals over seeds and tasks."""
-    (first, *others), *rows = lines(results)
-    shown = table(first, right=others)
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
-    if warning := few_seeds(results):
-        console.print(warning, markup=False, highlight=False, soft_wrap=True)
-
-
 def lines(results: Sequence[Json]) -> list[list[str]]:
     """Return the table's head, and a line for each variant. `above` compares with the first variant, paired by task."""
     variants: dict[str, dict[int, Json]] = {}
@@ -206,7 +332,6 @@ def lines(results: Sequence[Json]) -> list[list[str]]:
 
 
 def few_seeds(results: Sequence[Json]) -> str | None:
-    """Return a warning if a variant has too few seeds for its intervals."""
     seeds = Counter(one["variant"] for one in results)
     few = [f"{name} has {count}" for name, count in seeds.items() if count < SEEDS]
     why = "their intervals are too narrow, and with one seed they are over tasks only"
@@ -220,7 +345,6 @@ def rewards(results: Mapping[int, Json], seeds: Sequence[int], when: str) -> Mat
 
 
 def _mean(values: Matrix, sign: str = "") -> tuple[str, str]:
-    """The mean, and its interval."""
     interval = bootstrap_mean(values)
     return f"{values.mean():{sign}.3f}", f"{interval.low:.3f} to {interval.high:.3f}"
 
@@ -279,7 +403,6 @@ class Lesson(Trial):
         await asyncio.sleep(self.plan.minutes * 60 if self.plan.minutes else math.inf)
 
     def begin(self) -> None:
-        """Empty the folder, and write configuration and tasks."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.logs.mkdir(parents=True)
         rollouts, group_size = self.plan.rollouts, self.lesson.config.trainer.group_size

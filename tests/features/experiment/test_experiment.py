@@ -18,8 +18,7 @@ from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError, LightningError
 from lightning_proxy.features.experiment import experiment as module
-from lightning_proxy.features.experiment.experiment import Lesson, run_lessons
-from lightning_proxy.features.experiment.plan import lessons_of, read_experiment
+from lightning_proxy.features.experiment.experiment import Lesson, lessons_of, read_experiment, run_lessons
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
