@@ -12,8 +12,7 @@ from ...commands.command_line import RECORD, configuration
 def dashboard(
     context: typer.Context,
     store: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="a store's file, or postgresql://…", show_default="store.url"),
+        str | None, typer.Option(metavar="FILE", help="a store's file, or postgresql://…", show_default="store.url")
     ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="the page's port")] = 8081,
 ) -> None:
@@ -30,5 +29,4 @@ def dashboard(
 
 
 def add_to(commands: typer.Typer) -> None:
-    """Add `dashboard` to the commands."""
     commands.command(rich_help_panel=RECORD)(dashboard)

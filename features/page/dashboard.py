@@ -34,10 +34,7 @@ async def readyz() -> dict[str, str]:
 
 
 def dashboard(store: StoreConfig, port: int) -> None:
-    """Serve the page until Ctrl-C. LightningError if the port is taken, or the store cannot be read.
-
-    Whoever has the address that is printed can look: it holds a key that is made for this once.
-    """
+    """Serve the page until Ctrl-C, at an address with a key in it. LightningError without port or store."""
     file = None if store.is_postgres else store.path.expanduser().absolute()
     if file is not None and not file.is_file():
         raise LightningError(f"there is no store at {file}: name one with --store FILE")

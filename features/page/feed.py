@@ -60,9 +60,7 @@ _ROWS = {
 
 @router.get("/feed", response_class=StreamingResponse, responses=_EVENTS)  # type: ignore[arg-type]
 async def feed(
-    request: ControlRequest,
-    cursor: Cursor = None,
-    last_event_id: Annotated[Cursor, Header()] = None,
+    request: ControlRequest, cursor: Cursor = None, last_event_id: Annotated[Cursor, Header()] = None
 ) -> StreamingResponse:
     """Calls, rewards, rollouts, training steps and policy versions as they come, until the client or the proxy stops.
 
@@ -100,10 +98,7 @@ async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_mi
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One event, the `n`th of all. `data` is the record now: it may have changed again since.
-
-    `key_id`: the key that opened the rollout it is about.
-    """
+    """The `n`th event. `data`: the record as it is now. `key_id`: the key that opened the rollout that it is about."""
 
     n: int
     kind: Kind
@@ -124,10 +119,7 @@ class FeedEvents(Feed):
     """The newest 10,000 events, with what they are about."""
 
     async def after(self, cursor: int, limit: int) -> tuple[list[Happened], int]:
-        """Return at most `limit` events after `cursor`, oldest first, and the cursor after them.
-
-        Events of deleted records are left out, and all but the last about one record.
-        """
+        """Return at most `limit` events after `cursor`, of one record the last alone; and the next cursor."""
         rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
         last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}
         happened = list[Happened]()

@@ -1,22 +1,27 @@
-"""Serves the page: `GET /`, and the files that it is made of.
-
-They need no key; the routes that they read do.
-"""
+"""Serves the page: `GET /` and its files, which need no key, and what was sampled as text, token by token."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ...core.errors import NotFound
+from ...proxy.api.bodies import Id, Listed, PathId
+from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.hooks import ProxyPlugin
+from ...serving.mode import trained_model
 from .. import FEATURES
-from . import feed, texts
+from . import feed
 
 router = APIRouter(include_in_schema=False)
+rollouts = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 FILES = Path(__file__).parent / "files"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -62,10 +67,66 @@ async def get_file(request: Request, name: str = "index.html") -> Response:
     return Response(body, headers=headers, media_type=TYPES[Path(name).suffix])
 
 
-class PagePlugin(ProxyPlugin):
-    """Serves the page at `/`, its events at `/feed`, and what was sampled as text."""
+@dataclass(slots=True)
+class TokenRun:
+    """The tokens of an answer. `texts`: null without the files of the policy's tokenizer on this machine.
 
-    routers = (feed.router, router, texts.router)
+    Of several tokens that make one character, the last has its text, and the others have null.
+    `advantage`: what the newest step trained them with, null if it did not.
+    """
+
+    call_id: str
+    seq: int
+    step: int | None
+    advantage: float | None
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    texts: Sequence[str | None] | None = None
+
+
+@rollouts.get("/{rollout_id}/tokens", response_model=Listed[TokenRun])
+async def get_tokens(request: ControlRequest, rollout_id: PathId, call_id: Id | None = None) -> dict[str, Any]:
+    """The tokens of a rollout's answers, or of one `call_id`, with their texts."""
+    p = request.parts
+    credit = {one["call_id"]: one for one in await p.store.credit.of(rollout_id)}
+    runs = list[TokenRun]()
+    for call in await p.store.calls.of(rollout_id, short=True):
+        if call_id in (None, call.call_id):
+            of = credit[call.call_id]
+            step, advantage = (None, None) if of["row"] is None else (of["step"], of["advantage"])
+            runs.append(TokenRun(call.call_id, call.seq, step, advantage, call.response_token_ids, call.logprobs))
+    if call_id is not None and not runs:
+        raise NotFound(f"no call {call_id!r} in this rollout", param="call_id")
+    if model := p.config.policy.model or trained_model(p.config.store):
+        await asyncio.to_thread(_add_texts, model, runs)  # long answers would hold up the calls under way
+    return {"data": runs}
+
+
+def _add_texts(model: str, runs: Sequence[TokenRun]) -> None:
+    try:
+        from tokenizers.decoders import DecodeStream
+
+        tokenizer = _tokenizer(model)
+        for run in runs:
+            stream = DecodeStream(skip_special_tokens=False)
+            run.texts = [stream.step(tokenizer, token) for token in run.token_ids]
+    except Exception:  # no such package or file, or ids that it does not know: ids are shown
+        return
+
+
+@lru_cache(1)
+def _tokenizer(model: str) -> Any:
+    """The tokenizer of a directory, or of a model that was fetched before."""
+    from huggingface_hub import try_to_load_from_cache
+    from tokenizers import Tokenizer
+
+    path = Path(model)
+    file = path / "tokenizer.json" if path.is_dir() else try_to_load_from_cache(model, "tokenizer.json")
+    return Tokenizer.from_file(str(file))
+
+
+class PagePlugin(ProxyPlugin):
+    routers = (feed.router, router, rollouts)
 
 
 plugin = PagePlugin

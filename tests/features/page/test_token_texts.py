@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.page import texts as page_texts
+from lightning_proxy.features.page import proxy as page
 from support.rewarded import record, train
 from support.views import byte_tokenizer
 
@@ -32,13 +32,13 @@ async def shown(system: Any, query: str = "") -> Any:
 async def test_answers_say_text_log_probability_and_advantage(
     running: Running, tmp_path: Path, ids_of: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, add_texts = [], page_texts._add_texts
+    threads, add_texts = [], page._add_texts
 
     def watched(*args: Any) -> None:
         threads.append(current_thread())
         add_texts(*args)
 
-    monkeypatch.setattr(page_texts, "_add_texts", watched)
+    monkeypatch.setattr(page, "_add_texts", watched)
     async with running(tmp_path, policy={"model": str(tmp_path)}) as system, system.store() as store:
         await record(store, "good", ["a €", "b"], 1.0, ids_of)
         await record(store, "bad", ["c"], 0.0, ids_of)
