@@ -42,8 +42,6 @@ async def post_event(request: ControlRequest, rollout_id: PathId, body: AglEvent
 
 
 class AglPlugin(ProxyPlugin):
-    """Serves AGL_EVENT_URL."""
-
     routers = (router,)
 
 

@@ -3,10 +3,9 @@
     added to the loss = -w / N · sum of log p over the tokens that tools wrote,   w = algorithms.echo_weight
 
 N is how many such tokens the step has, so that w does not depend on how long results are, or how the step is cut into
-passes. They are in the row already: one forward pass scores them beside the answers. w is 0.1, as the authors' runs
-and prime-rl have it. A result is the context between two answers of a row if nothing but tools' results was added to
-the conversation there. What the chat template puts around it counts, too: nothing is tokenised again, and the policy
-soon knows it. Groups whose rewards are all equal are trained on, too, if they have results.
+passes. w is 0.1, as the authors' runs and prime-rl have it. A result is the context between two answers of a row if
+nothing but tools' results was added there, with what the chat template puts around it: nothing is tokenised again.
+Groups whose rewards are all equal are trained on, too, if they have results.
 `logprobs`: (K,), those of a pass; its sum over the passes of a step is the formula above.
 Source: arXiv 2605.24517, section 3.1; prime-rl's `echo`, which also normalises by the number of such tokens.
 

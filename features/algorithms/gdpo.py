@@ -23,10 +23,7 @@ from ...trainer.types import Sibling
 
 
 def gdpo(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return the advantages of N siblings, each as often as the sibling has calls.
-
-    A sibling without rewards of a name is not compared by that name.
-    """
+    """Return each sibling's advantage, once for each of its calls; by names that it has no rewards of, none."""
     found = [0.0] * len(group)
 
     def add(returns: Mapping[int, float], weight: float) -> None:

@@ -51,9 +51,7 @@ Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retrie
 SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
 QUOTED, ENOUGH = 0.5, 4  # the share, or else the number, of an answer's own texts that a quotation has
 BY_NAME = 4  # characters of an order, or of a result, that tell where something else does, too
-NEWEST = (
-    20  # contexts, or calls, that are compared: whether a prompt is their history, written again, or has their order
-)
+NEWEST = 20  # contexts, or calls, that are compared: whether a prompt is their history, rewritten, or has their order
 CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
 Json = dict[str, Any]
 KeyedAtom = tuple[Key, Atom]
@@ -167,7 +165,6 @@ class Graph:
         self._threads: dict[str | None, _Call] = {}  # the last call of each thread
 
     def add(self, call: ModelCall) -> None:
-        """Add a call, with its request and its answer."""
         mine = self._placed(call)
         mine.attempts = self._attempts(mine)
         mine.attempts.append(mine)
@@ -221,7 +218,6 @@ class Graph:
         return [] if form is None else self._asked[mine.node, mine.call.agent, mine.says("thread"), form]
 
     def _placed(self, call: ModelCall) -> _Call:
-        """Add the request of a call to the tree."""
         of = call.request_of or {}
         parent = self._by_id.get(str(of.get("call_id")))
         fields = dict(call.request)
@@ -506,7 +502,6 @@ class Node:
 
 
 def keyed(atoms: Iterable[Atom]) -> list[KeyedAtom]:
-    """Return the atoms with their keys."""
     return [(atom.key, atom) for atom in atoms]
 
 

@@ -49,7 +49,6 @@ def costs(
 
 
 def costs_table(costs: Json) -> Table:
-    """Return a line for each part, the total, and what rewarders spent."""
     shown = table(costs["by"], right=("calls", *AMOUNTS, "USD"), padding=(0, 1))
     shown.columns[0].overflow, shown.columns[0].no_wrap = "fold", False
     for part in costs["data"]:
@@ -77,5 +76,4 @@ def notes(total: Json) -> list[str]:
 
 
 def add_to(commands: typer.Typer) -> None:
-    """Add `costs` to the commands."""
     commands.command(rich_help_panel=RECORD)(costs)

@@ -76,7 +76,6 @@ class CostSeen(BaseModel):
 
 
 def summed(costs: Iterable[Cost]) -> Cost:
-    """Return the sum of costs."""
     total: Cost = dict.fromkeys(CostSeen.model_fields, 0)
     for cost in costs:
         for name, value in cost.items():
@@ -168,8 +167,6 @@ class RolloutCosts(BaseModel):
 
 
 class CostsPlugin(ProxyPlugin):
-    """Says what calls used and cost."""
-
     routers = (router,)
     fields = ((RolloutDetail, RolloutCosts),)
 

@@ -1,11 +1,8 @@
 """Runs one trainer in several processes (ranks). Rank 0 leads; the others repeat its work.
 
-Weights and optimizer are the same on every rank, or sharded over them. The samples of a step are shared out, and
-gradients are summed before anybody uses them, so a step's update does not depend on the number of ranks.
-
-A sharded model (FSDP2) has a part of each layer on every rank. Embeddings, head and LoRA adapters stay unsharded. If
-layers are trained, FSDP2 gathers their weights when they are needed, and sums and shares out their gradients; each rank
-has the optimizer's state of its own parts.
+The samples of a step are shared out, and gradients are summed before anybody uses them, so a step's update does not
+depend on the number of ranks. A sharded model (FSDP2) has a part of each layer, and of its gradients and optimizer's
+state, on every rank. Embeddings, head and LoRA adapters stay unsharded.
 """
 
 from __future__ import annotations
@@ -60,11 +57,7 @@ class Ranks(Processes):
         self._joined = False
 
     def prepare(self, state: PartialState, model: Any) -> Any:
-        """Join the other ranks, and give all of them the trained weights of rank 0.
-
-        The model is not wrapped: DDP would average gradients, which are summed here, and the model is called part by
-        part.
-        """
+        """Join the other ranks; give all rank 0's trained weights. DDP would average gradients, summed here."""
         self._join(state)
         if self.sharded:
             shard(model, state.device)
@@ -96,7 +89,7 @@ class Ranks(Processes):
         with self.turn, _lost_ranks_named():
             tells = self.rank == 0 and self.size > 1 and not self._calling
             if tells:
-                self._tell((method, args, kwargs))
+                dist.broadcast_object_list([(method, args, kwargs)], src=0, group=self._idle)
                 self._calling = True
             try:
                 yield
@@ -121,7 +114,7 @@ class Ranks(Processes):
         """Let the other ranks end. Otherwise they take the end of rank 0 for a failure."""
         if self.size > 1:
             with self.turn, _lost_ranks_named():
-                self._tell(None)
+                dist.broadcast_object_list([None], src=0, group=self._idle)
             dist.destroy_process_group()
 
     def passes(self, parts: Sequence[MicroBatch], cost: TreeCost) -> list[Pass]:
@@ -142,10 +135,7 @@ class Ranks(Processes):
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum every rank's gradients in float32, in one message. A parameter without any gradient gets none.
-
-        Gradients of sharded parameters are summed already: FSDP2 does it in the backward pass.
-        """
+        """Sum every rank's gradients in float32, in one message. FSDP2 has summed those of sharded parameters."""
         if self.size == 1:
             return
         parameters = [p for p in parameters if not isinstance(p, DTensor)]
@@ -162,9 +152,6 @@ class Ranks(Processes):
             return clip(parameters, limit)
         return super().clip(parameters, limit)
 
-    def _tell(self, what: object) -> None:
-        dist.broadcast_object_list([what], src=0, group=self._idle)
-
 
 @contextmanager
 def _lost_ranks_named() -> Iterator[None]:
@@ -180,7 +167,6 @@ def _lost_ranks_named() -> Iterator[None]:
 
 
 def is_sharded() -> bool:
-    """Return whether the launcher's configuration asks for a sharded base model."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
@@ -191,7 +177,10 @@ def shard(model: nn.Module, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     bare = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(bare, PreTrainedModel)
-    layers, body = _layers(bare), bare.base_model
+    body, names = bare.base_model, set(bare._no_split_modules or ())
+    layers = [module for module in body.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(f"policy.model: {type(bare).__name__} names no layers to shard; run it without FSDP")
     spread = {
         p for layer in layers for p in layer.parameters() if not (isinstance(model, PeftModel) and p.requires_grad)
     }
@@ -221,16 +210,7 @@ def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
     return float(norm)
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.base_model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ConfigError(f"policy.model: {type(model).__name__} names no layers to shard; run it without FSDP")
-    return layers
-
-
 def check(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise ConfigError if the launcher's configuration asks for something that is not supported."""
     problems = {
         "fsdp_version: only 2 is supported": plugin.fsdp_version != 2,
         "fsdp_offload_params: must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
@@ -244,10 +224,7 @@ def check(plugin: FullyShardedDataParallelPlugin) -> None:
 
 
 def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
-    """Return micro-batches by rank. The slowest rank's largest one is halved while that makes the step shorter.
-
-    Each half computes their shared prefix again, so the total work grows; what counts is the slowest rank.
-    """
+    """Return micro-batches by rank. The slowest rank's largest one is halved while that makes the step shorter."""
     if ranks == 1:
         return [list(parts)]
     shares = _longest_first(parts, cost, ranks)

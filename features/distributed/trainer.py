@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 
 class DistributedPlugin(TrainerPlugin):
-    """Takes the steps in all processes of a launcher, or with a sharded model."""
-
     def engine(self) -> TrainingEngine | None:
         from ...trainer.step.trainer import LightningTrainer
         from . import ranks

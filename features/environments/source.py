@@ -1,7 +1,4 @@
-"""Turns `--environment KIND:NAME` into what `run` takes: a tasks file, a command, and modules to import once.
-
-Each kind has a Python environment of its own, `.venv-environments/KIND`.
-"""
+"""Turns `--environment KIND:NAME` into what `run` takes. Each kind has its Python in `.venv-environments/KIND`."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ PROGRAM = "from lightning_proxy.features.environments.inside.play import main\n\
 
 
 class EnvironmentTasks(NamedTuple):
-    """Tasks, the program that plays one, and what it imports."""
-
     tasks: Path
     command: list[str]
     preload: list[str]

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def status_rows(status: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
-    """Yield the best version and the newest evaluation, where there are some."""
     policy = status["policy"]
     if best := policy["best"]:
         yield "best", best["story"]
@@ -21,7 +20,6 @@ def status_rows(status: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
 
 
 def below_versions(policy: dict[str, Any], versions: list[dict[str, Any]]) -> Iterator[Text]:
-    """Yield which version is the best."""
     if best := policy["best"]:
         yield plain(f"\nthe best is {best['story']}")
 

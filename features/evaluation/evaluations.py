@@ -77,8 +77,6 @@ class Best:
 
 
 class Evaluations:
-    """The table of evaluations, one a version, which the trainer alone writes; and the best version."""
-
     def __init__(self, store: Store) -> None:
         self._store, self._db = store, store.database
 
@@ -96,7 +94,6 @@ class Evaluations:
         return await self._db.one(DONE, {"version": live.version, "after": after}) is None
 
     async def first(self) -> int | None:
-        """Return the first version that has a result."""
         return await self._db.value(int, FIRST)
 
     async def begin(self, version: int, step: int) -> None:
@@ -111,16 +108,10 @@ class Evaluations:
         await self._db.execute("DELETE FROM evaluations WHERE ended_at IS NULL")
 
     async def under_way(self) -> set[int]:
-        """Return the versions that are being evaluated."""
         return {row["version"] for row in await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})}
 
     async def best(self) -> Best | None:
-        """Return the best version by the rewards that there are; None as long as none can be told.
-
-        The one with the highest held-out reward (of equals, the oldest), if any has one and is not being evaluated
-        now. Else the newest with an interval that is not below another's. The reward of a version that was evaluated
-        is that of all its held-out rollouts, as far as they are still there.
-        """
+        """Return the best version by complete held-out rewards, or the newest that no interval is above."""
         servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]  # the few that have files
         stored = await self.read(OF_VERSIONS, versions=dumps(servable))
         if servable == [0] and not stored:
@@ -128,20 +119,19 @@ class Evaluations:
         rewards = await self._store.versions.rewards(servable)
         held_out = {v: (one.reward, one.low, one.high) for v, one in stored.items() if one.reward is not None}
         held_out |= {v: (one.mean, one.low, one.high) for (mode, v), one in rewards.items() if mode == "eval"}
-        if judged := sorted(held_out.keys() - await self.under_way()):
-            version = max(judged, key=lambda one: held_out[one][0])
-            return _best(version, "evaluation", *held_out[version])
-        trained = [(version, one) for version in servable if (one := rewards.get(("train", version))) is not None]
-        trained = [(version, one) for version, one in trained if one.rollouts >= ENOUGH] or trained
-        most = max((one.low for _, one in trained if one.low is not None), default=-math.inf)
-        found = [(version, one) for version, one in trained if one.high is None or one.high >= most]
-        return next((_best(version, "reward", one.mean, one.low, one.high) for version, one in reversed(found)), None)
-
-
-def _best(
-    version: int, judged: Literal["evaluation", "reward"], reward: float, low: float | None, high: float | None
-) -> Best:
-    interval = "" if low is None else f" ({low:.3f} to {high:.3f})"
-    what = "held-out" if judged == "evaluation" else "training"
-    story = f"version {version}: {what} reward {reward:.3f}{interval}"
-    return Best(version, judged, reward, low, high, story)
+        judged: Literal["evaluation", "reward"] = "evaluation"
+        if evaluated := sorted(held_out.keys() - await self.under_way()):
+            version = max(evaluated, key=lambda one: held_out[one][0])
+            reward, low, high = held_out[version]
+        else:
+            trained = [(version, one) for version in servable if (one := rewards.get(("train", version))) is not None]
+            trained = [(version, one) for version, one in trained if one.rollouts >= ENOUGH] or trained
+            most = max((one.low for _, one in trained if one.low is not None), default=-math.inf)
+            trained = [(version, one) for version, one in trained if one.high is None or one.high >= most]
+            if not trained:
+                return None
+            judged, (version, newest) = "reward", trained[-1]
+            reward, low, high = newest.mean, newest.low, newest.high
+        interval = "" if low is None else f" ({low:.3f} to {high:.3f})"
+        what = "held-out" if judged == "evaluation" else "training"
+        return Best(version, judged, reward, low, high, f"version {version}: {what} reward {reward:.3f}{interval}")

@@ -27,7 +27,6 @@ class EvaluatingPlugin(TrainerPlugin):
     )
 
     def check(self, run: Run) -> None:
-        """Refuse an agent program or held-out tasks that are not there."""
         config = self.config.section(EvaluationConfig)
         if config.tasks is None or run.offline is not None or run.method != "rl":
             return

@@ -1,7 +1,4 @@
-"""Calls providers without an OpenAI protocol through litellm (`kind: litellm`). docs/providers.md says what gets lost.
-
-litellm has a thread of its own, in which all of its objects stay. Its errors become HTTP answers without secrets.
-"""
+"""Calls providers through litellm (`kind: litellm`, docs/providers.md), which has a thread for all of its objects."""
 
 from __future__ import annotations
 
@@ -37,12 +34,9 @@ _EVENTS: Header = (b"content-type", b"text/event-stream")
 T = TypeVar("T")
 Json = dict[str, Any]
 FUNCTIONS: Mapping[str, str] = {
-    "/v1/chat/completions": "acompletion",
-    "/v1/completions": "atext_completion",
-    "/v1/responses": "aresponses",
-    "/v1/messages": "anthropic_messages",
-    "/v1/embeddings": "aembedding",
-}
+    "/v1/chat/completions": "acompletion", "/v1/completions": "atext_completion", "/v1/responses": "aresponses",
+    "/v1/messages": "anthropic_messages", "/v1/embeddings": "aembedding",
+}  # fmt: skip
 # Next to the fields that the official clients know for an API. What else an agent sends could steer litellm itself.
 _MORE_FIELDS = {"/v1/chat/completions": {"stream", "thinking", "top_k"}}
 _STEERING = {"metadata", "litellm_metadata"}  # litellm's own use of the name, except in /v1/messages
@@ -160,16 +154,10 @@ class LitellmUpstream:
 
 
 class LitellmAnswer(Answer):
-    """An answer of litellm: the bytes received so far, and those to come."""
-
     def __init__(
-        self,
-        status: int,
-        headers: Sequence[Header],
-        begun: bytes,
-        rest: AsyncIterator[bytes] | None = None,
+        self, status: int, headers: Sequence[Header], begun: bytes, rest: AsyncIterator[bytes] | None = None,
         drop: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         again = next((value.decode("latin-1") for name, value in headers if name == b"retry-after"), "")
         super().__init__(status, is_stream=rest is not None, retry_after=again)
         self._headers, self._ahead, self._length = headers, begun, len(begun)
@@ -222,24 +210,26 @@ class LitellmThread:
 async def _asked(
     path: str, body: Json, params: Mapping[str, Any]
 ) -> tuple[bytes | AsyncGenerator[bytes], list[Header]]:
-    """Litellm's answer to a call of this API, and the provider's headers as far as litellm keeps them.
-
-    `params` win over `body`. Raises whatever litellm raises.
-    """
+    """Litellm's answer, and the provider's headers as far as litellm keeps them. `params` win over `body`."""
     litellm = import_litellm()
     if path == "/v1/messages" and body.get("stream"):
         _require_streamed_messages(litellm, body["model"])
     fields = _fields(path)
     given = {name: value for name, value in body.items() if name in fields and value is not None}
     result = await getattr(litellm, FUNCTIONS[path])(**{**given, **params})
-    headers = list(_provider_headers(result))
+    hidden: Any = getattr(result, "_hidden_params", None)
+    kept = (hidden.get("additional_headers") if hasattr(hidden, "get") else None) or {}
+    headers = [
+        (name.removeprefix("llm_provider-").encode(), str(value).encode())
+        for name, value in kept.items()
+        if name.startswith("llm_provider-")
+    ]
     if body.get("stream") and hasattr(result, "__aiter__"):
         return _events(path, result), headers
     return _json(result), headers
 
 
 async def _events(path: str, chunks: Any) -> AsyncGenerator[bytes]:
-    """The events of a stream in the API's own framing."""
     try:
         async for chunk in chunks:
             yield _event(path, chunk)
@@ -298,14 +288,6 @@ def _event(path: str, chunk: Any) -> bytes:
 def _json(result: Any) -> bytes:
     value = result.model_dump(mode="json", exclude_unset=True) if hasattr(result, "model_dump") else result
     return orjson.dumps(value)
-
-
-def _provider_headers(result: Any) -> Iterable[Header]:
-    hidden: Any = getattr(result, "_hidden_params", None)
-    kept = hidden.get("additional_headers") if hasattr(hidden, "get") else None
-    for name, value in (kept or {}).items():
-        if name.startswith("llm_provider-"):
-            yield name.removeprefix("llm_provider-").encode(), str(value).encode()
 
 
 class ProviderError(LightningError):
@@ -371,8 +353,6 @@ def _headers(chain: Iterable[Any]) -> list[Header]:
 
 
 class LitellmPlugin(ProxyPlugin):
-    """Makes upstreams of kind `litellm`."""
-
     upstreams: ClassVar[Mapping[str, Callable[[UpstreamConfig], Upstream]]] = {"litellm": LitellmUpstream}
 
     async def check(self) -> None:

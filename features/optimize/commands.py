@@ -52,5 +52,4 @@ def optimize(
 
 
 def add_to(commands: typer.Typer) -> None:
-    """Add `optimize` to the commands."""
     commands.command(rich_help_panel=WORK, context_settings={"allow_interspersed_args": False})(optimize)

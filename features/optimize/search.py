@@ -1,11 +1,9 @@
 """Searches for a better prompt, by GEPA or APO, and judges the best one by held-out tasks.
 
 `gepa`: reflective mutation, and a Pareto front over tasks (arXiv 2507.19457), by its authors' package.
-`apo`: textual gradients and beam search (ProTeGi, arXiv 2305.03495). A critic reads a few rollouts and says what is
-wrong with the prompt, the textual gradient. An editor rewrites the prompt. The best prompts enter the next round.
+`apo`: textual gradients (a critic's words, by which an editor rewrites) and beam search (ProTeGi, arXiv 2305.03495).
 
-A search always runs from its beginning. The store and the file of reflections have what it did before, so it repeats
-that at no cost.
+A search always runs from its beginning: the store and the file of reflections have what it did before, at no cost.
 """
 
 from __future__ import annotations
@@ -86,8 +84,6 @@ class BudgetSpent(Exception):
 
 
 class Score(NamedTuple):
-    """The reward of one rollout."""
-
     rollout_id: str
     reward: float
 
@@ -104,11 +100,7 @@ async def optimized(
     config: Config, command: list[str], *, method: str, prompt: str, tasks: Path, held_out: Path | None, reflect: str,
     reflect_url: str | None, budget: int, concurrency: int, promote: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what a search found; LightningError if it fails. What was tried until then is kept.
-
-    `mean_…` are over the validation tasks. `held_out`: how far the best is above the first on the held-out tasks, on
-    which `before` and `after` are the means. `reflect_usd`: of the reflecting model; None without a price.
-    """
+    """Return what a search found; LightningError. `mean_…`: of validation tasks; else of held-out ones."""
     require_litellm(f"--reflect {reflect}")
     lessons, validation, unseen = split(tasks, held_out)
     view = ProgressView(Console(stderr=True))
@@ -155,7 +147,6 @@ def split(file: Path, held_out: Path | None) -> tuple[list[Task], list[Task], li
 
 
 def summary(found: dict[str, Any], *, promoted: bool) -> str:
-    """Return the result in words."""
     usd = "" if found["reflect_usd"] is None else " ({reflect_usd:.4g} USD)"
     lines = [
         "{tried} versions of {prompt} tried in {rollouts} rollouts (run {run})",
@@ -176,11 +167,7 @@ def summary(found: dict[str, Any], *, promoted: bool) -> str:
 
 
 class Search:
-    """Tries versions of a prompt. Rollouts are kept in the store under the name of the `run`.
-
-    A version that was tried on a task is not tried on it again. `budget`: rollouts that the search may take, with those
-    of an earlier start.
-    """
+    """Tries versions of a prompt, none twice on a task. The store has the rollouts, by the name of the `run`."""
 
     def __init__(
         self, api: ApiClient, runner: Runner, options: RunOptions, view: ProgressView, prompt: str, run: str,
@@ -218,10 +205,7 @@ class Search:
         return int((await self._api.request("POST", "/prompts", body))["version"])
 
     async def scores(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
-        """Return the version's rewards on the tasks, in their order. Raise BudgetSpent before it runs any.
-
-        `held_out`: it is not part of the search, and not of its budget.
-        """
+        """Return rewards on the tasks, in order. BudgetSpent before any is run; `held_out` ones cost none."""
         # By name: gepa pads a batch to its size with a task that it has already.
         missing = {task.task_id: task for task in tasks if (version, task.task_id) not in self._known}
         if not held_out and len(missing) > max(self.budget - self.taken, 0):
@@ -252,16 +236,11 @@ class Search:
         return self.tried[version]
 
     async def lesson(self, score: Score) -> dict[str, str]:
-        """Return what a reflecting model is shown of a rollout."""
         return lesson_of(await self._api.rollout(score.rollout_id))
 
 
 class Reflection:
-    """`model` is litellm's name of it: `openai/gpt-5`, `anthropic/…`. Its key is where litellm looks for it.
-
-    The n-th time that it gets the same text, it returns the n-th answer of the file, if there is one. With `most`
-    answers in the file, `ask` raises BudgetSpent for another.
-    """
+    """To the n-th same text it returns the n-th answer of the file; BudgetSpent for more than `most`."""
 
     def __init__(self, model: str, base_url: str | None, file: Path, most: int) -> None:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
@@ -385,18 +364,10 @@ async def gepa_search(job: Search, reflection: Reflection, own: str) -> None:
     adapter = _Adapter(job, reflection, asyncio.get_running_loop())
     try:
         await asyncio.to_thread(
-            gepa.optimize,
-            seed_candidate={job.prompt: own},
-            trainset=job.lessons,
-            valset=job.validation,
-            adapter=adapter,
-            reflection_lm=adapter.reflect,
-            reflection_minibatch_size=BATCH,
-            skip_perfect_score=False,
-            max_metric_calls=job.budget,
-            logger=SimpleNamespace(log=lambda _: None),  # the command shows how it goes
-            seed=SEED,
-        )
+            gepa.optimize, seed_candidate={job.prompt: own}, trainset=job.lessons, valset=job.validation, seed=SEED,
+            adapter=adapter, reflection_lm=adapter.reflect, reflection_minibatch_size=BATCH, skip_perfect_score=False,
+            max_metric_calls=job.budget, logger=SimpleNamespace(log=lambda _: None),  # the command shows how it goes
+        )  # fmt: skip
     except _Ended as ended:
         if not isinstance(ended.__cause__, BudgetSpent):
             raise ended.__cause__ or ended from None

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def status_rows(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
-    """Yield the test of the next version."""
     if test := status["policy"]["test"]:
         yield "promotion", line_of(test)
 
@@ -25,7 +24,6 @@ def below_versions(policy: dict[str, Any], versions: list[dict[str, Any]]) -> It
 
 
 def line_of(test: dict[str, Any]) -> Text:
-    """Return one line about a test (`Promotion` of the API)."""
     versions, evidence = f"version {test['version']} against {test['against']}", test["evidence"]
     if test["status"] != "testing":
         return plain(f"the test of {versions} was {test['status']}: {test['reason']}")

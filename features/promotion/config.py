@@ -29,7 +29,6 @@ class PromotionConfig(FeatureSection):
 
     @property
     def is_gated(self) -> bool:
-        """Return whether a version that is to go live is tested first."""
         return self.mode == "gated"
 
     def faults(self) -> Iterator[str]:

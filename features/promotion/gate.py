@@ -1,7 +1,4 @@
-"""The gate before new versions of the policy: weighs the rollouts of a test, and decides.
-
-Groups of siblings become pairs, pairs evidence by each guarded metric, and evidence a decision.
-"""
+"""The gate before new versions: groups of siblings become pairs, pairs evidence by metric, and evidence a decision."""
 
 from __future__ import annotations
 
@@ -83,11 +80,7 @@ class Gate:
 
 
 class GuardedMetric(NamedTuple):
-    """A metric that must not become worse. `range`: None where only the order of two values counts.
-
-    `rules`: how rewards are counted; higher is better, and a failed rollout has the lowest value. Of metrics without
-    them lower is better.
-    """
+    """A metric that must not become worse. Without a `range` only order counts; without `rules` lower is better."""
 
     name: str
     margin: float
@@ -163,11 +156,7 @@ def weigh(test: Promotion, rollouts: Sequence[Observed], config: Config, now: fl
 def _groups(
     test: Promotion, rollouts: Sequence[Observed], config: Config, now: float, is_full: bool
 ) -> tuple[list[SiblingGroup], bool]:
-    """Groups that are complete or waited for no more, and whether these are all.
-
-    They count in the order in which they began, each after the ones before it: else a version with failures that take
-    longer would look better than it is (docs/training.md).
-    """
+    """Groups that are complete or waited for no more, and if these are all; in order (docs/training.md)."""
     size, timeout_s = config.trainer.group_size, config.trainer.group_timeout_s
     rewards = [metric for metric in metrics_of(config) if metric.rules is not None]
     members: dict[tuple[Any, ...], list[Observed]] = defaultdict(list)

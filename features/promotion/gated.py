@@ -1,7 +1,4 @@
-"""Publishes new weights as candidates (`promotion.mode: gated`). The proxy's gate decides which go live.
-
-Training continues from the candidate's weights while it is tested. Once that is decided, the newest weights are tested.
-"""
+"""Publishes new weights as candidates (`promotion.mode: gated`), and trains on from them. The proxy's gate decides."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ class CandidateSwap(Swap):
     """Gives a candidate's merged weights to the last server, while another version stays live."""
 
     async def place(self, version: PolicyVersion, begin: Callable[[], Awaitable[None]], check: Check) -> None:
-        """Give the weights to the server, as `roll` does, and `begin`."""
         async with self._locked():
             await self._require_successor(version, None)
             await self._give_all(version, self.vllm.servers[-1:], check, begin)

@@ -1,8 +1,4 @@
-"""The tests of policy versions before they go live: which rollouts they have, and what was decided.
-
-A version is a `candidate` while its test is under way, and then live or `rejected`. Each write is one transaction, and
-at most one test is under way.
-"""
+"""The tests of versions before they go live: a `candidate` becomes live or `rejected`. At most one is under way."""
 
 from __future__ import annotations
 
@@ -135,15 +131,11 @@ class Observed:
 
 
 class UnderTest(NamedTuple):
-    """The test that is under way."""
-
     promotion: Promotion
     candidate: PolicyVersion
 
 
 class Promotions:
-    """The tests of the policy's versions."""
-
     def __init__(self, database: Database) -> None:
         self._db = database
         self._now: UnderTest | None = None
@@ -164,7 +156,6 @@ class Promotions:
         return await self._db.record(Promotion, PROMOTION_UNDER_WAY)
 
     async def last(self) -> dict[int, Promotion]:
-        """Return, by version, the last test of each."""
         return {one.version: one for one in await self._db.records(Promotion, PROMOTIONS)}
 
     async def begin(self, version: int, step: int, against: int) -> None:
@@ -181,10 +172,7 @@ class Promotions:
         await self._db.write(work)
 
     async def assign(self, test: Promotion, rollout: RolloutName, config: Config) -> int:
-        """Return the version that a rollout keeps: chosen now, unless it keeps one already.
-
-        At most `max_rollouts` are compared. One that comes after that, or comes late, stays with the live version.
-        """
+        """Return the version that a rollout keeps from now on; after `max_rollouts`, or late, the live one."""
         row: dict[str, Any] = {"n": test.n, "against": test.against, "rollout_id": rollout.rollout_id}
         row |= {"task_id": rollout.task_id, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
         known = await self._db.one(KNOWN, row)
@@ -214,7 +202,6 @@ class Promotions:
         return () if row is None else tuple(row)
 
     async def observed(self, test: Promotion) -> list[Observed]:
-        """Return the compared rollouts of a test, in the order in which they began."""
         rollouts = await self._db.all(PROMOTION_OBSERVED, {"n": test.n})
         posted = defaultdict[str, list[Reward]](list)
         for row in await self._db.all(PROMOTION_REWARDS, {"n": test.n}):
@@ -222,7 +209,6 @@ class Promotions:
         return [read(Observed, row, rewards=tuple(posted[row["rollout_id"]])) for row in rollouts]
 
     async def found(self, test: Promotion, evidence: Mapping[str, Any]) -> None:
-        """Keep the numbers of a test that continues."""
         await self._db.commit([(FOUND, [{"n": test.n, "evidence": dumps({**evidence})}])])
 
     async def decide(self, test: Promotion, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool:

@@ -57,10 +57,7 @@ class PromotionPlugin(ProxyPlugin):
 
     async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
         under_way = await Promotions(store.database).under_way() if key_id is None else None
-        return {
-            "promotion": self.config.section(PromotionConfig).mode,
-            "test": under_way and asdict(under_way),
-        }
+        return {"promotion": self.config.section(PromotionConfig).mode, "test": under_way and asdict(under_way)}
 
     async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
         tests = await Promotions(store.database).last() if key_id is None else {}

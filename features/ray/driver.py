@@ -32,19 +32,13 @@ WAITS_S = 30.0  # until a line says that no node has room
 PROBE_S = 10.0
 END_S = 10.0  # for a cancelled task to kill its program; then its worker is killed
 GONE = (
-    failures.NodeDiedError,
-    failures.WorkerCrashedError,
-    failures.LocalRayletDiedError,
-    failures.OutOfMemoryError,
+    failures.NodeDiedError, failures.WorkerCrashedError, failures.LocalRayletDiedError, failures.OutOfMemoryError,
     failures.ObjectLostError,
-)
+)  # fmt: skip
 
 
 def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[bytes | int]:
-    """Run one program on a node: the task, sent there by value, so it needs only Python.
-
-    Yield an empty piece once it has started, its output in pieces, and at the end its exit code.
-    """
+    """Run a program on a node, without our package. Yield b"" once it runs, its output, and its exit code."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
     theirs, lifeline = os.pipe()
     with TemporaryDirectory(prefix="lightning-task-") as directory:
@@ -148,12 +142,10 @@ async def end(pieces: ray.ObjectRefGenerator) -> None:
         with suppress(failures.RayError, ValueError):
             ray.cancel(pieces, force=force)
         with suppress(TimeoutError):
-            try:
+            with suppress(failures.RayError):
                 async with asyncio.timeout(END_S):
                     async for reference in pieces:
                         await reference
-            except failures.RayError:
-                pass
             return
 
 
@@ -170,12 +162,9 @@ def connect(setup: Mapping[str, Any]) -> dict[str, Any]:
         if host and port.isdecimal():  # unless something listens there, Ray would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
         ray.init(
-            address=address,
-            runtime_env=setup["runtime_env"] or None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            include_dashboard=False,
-        )
+            address=address, runtime_env=setup["runtime_env"] or None, include_dashboard=False,
+            log_to_driver=False, logging_level=logging.ERROR,
+        )  # fmt: skip
     except OSError:
         return {"failed": f"no Ray cluster answers at {address!r} (ray.address); start one: ray start --head"}
     except Exception as error:

@@ -28,7 +28,6 @@ class TeacherConfig(FeatureSection):
 
     @property
     def credentials(self) -> dict[str, str]:
-        """Return the header that carries its key; empty without a key."""
         return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
 
     @property

@@ -1,8 +1,4 @@
-"""Asks a teacher about the policy's answers: another model with the same tokens, behind any vLLM.
-
-On-policy distillation: a token that the teacher finds likelier than the policy does gets a positive advantage (MiniLLM,
-arXiv 2306.08543; GKD, arXiv 2306.13649).
-"""
+"""Asks a teacher about the policy's answers: on-policy distillation (arXiv 2306.08543, arXiv 2306.13649)."""
 
 from __future__ import annotations
 
@@ -64,20 +60,18 @@ class Teacher:
         started, counts, samples = time.perf_counter(), Counter[str](), list[Sample]()
         if self._model is None:
             await self.check()
-        answers = [answers_of(sample) for sample in batch.samples]
-        plain = [
-            [(start, end) for start, end in of_row if _is_plain(sample, start)]
-            for sample, of_row in zip(batch.samples, answers, strict=True)
-        ]
         rows = [sample.token_ids[: self._longest] for sample in batch.samples]
-        distinct = list(dict.fromkeys(row for row, asked in zip(rows, plain, strict=True) if asked))
+        spans = [[(*span, _is_plain(sample, span[0])) for span in answers_of(sample)] for sample in batch.samples]
+        asked = (row for row, of_row in zip(rows, spans, strict=True) if any(is_plain for *_, is_plain in of_row))
+        distinct = list(dict.fromkeys(asked))
         scored = dict(zip(distinct, await all_of(map(self._ask, distinct)), strict=True))
-        for sample, row, of_row, asked in zip(batch.samples, rows, answers, plain, strict=True):
+        for sample, row, of_row in zip(batch.samples, rows, spans, strict=True):
             values, said = [math.nan] * len(sample.token_ids), scored.get(row, [])
-            counts["calls_not_plain"] += len(of_row) - len(asked)
-            for start, end in asked:
-                counts["calls_taught" if start < self._longest else "calls_beyond_teacher"] += 1
-                values[start : min(end, len(said))] = said[start:end]
+            for start, end, is_plain in of_row:
+                taught = "calls_taught" if start < self._longest else "calls_beyond_teacher"
+                counts[taught if is_plain else "calls_not_plain"] += 1
+                if is_plain:
+                    values[start : min(end, len(said))] = said[start:end]
             samples.append(replace(sample, guidance=Guidance(tuple(values), self._config.weight)))
         metrics = {name: float(counts[name]) for name in COUNTS}
         metrics["teacher_tokens"] = float(sum(len(row) + 1 for row in distinct))  # vLLM samples one after each row

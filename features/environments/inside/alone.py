@@ -1,7 +1,4 @@
-"""Makes a process fit for others' code: without the user's variables, in a folder of its own.
-
-As a script it stands for the kind's Python, for packages may look at the variables that their process began with.
-"""
+"""Makes a process fit for others' code. As a script it is the kind's Python: packages look at their variables."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ DRAWS = (2, 20)  # questions for each task, and if too many are equal; a few gen
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield each generator with what it says of itself."""
     from reasoning_gym.factory import DATASETS
 
     for name, (generator, _) in sorted(DATASETS.items()):

@@ -27,7 +27,6 @@ MOVE = re.compile(r"\[[^\[\]\n]+\]")
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield each game with its class and settings."""
     from textarena.envs.registration import ENV_REGISTRY
 
     for name, spec in sorted(ENV_REGISTRY.items()):

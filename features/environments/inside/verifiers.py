@@ -120,10 +120,7 @@ def _client(run: Rollout) -> Json:
 
 
 def _run_scripts_here() -> None:
-    """Have the program of the harnesses `null` and `bash` run by this Python, which has what it needs.
-
-    By itself verifiers makes an environment for it with uv, out of the network. Its files go to this folder.
-    """
+    """Have harnesses' program run by this Python: verifiers would make an environment with uv, from the network."""
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
     from verifiers.v1.runtimes import subprocess
 
