@@ -54,7 +54,7 @@ CORE = (
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the proxy as an app. Its parts open with the server; `heard_by` hears each call. Raise ConfigError."""
+    """Return the proxy as an app. Its parts open with the server; `heard_by` is told of calls. Raise ConfigError."""
     plugins = plugins_of(config)
     control = _control_api(config, plugins, (*CORE, status.health), heard_by)
     described = control.openapi
@@ -72,7 +72,7 @@ def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
 
 
 def api_to_read(config: Config, *routers: APIRouter) -> FastAPI:
-    """Return the routes that read, and these ones, over a store that is never written."""
+    """Return an app with the routes that read, and these, over a store that is never written."""
     control = _control_api(config, plugins_of(config), (*CORE, *routers), writes=False)
     control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
     return control
@@ -86,7 +86,7 @@ def _control_api(
     *,
     writes: bool = True,
 ) -> FastAPI:
-    """The control API. The parts that its routes use are open as long as the server runs."""
+    """The control API. The parts that its routes use stay open while the server runs."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -182,7 +182,7 @@ _HURRIED = frozenset({"/reward", "/rollouts", "/readyz", "/metrics"})  # what ag
 
 
 class Dispatch:
-    """Sends the data path to the relay, if there is one, and the rest to FastAPI."""
+    """Sends data-path requests to the relay, if there is one, and all others to FastAPI."""
 
     def __init__(self, control: FastAPI) -> None:
         self._control = control

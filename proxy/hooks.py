@@ -1,4 +1,4 @@
-"""Defines what a plugin of the proxy is: routes, fields, and hooks that are named after what happens."""
+"""Defines plugins of the proxy: routes, fields, and hooks named after what happens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """The parts that a plugin gets when the proxy opens. `redactor` removes secrets from texts that are kept."""
+    """The parts that a plugin gets when the proxy opens. `redactor` removes secrets from stored texts."""
 
     config: Config
     store: Store
@@ -37,7 +37,7 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The additions of a plugin to an open proxy. A hook that no plugin has costs a call nothing."""
+    """A plugin's hooks in an open proxy. A hook that no plugin has costs calls nothing."""
 
     choose: Choose | None = None  # says which version of the policy answers a rollout that begins
     placed: Placed | None = None  # says which servers have merged weights of another version than the live one
@@ -48,9 +48,9 @@ class Hooks:
 
 
 class ProxyPlugin:
-    """A feature of the proxy, or a package of somebody else. Raise ConfigError in `__init__` if it cannot run.
+    """A feature of the proxy, or a third-party package. Raise ConfigError in `__init__` if it cannot run.
 
-    `key_id`: the caller sees only the rollouts that were opened with this key, and nothing made of others; None: all.
+    `key_id`: the caller may see only rollouts opened with this key, and nothing derived from others; None: all.
     """
 
     routers: ClassVar[Sequence[APIRouter]] = ()
@@ -67,14 +67,14 @@ class ProxyPlugin:
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        """Yield the hooks. What it opened closes at the block's end, after the last call."""
+        """Yield the hooks. Close what was opened at the block's end, after the last call."""
         yield Hooks()
 
     async def check_rollouts(self, store: Store, added: Any) -> None:
-        """Raise LightningError if rollouts cannot be opened so. `added`: its own fields of a `RolloutsBody`."""
+        """Raise LightningError if rollouts cannot be opened so. `added`: the plugin's fields of a `RolloutsBody`."""
 
     async def rollouts_opened(self, store: Store, rollout_ids: Sequence[str], added: Any) -> None:
-        """Keep its own fields of the request that opened rollouts."""
+        """Store the plugin's fields of the request that opened rollouts."""
 
     async def rollout_fields(self, store: Store, rollout_id: str) -> Fields:
         """Return fields for `GET /rollouts/{rollout_id}`."""
@@ -89,8 +89,8 @@ class ProxyPlugin:
         return {}
 
     async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
-        """Return what has the fields of each version for `GET /policy/versions`. The versions are read after it."""
+        """Return each version's fields for `GET /policy/versions`, as a function. The versions are read afterwards."""
         return lambda _: {}
 
     async def measure(self, store: Store, metrics: Metrics) -> None:
-        """Set its gauges, before the metrics are shown."""
+        """Set the plugin's gauges. Called before metrics are shown."""

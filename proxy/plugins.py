@@ -1,6 +1,6 @@
-"""How features, and packages of others, plug into the proxy. docs/architecture.md explains it.
+"""Plugs features and third-party packages into the proxy. docs/architecture.md explains it.
 
-Plugins of others cannot fail a call: their hooks have limits, and an error in one is a line in the log.
+Third-party plugins cannot make a call fail: their hooks have time limits, and their errors are only logged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def plugins_of(config: Config) -> list[ProxyPlugin]:
-    """Return the plugins of the features and of the configuration. Raise ConfigError if one cannot run."""
+    """Return the plugins of features and those in the configuration. Raise ConfigError if one cannot run."""
     plugins: list[ProxyPlugin] = [module.plugin(config) for module in modules("proxy")]
     for name in config.plugins:
         if (made := getattr(load_plugin(name), "proxy", None)) is None:
@@ -91,7 +91,7 @@ _OTHERWISE: Mapping[str, Any] = {
 
 
 class OthersPlugin(ProxyPlugin):
-    """Runs the plugin of somebody else. It may choose no weights: `choose` and `placed` are the features' own."""
+    """Runs a third-party plugin. It cannot choose weights: only features have the hooks `choose` and `placed`."""
 
     def __init__(self, name: str, plugin: ProxyPlugin) -> None:
         super().__init__(plugin.config)
@@ -142,7 +142,7 @@ class OthersPlugin(ProxyPlugin):
         return await self._within("rewrite", question, rewrite)
 
     async def _within(self, name: str, otherwise: T, hook: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """The hook's result; `otherwise` if it raises, or takes longer than its limit, which `work` has none of."""
+        """The hook's result, or `otherwise` if it raises or exceeds its time limit."""
         try:
             return await asyncio.wait_for(hook(*args), None if name == "work" else LIMIT_S)
         except TimeoutError:

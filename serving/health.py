@@ -1,4 +1,4 @@
-"""Tracks the servers that are up, by health checks and the policy's watch."""
+"""Tracks which servers are up, by health checks and the policy's watch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONCE = {"once": True}  # every worker sees it, and one of them logs it
 
 
 class Health:
-    """Remembers the state of the servers that are watched; all others count as up."""
+    """Remembers the state of watched servers. All others count as up."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.problems: dict[tuple[str, str], str | None] = {}  # by the upstream's name and one of its URLs
@@ -35,14 +35,14 @@ class Health:
         self.problems[upstream, url] = problem
 
     def up(self, upstream: UpstreamConfig, urls: Sequence[str] = ()) -> list[str]:
-        """Return an upstream's servers, or which of these, have shown no problem."""
+        """Return the servers of an upstream, or of these, that have shown no problem."""
         return [url for url in urls or upstream.urls if not self.problems.get((upstream.name, url))]
 
     def is_down(self, upstream: UpstreamConfig) -> bool:
         return bool(upstream.urls) and not self.up(upstream)
 
     async def ask(self, upstream: UpstreamConfig) -> str | None:
-        """Return why none of its servers answers, asked once a second at most; None if one does, or has no address."""
+        """Return why none of its servers answers; None if one does, or has no address. Asks at most once a second."""
         if upstream.name not in self._asked:
             urls = upstream.urls or [url for url in [upstream.litellm_params.get("api_base")] if isinstance(url, str)]
             self._asked[upstream.name] = asyncio.gather(*(self._problem(upstream, url) for url in urls))
@@ -51,7 +51,7 @@ class Health:
         return None if None in problems else next(iter(problems), None)
 
     async def watch(self, config: Config) -> None:
-        """Ask servers of upstreams with `health_check_s` again and again, but the policy's, which have a `Watch`."""
+        """Keep checking the servers of upstreams with `health_check_s`, except the policy's, which have a `Watch`."""
 
         async def watch(upstream: UpstreamConfig, url: str, every_s: float) -> None:
             while True:
@@ -63,7 +63,7 @@ class Health:
         await asyncio.gather(*(watch(*one) for one in checked))
 
     async def _problem(self, upstream: UpstreamConfig, url: str) -> str | None:
-        """What is wrong with the server. Any answer but HTTP 5xx is fine: it may want a key, or list no models."""
+        """What is wrong with the server. Any answer except HTTP 5xx is fine: it may need a key, or list no models."""
         limit, way = aiohttp.ClientTimeout(total=upstream.connect_timeout_s), through(upstream, url)
         try:
             async with self._session.get(
@@ -77,5 +77,5 @@ class Health:
 
 
 def replica_name(url: str) -> str:
-    """Return the URL's host, port and path, without any part that may be secret."""
+    """Return the URL's host, port and path, without parts that may be secret."""
     return shown(url).partition("://")[2].removesuffix("/v1")

@@ -1,4 +1,4 @@
-"""Decides once for all processes that work on a store: how new weights reach vLLM, and of which base model they are."""
+"""Decides, for all processes on a store, how new weights reach vLLM and which base model they belong to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAVED = "config.json"  # of a checkpoint: every key of the trainer, and policy.m
 
 
 def has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU that we may use, by its device file: a container may have any of them."""
+    """Return whether there is an NVIDIA GPU that we may use, by its device file (any number, as in containers)."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     if any(re.fullmatch(r"nvidia\d+", file.name) for file in DEVICES.glob("nvidia*")):
@@ -34,9 +34,9 @@ def has_gpu() -> bool:
 
 
 def publish_mode(config: Config) -> PublishMode:
-    """Return how new weights reach vLLM: as configured; for `auto`, as decided in the store, if it is.
+    """Return how new weights reach vLLM: as configured, or for `auto` as recorded in the store.
 
-    Else `lora` on a GPU and `merged` on a CPU, where a LoRA adapter makes vLLM ten times slower. Raises ConfigError.
+    Otherwise `lora` on a GPU and `merged` on a CPU, where LoRA makes vLLM ten times slower. Raises ConfigError.
     """
     if config.policy.publish != "auto":
         return config.policy.publish
@@ -54,7 +54,7 @@ def publish_mode(config: Config) -> PublishMode:
 
 
 async def decide(config: Config, store: Store, who: str) -> PublishMode:
-    """Keep the mode in which `who` publishes in the store, and return it. Warn if it was another until now."""
+    """Record in the store the mode in which `who` publishes, and return it. Warn if it has changed."""
     mode = publish_mode(config)
     if mode == "merged" and config.merged_obstacle is not None:
         raise ConfigError(config.merged_obstacle)
@@ -65,7 +65,7 @@ async def decide(config: Config, store: Store, who: str) -> PublishMode:
 
 
 async def other_mode(store: Store, who: str, mode: PublishMode) -> str | None:
-    """Return a warning if `who` publishes or serves in another mode than the store's."""
+    """Return a warning if `who` publishes or serves in a mode other than the store's."""
     decided = await store.versions.mode()
     if decided is None or decided.mode == mode:
         return None
@@ -78,7 +78,7 @@ async def other_mode(store: Store, who: str, mode: PublishMode) -> str | None:
 
 
 def check_base_model(config: Config) -> None:
-    """Raise ConfigError if `policy.model` has another name, wherever it is, than that of the versions in the store."""
+    """Raise ConfigError if the store's versions were trained on a model with another name than `policy.model`."""
     model, before = config.policy.model, trained_model(config.store)
     if model and before and Path(model).expanduser().name != Path(before).expanduser().name:
         store, directory = config.store.where, config.policy.directory.absolute()
@@ -90,7 +90,7 @@ def check_base_model(config: Config) -> None:
 
 
 def trained_model(config: StoreConfig) -> str | None:
-    """Return the model that the store's versions were trained on; None if there are none, or it is not known."""
+    """Return the model that the store's versions were trained on; None if there are none or it is unknown."""
     if (checkpoint := first_value(config, NEWEST_CHECKPOINT)) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Closes the operator routes of the vLLM that we start: they need the operator's key.
+"""Protects the operator routes of the vLLM that we start: they require the operator's key.
 
 A caller of these routes can replace the weights and write files, and any web page on this machine could reach them.
 """
@@ -34,12 +34,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def key_file(directory: Path) -> Path:
-    """Return the file with the operator's key of the vLLM that serves what is published in `directory`."""
+    """Return the file with the operator's key for the vLLM that serves the weights in `directory`."""
     return directory / "operator.key"
 
 
 def operator_headers(directory: Path) -> dict[str, str]:
-    """Return the header that opens operator routes. Its key is made at first use; ConfigError if that fails."""
+    """Return the header that opens operator routes. Its key is created on first use; ConfigError if that fails."""
     path = key_file(directory)
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
@@ -67,8 +67,8 @@ def _relay_key(key: bytes) -> bytes:
 class OperatorGuard:
     """ASGI middleware around vLLM. It lets requests with the operator's key pass, whatever they are.
 
-    Other requests may use the agents' routes and read the server's state, but must not come from a web page elsewhere,
-    unless the proxy vouches for them. What a request asks for is decided by the endpoints that vLLM's own routes match.
+    Other requests may use the agents' routes and read the server's state, but must not come from a foreign web page,
+    unless the proxy vouches for them. What a request asks for is decided by the endpoint that vLLM's router matches.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -101,7 +101,7 @@ class OperatorGuard:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether no endpoint that the path reaches, by whatever method, is the operator's alone."""
+    """Whether none of the endpoints that the path reaches, by any method, is for operators only."""
     matched = [route for route in _leaves(scope["app"].routes) if route.matches(scope)[0] is not Match.NONE]
     for route in matched:
         path = getattr(route, "path", "")
@@ -116,7 +116,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Any]:
-    """Yield every route; FastAPI keeps an included router's together from 0.137 on."""
+    """Yield every route. From 0.137 on, FastAPI nests the routes of included routers."""
     for route in routes:
         contexts = getattr(route, "effective_route_contexts", None)
         if contexts is None:

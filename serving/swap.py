@@ -1,4 +1,4 @@
-"""Puts a policy version behind the alias, keeps others that rollouts are pinned to, and reloads what vLLM has lost."""
+"""Puts a policy version behind the alias, keeps versions that rollouts are pinned to, reloads what vLLM has lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Superseded(LightningError):
 
 
 class Swap:
-    """Makes versions live. A lock file lets only one process do so at a time: the proxy or the trainer."""
+    """Makes versions live. A lock file lets only one process (proxy or trainer) do so at a time."""
 
     def __init__(
         self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path, placed: Placed | None = None
@@ -57,9 +57,9 @@ class Swap:
     async def activate(
         self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
     ) -> None:
-        """Load the version into vLLM and move the alias to it. Superseded if another than the `expected` one is live.
+        """Load the version into vLLM and move the alias to it. Superseded if the live one is not the `expected` one.
 
-        Merged weights go to all servers at once: where that fails, requests stay frozen until `restore`.
+        Merged weights go to all servers at once; if that fails, requests stay frozen until `restore`.
         """
         async with self._locked():
             await self._require_successor(version, expected)
@@ -73,7 +73,7 @@ class Swap:
                 await self.vllm.ask(lambda server: server.go_on(label), loaded)
 
     async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
-        """Give servers the version's merged weights one after the other; it is live when half have passed `check`."""
+        """Give the version's merged weights to one server after another. It goes live when half have passed `check`."""
         async with self._locked():
             await self._require_successor(version, expected)
             reachable, problems = await self.vllm.reachable(), Problems()
@@ -93,7 +93,7 @@ class Swap:
     async def _give_all(
         self, version: PolicyVersion, servers: Sequence[VllmServer], check: Check, commit: Callable[[], Awaitable[None]]
     ) -> None:
-        """Give new weights to servers, one after the other, and `commit`; all get theirs back if that fails."""
+        """Give new weights to one server after another, then `commit`. On failure all get their old weights back."""
         try:
             if not any([await self._give(server, version, check) for server in servers]):
                 raise UpstreamUnreachable("no server could be given the new weights: vLLM went away")
@@ -103,7 +103,7 @@ class Swap:
             raise
 
     async def _give(self, server: VllmServer, version: PolicyVersion, check: Check) -> bool:
-        """Give one server new weights while it answers no agent. False if it went away meanwhile."""
+        """Give one server new weights while it answers no agents. Return False if it went away meanwhile."""
         path, label = await self._weights(version), labels_of(version)[0]
         try:
             await server.name_weights(LOADING)
@@ -130,7 +130,7 @@ class Swap:
         return True
 
     async def _give_back(self, servers: Sequence[VllmServer]) -> None:
-        """Give servers the weights wanted of them, where they have others. The proxy's watch repairs failures."""
+        """Give servers the weights that they should have. The proxy's watch repairs failures."""
         for server in servers:
             try:
                 await self._mend_weights(server, only_look=False)
@@ -153,7 +153,7 @@ class Swap:
         return await self.promote(earlier.version)
 
     async def has_label(self, server: VllmServer | VllmFleet, version: PolicyVersion) -> bool:
-        """Return whether merged weights in one server, or in all, carry the label of this version, verified or not."""
+        """Return whether one server's merged weights, or all servers', carry this version's label, verified or not."""
         return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
 
     async def load(self, version: PolicyVersion) -> None:
@@ -164,19 +164,19 @@ class Swap:
         await self.vllm.ask(lambda server: server.unload_adapters(version.served_models))
 
     async def problems(self, pinned: Collection[int] = (), *, only_look: bool = True) -> Problems:
-        """Return which servers lack the live version, or `pinned` ones. Raise if all do."""
+        """Return the problems of servers that lack the live or `pinned` versions. Raise if all do."""
         self._require_mode(await self.store.versions.live())
         if self.mode == "merged":
             return await self.vllm.each(partial(self._mend_weights, only_look=only_look))
         return await self.vllm.each(partial(self._mend_adapters, pinned, only_look=only_look))
 
     async def restore(self, pinned: Collection[int]) -> Problems:
-        """Give servers what they lack, and return which still lack it. Raise if all do."""
+        """Give servers what they lack, and return the remaining problems. Raise if all servers have one."""
         async with self._locked():
             return await self.problems(pinned, only_look=False)
 
     async def _mend_weights(self, server: VllmServer, *, only_look: bool) -> None:
-        """Give a server the merged weights wanted of it, and resume it; or `only_look`: NotServed if it needs that."""
+        """Give a server the merged weights that it should have, and resume it. `only_look`: raise NotServed instead."""
         placed = {} if self.placed is None else await self.placed()
         version = placed.get(server.base_url) or await self.store.versions.live()
         label = await self._label(server, version)
@@ -194,7 +194,7 @@ class Swap:
         await server.go_on(labels_of(version)[0])
 
     async def _label(self, server: VllmServer, version: PolicyVersion) -> str | None:
-        """The label of a server's weights. None if it has no such route, and none is needed yet."""
+        """The label of a server's weights; None if it has no route for that and needs none yet."""
         error, until = self._refused.get(server, (None, 0.0))
         if monotonic() >= until:
             self._refused.pop(server, None)
@@ -236,7 +236,7 @@ class Swap:
                 await self.store.versions.forget_files(version.version)
 
     async def _require_successor(self, version: PolicyVersion, expected: int | None) -> None:
-        """Raise NotServed or Superseded where the version cannot go live, or another than the expected one is."""
+        """Raise NotServed if the version cannot go live, Superseded if the live one is not the expected one."""
         self._require_mode(version)
         live = (await self.store.versions.live()).version
         if expected not in (None, live):
@@ -250,7 +250,7 @@ class Swap:
             )
 
     async def _weights(self, version: PolicyVersion) -> str:
-        """The directory of the version's merged weights; for version 0, of the base model, as vLLM names it."""
+        """The directory of the version's merged weights; for version 0, the base model's, as vLLM names it."""
         if version.version:
             return files_of(version)
         for model in await self.vllm.first(VllmServer.models):
@@ -261,7 +261,7 @@ class Swap:
 
 @asynccontextmanager
 async def swap_lock(directory: Path) -> AsyncIterator[None]:
-    """Hold the lock of `policy.directory`: meanwhile nobody else loads weights, or repairs a server."""
+    """Hold the lock of `policy.directory`: nobody else may load weights or repair a server meanwhile."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "swap.lock").open("w") as file:
         while True:
@@ -274,7 +274,7 @@ async def swap_lock(directory: Path) -> AsyncIterator[None]:
 
 
 def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:
-    """Return why a version cannot be made live where versions are served in this `mode`; None if it can."""
+    """Return why a version cannot be made live in this publishing `mode`; None if it can."""
     if version.version == 0:
         return None
     if version.status == "failed":
@@ -287,7 +287,7 @@ def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:
 
 
 def adapters_of(version: PolicyVersion) -> dict[str, str]:
-    """Return the directory of each adapter, by the name that it is served under; the base model has none."""
+    """Return the directory of each adapter, by served name; the base model has none."""
     if version.version == 0:
         return {}
     own = {name: f"{version.path}/{directory}" for directory, name in version.adapters.items()}
@@ -295,7 +295,7 @@ def adapters_of(version: PolicyVersion) -> dict[str, str]:
 
 
 def files_of(version: PolicyVersion) -> str:
-    """Return the directory of a version's files; NotFound if it is gone, or that of one of its adapters."""
+    """Return the directory of a version's files. NotFound if it, or that of one of its adapters, is gone."""
     for path in adapters_of(version).values():
         if version.path is None or not Path(path).is_dir():
             raise NotFound(f"the files of policy version {version.version} are gone: {path}")
@@ -303,6 +303,6 @@ def files_of(version: PolicyVersion) -> str:
 
 
 def labels_of(version: PolicyVersion) -> tuple[str, ...]:
-    """Return vLLM's weight version for ours. The time tells stores apart; `default` is vLLM's after a start."""
+    """Return vLLM's labels for our version. The time distinguishes stores; `default` is vLLM's label after a start."""
     label = f"{version.version}-{int(version.created_at)}"
     return (label,) if version.version else (label, "default")

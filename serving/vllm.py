@@ -35,7 +35,7 @@ class VllmError(LightningError):
 
 
 class VllmFault(VllmError):
-    """vLLM had an internal error (5xx). It may be shutting down, yet still list its old models."""
+    """vLLM had an internal error (5xx). It may be shutting down while still listing its models."""
 
 
 AWAY = (UpstreamUnreachable, UpstreamTimeout)
@@ -48,7 +48,7 @@ def operator_session() -> ClientSession:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VllmServer:
-    """One vLLM server; operator routes are next to the /v1 of its `base_url`. `model`: the base one, of several."""
+    """One vLLM server. Operator routes are next to the /v1 of its `base_url`. `model`: which base model, of several."""
 
     session: ClientSession
     base_url: str
@@ -61,7 +61,7 @@ class VllmServer:
         return await self._read("/v1/models", lambda a: [dict(m) for m in a["data"] if isinstance(m["id"], str)])
 
     async def base_model(self) -> str:
-        """Return the name under which the base model is served: the configured one, if the server does not say."""
+        """Return the name under which the base model is served, or the configured name if the server does not say."""
         try:
             names = [model["id"] for model in await self.models() if model.get("parent") is None]
         except VllmError as error:
@@ -73,11 +73,11 @@ class VllmServer:
         return str(self.model if self.model in names else names[0])
 
     async def adapters(self) -> dict[str, str | None]:
-        """Return the paths that models were loaded from, by name; None where the server does not say."""
+        """Return the path that each model was loaded from, by name; None if the server does not say."""
         return {model["id"]: model.get("root") for model in await self.models()}
 
     async def load_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Serve the LoRA adapter of each path under its name, whatever has this name; harmless when it is served."""
+        """Serve the LoRA adapter at each path under its name, replacing what has it. Harmless if already served."""
         served = await self.adapters() if adapters else {}
         for name, path in adapters.items():
             if (root := served.get(name, "")) not in (path, None):
@@ -100,7 +100,7 @@ class VllmServer:
         await self._send("/resume")
 
     async def load_weights(self, path: str) -> None:
-        """Freeze running requests, which keep their caches, and load the weights at `path`, labelled `loading`."""
+        """Freeze running requests, which keep their caches, and load the weights at `path` with the label `loading`."""
         await self._send("/pause?mode=keep")
         await self.name_weights(LOADING)
         where = {"kwargs": {"weights_path": path}}
@@ -134,7 +134,7 @@ class VllmServer:
         return await self._complete(model, [*prompt], asked, read)
 
     async def probe(self, model: str) -> list[tuple[str, dict[str, float]]]:
-        """Sample with a fixed seed from a fixed prompt: by position, the token, and likely ones' log-probabilities."""
+        """Sample with a fixed seed and prompt. Return, by position, the token and likely tokens' log-probabilities."""
 
         def read(choice: Any) -> list[tuple[str, dict[str, float]]]:
             likely = choice["logprobs"]["top_logprobs"]
@@ -145,12 +145,12 @@ class VllmServer:
         return await self._complete(model, PROBE_PROMPT, asked | _PLAIN, read)
 
     async def tokens(self, model: str, text: str) -> list[int]:
-        """Return the tokens of a text, with only those special tokens that it names."""
+        """Return the tokens of a text; special tokens only where the text has them."""
         asked = {"add_special_tokens": False, "return_token_ids": True}
         return await self._complete(model, text, asked, lambda choice: [*map(int, choice["prompt_token_ids"])])
 
     async def scored(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """Return each token's log-probability after those before it, at temperature 1; 0.0 for the first."""
+        """Return each token's log-probability given those before it, at temperature 1; 0.0 for the first."""
 
         def read(choice: Any) -> list[float]:
             places = zip(choice["prompt_logprobs"][1:], token_ids[1:], strict=True)
@@ -177,7 +177,7 @@ class VllmServer:
         return await self._read("/v1/completions", lambda answer: read(answer["choices"][0]), body)
 
     async def _read(self, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """Return `read` of the JSON of an answer; VllmError where it fails."""
+        """Return `read` applied to the JSON of an answer. Raise VllmError if that fails."""
         method = "GET" if body is None else "POST"
         text = await self._send(path, body, method)
         try:
@@ -186,7 +186,7 @@ class VllmServer:
             raise VllmError(f"the answer to {method} {path} is not vLLM's: {text[:200]}") from None
 
     async def _send(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> str:
-        """Return the text of an answer. Raise VllmError, or what is in `AWAY`."""
+        """Return the text of an answer. Raise VllmError, or one of `AWAY`."""
         base = self.base_url.rstrip("/")
         root, limit = base.removesuffix("/v1"), ClientTimeout(total=self.timeout_s, sock_connect=5)
         url = base + path.removeprefix("/v1") if path.startswith("/v1/") else root + path
@@ -207,7 +207,7 @@ Work = Callable[[VllmServer], Awaitable[T]]
 
 
 class VllmFleet:
-    """All vLLM servers of the policy. One that is away is left out; if any other refuses, the fleet has refused."""
+    """All vLLM servers of the policy. Servers that are away are left out; if any other refuses, the fleet refuses."""
 
     def __init__(
         self, session: ClientSession, urls: Sequence[str], headers: Mapping[str, str] = {}, model: str | None = None
@@ -226,7 +226,7 @@ class VllmFleet:
     async def each(
         self, work: Work[T], servers: Collection[VllmServer] | None = None
     ) -> dict[VllmServer, T | LightningError]:
-        """Do the work at all servers, or at these; return its results and errors. Raise if it failed everywhere."""
+        """Do the work on all servers, or on these. Return results and errors; raise if it failed everywhere."""
 
         async def tried(server: VllmServer) -> T | LightningError:
             try:
@@ -242,7 +242,7 @@ class VllmFleet:
         return done
 
     async def ask(self, work: Work[T], servers: Collection[VllmServer] | None = None) -> dict[VllmServer, T]:
-        """Return what `each` does, without the servers that are away. Raise what one refused."""
+        """Like `each`, without servers that are away. Raise the error of a server that refused."""
         answers: dict[VllmServer, T] = {}
         for server, outcome in (await self.each(work, servers)).items():
             if not isinstance(outcome, LightningError):
@@ -268,6 +268,6 @@ class VllmFleet:
         return names.pop()
 
     async def weight_version(self) -> str:
-        """Return the label of the weights being served; `mixed` if the servers have different ones."""
+        """Return the label of the weights being served; `mixed` if the servers' labels differ."""
         labels = {*(await self.ask(VllmServer.weight_version)).values()}
         return labels.pop() if len(labels) == 1 else "mixed"

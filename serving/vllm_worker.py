@@ -1,4 +1,4 @@
-"""Adds to our vLLM's processes, which find it by `WORKER`, a way to load weights with a head tied to the embeddings."""
+"""Extends our vLLM's workers (through `WORKER`) to load weights with a head that is tied to the embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TiedHeads:
     model_runner: Any
 
     def reload_with_tied_heads(self, weights_path: str) -> None:
-        """Load weights as `reload_weights` does, which on a CPU leaves the packed copy of a tied head as it was."""
+        """Load weights as `reload_weights` does, and the packed copy of a tied head too, which that skips on a CPU."""
         self.reload_weights(weights_path=weights_path)
         users: dict[int, list[Any]] = {}
         for module in self.model_runner.get_model().modules():

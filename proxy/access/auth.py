@@ -1,4 +1,4 @@
-"""Decides who may call: agents and admins by configured or stored keys, one rollout by the key made for it."""
+"""Decides who may call: agents and admins by configured or stored keys, a rollout by the key made for it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ REFRESH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request: its rollout, if the key was made for one, and its right to use a keyless upstream.
+    """The sender of a request: its rollout, if the key was made for one, and whether it may use a keyless upstream.
 
-    `key_id`: the stored key that it comes down to, if one. `own`: it sees and rewards only what was opened with it.
-    `evidence`: its rewards count where a new version is tested. `name`: what the log calls its key.
+    `key_id`: the stored key behind it, if any. `own`: it sees and rewards only what was opened with that key.
+    `evidence`: its rewards count in the test of a new version. `name`: of its key in the log.
     """
 
     rollout: RolloutKey | None = None
@@ -46,13 +46,13 @@ class Caller:
     name: str | None = None
 
     def log_change(self, change: str) -> None:
-        """Log what this caller changed, by the name and id of its key."""
+        """Log what this caller changed, with the name and id of its key."""
         key = f"key {self.name}" + f" (id {self.key_id})" * (self.key_id is not None) if self.name else "no key"
         log_change(f"{change}, by {key}", key=self.name, key_id=self.key_id)
 
     @property
     def owner(self) -> Hashable:
-        """Return who holds the share of memory that a request takes: a key, or all rollouts' keys that it gave."""
+        """Return the owner of a request's share of memory: a key together with the rollout keys made with it."""
         return self.key_id or self.name, self.rollout is not None
 
     @property
@@ -62,11 +62,11 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """Return the key that opened the rollouts that it sees; None: it sees all (`Keys.require` checks one)."""
+        """Return the key whose rollouts it may see; None: it may see all (`Keys.require` checks one rollout)."""
         return self.key_id if self.own else None
 
     def shown(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a view that it may see."""
+        """Return the part of a view that the caller may see."""
         return view | OF_ALL[kind] if self.own else view
 
     @property
@@ -74,16 +74,16 @@ class Caller:
         return None if self.rollout is None else self.rollout.rollout_id
 
     def counted(self, *, answers: bool = False, reads: bool = False) -> AbstractContextManager[None]:
-        """Count a request for the duration of the block, as `Limiter` does; not an admin's that no model answers."""
+        """Count a request during the block, as `Limiter` does, except admins' requests that no model answers."""
         if self.limiter is None or (self.is_admin and not answers):
             return nullcontext()
         return self.limiter.counted(answers=answers, reads=reads)
 
     def admit(self, name: RolloutName) -> RolloutName:
-        """Return the rollout that a request names, as one of this caller's.
+        """Return the rollout that a request names, checked and owned by this caller.
 
-        Raises Forbidden where a rollout's own key names another rollout, task or mode: code that the policy runs can
-        read that key, and could choose what its rollout is compared with, or that it is not trained on.
+        Raises Forbidden if a rollout's own key names another rollout, task or mode. Code that the policy runs can read
+        that key, and could otherwise choose what its rollout is compared with, or keep it out of training.
         """
         of = self.rollout
         name = name._replace(key_id=self.key_id, evidence=self.evidence)
@@ -99,10 +99,10 @@ class Caller:
 
 
 class Keys:
-    """Checks the keys of requests. It lets everybody on this machine in until the first key is made.
+    """Checks the keys of requests. Until the first key is made, everybody on this machine is let in.
 
-    Stored keys are read twice a second, or when the store notifies of a change, all at once: no request reads a table.
-    A revoked key still counts as made: revoking the last one, or the last admin's, lets nobody in who was kept out
+    All stored keys are read together, twice a second or when the store reports a change, so no request reads a table.
+    Revoked keys still count as made: revoking the last key, or the last admin key, lets nobody in who was kept out
     before.
     """
 
@@ -137,7 +137,7 @@ class Keys:
         self.required = bool(stored or self._config.api_keys) or not self._config.is_loopback
 
     async def watch(self) -> None:
-        """Read the stored keys again and again until cancelled. Keep the last ones while the store cannot be read."""
+        """Read the stored keys repeatedly until cancelled. While the store cannot be read, the last ones stay valid."""
         failing = False
         while True:
             await asyncio.sleep(REFRESH_S)
@@ -148,7 +148,7 @@ class Keys:
                 log_keys(before, self._stored)
             except StoreUnavailable as error:
                 if not failing:
-                    log.warning("the keys cannot be read again: %s", error)
+                    log.warning("the keys cannot be refreshed: %s", error)
                 failing = True
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
@@ -170,7 +170,7 @@ class Keys:
         return self._anybody
 
     async def require(self, caller: Caller, rollout_ids: Iterable[str]) -> None:
-        """Let a caller at these rollouts. Raise Forbidden for others than a key's own, NotFound for other tenants'."""
+        """Allow access to these rollouts. Raise Forbidden for others than a key's own, NotFound for other tenants'."""
         wanted = {*rollout_ids}
         if caller.rollout_id is not None and wanted != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
@@ -178,7 +178,7 @@ class Keys:
             raise NotFound(f"no rollout {other!r}", param="rollout_id")
 
     def require_admin(self, caller: Caller) -> None:
-        """Let admins in; without an admin key, let agents in that may see all; without any key, let everybody in."""
+        """Let admins in. If there is no admin key, let in agents that may see all; if there is no key, everybody."""
         if not caller.is_admin and (self._has_admins or caller.own or caller.rollout is not None):
             raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")
 
@@ -192,13 +192,13 @@ class Keys:
         return Caller(None, False, limiter, key.recording, key.key_id, is_admin, own, evidence, key.name)
 
     async def _of_rollout(self, key_hash: str) -> Caller:
-        """The caller behind a rollout's key. The key that created it must still be live, and its limits count."""
+        """The caller behind a rollout's key. The key that created it must still be live, and its limits apply."""
         rollout, until = self._rollouts.get(key_hash, (None, 0.0))
         if rollout is None or until < monotonic():
             rollout, until = await self._store.rollouts.of_key(key_hash), monotonic() + CACHED_S
         giver = self._anybody if rollout is None or rollout.key_id is None else self._by_id.get(rollout.key_id)
         if rollout is None or giver is None:
-            raise Unauthorized("this rollout key is not known, or was revoked", code="invalid_api_key")
+            raise Unauthorized("this rollout key is unknown or was revoked", code="invalid_api_key")
         self._rollouts[key_hash] = rollout, until
         if len(self._rollouts) > CACHED_KEYS:
             del self._rollouts[next(iter(self._rollouts))]
@@ -208,29 +208,29 @@ class Keys:
 
 
 def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Refuse what a web page could send, where no key is needed: a foreign Origin, or a foreign host name.
+    """If no key is needed, refuse what a web page could send: a foreign Origin or host name.
 
     Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
     """
     if (header := foreign(headers)) is not None:
         raise Forbidden(
-            f"without keys only this machine is served, not {header}: make a key with "
+            f"without keys, only this machine is served, not {header}: make a key with "
             "`lightning-proxy keys create NAME`, or configure proxy.api_keys"
         )
 
 
 def credentials(headers: Mapping[str, str]) -> str:
-    """Return the proof of identity in a request. Requests with different credentials never share a rollout."""
+    """Return what identifies the sender of a request. Requests with different credentials never share a rollout."""
     return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
 
 
 def log_change(change: str, *, once: bool = False, **fields: Any) -> None:
-    """Log a change; `fields` are for JSON. `once`: every worker sees it, and one of them logs it."""
+    """Log a change; `fields` are for JSON. `once`: all workers see it, but only one logs it."""
     audit.info("%s", change, extra={"fields": {"event": "audit"} | fields, "once": once})
 
 
 def log_keys(before: Sequence[StoredKey], after: Sequence[StoredKey]) -> None:
-    """Log the keys that commands on the store made, revoked or purged meanwhile."""
+    """Log keys that commands made, revoked or purged in the store since the last look."""
     old, new = {key.key_id: key for key in before}, {key.key_id: key for key in after}
     for key_id, key in (old | new).items():
         changes = []

@@ -1,7 +1,7 @@
-"""Limits what each key does: requests and tokens a minute, requests at once, and what it sees of the record.
+"""Limits each key: requests and tokens per minute, requests at once, and what it sees of the record.
 
-A key that is made with `--scope own` sees the rollouts that were opened with it, and numbers made of these alone. What
-the trainer, a gate or an optimisation made of everybody's rollouts stays out of what it is shown.
+A key made with `--scope own` sees the rollouts that were opened with it, and numbers computed from these alone. It is
+not shown what the trainer, a gate or an optimisation made of everybody's rollouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BYTES_A_TOKEN = 4  # of English text
 class Bucket:
     """A token bucket: it holds at most one minute's worth and refills evenly.
 
-    What a request costs may be known only when it has ended; until that is refilled the bucket is below zero.
+    A request's cost may be known only at its end, so the bucket may go below zero until it is refilled.
     """
 
     def __init__(self, per_minute: int) -> None:
@@ -38,12 +38,12 @@ class Bucket:
         self._full_at = max(self._full_at, now) + amount * SECONDS / self.per_minute
 
     def wait(self, now: float) -> float:
-        """Return the seconds until the bucket holds a token again, or 0 if it holds one now."""
+        """Return the seconds until the bucket holds a token, or 0 if it holds one now."""
         return max(1.0 - self.left(now), 0.0) * SECONDS / self.per_minute
 
 
 class Limiter:
-    """Counts what one key does: its requests, and what they `spend` once their tokens are known."""
+    """Counts the requests of one key, and the tokens that they `spend` once these are known."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class Limiter:
     def counted(self, *, answers: bool = True, reads: bool = False) -> Iterator[None]:
         """Count a request for the duration of the block. Raise RateLimited, and count nothing, if a limit is reached.
 
-        `answers`: a model answers it, so that it needs tokens. `reads`: it is none of the requests at once.
+        `answers`: a model answers it, so it needs tokens. `reads`: it does not count as one of the requests at once.
         """
         now = self._clock()
         if self._concurrent is not None and not reads and self._running >= self._concurrent:
@@ -84,15 +84,15 @@ class Limiter:
             self._running -= not reads
 
     def spend(self, end: CallEnd, request_bytes: int) -> None:
-        """Count the tokens of an ended call: its usage's, or the ones that were seen, or a guess."""
+        """Count the tokens of an ended call: from its usage, or else those seen, or else a guess."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
 
 
 def _tokens(end: CallEnd, request_bytes: int) -> float:
-    """How many tokens prompt and answer have.
+    """The number of tokens in prompt and answer.
 
-    A streamed answer may come without usage: then there is a token for every `BYTES_A_TOKEN` of request and answer.
+    A streamed answer may come without usage. Then each `BYTES_A_TOKEN` bytes of request and answer count as a token.
     """
     if (counted := used(end.usage)) is not None:
         return counted.input + counted.output

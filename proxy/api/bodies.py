@@ -1,4 +1,4 @@
-"""What the routes of the control API share: types of fields, bodies, which are checked at the edge, pages, errors."""
+"""What routes of the control API share: field types, checked request bodies, pages and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Limit = Annotated[int, Field(ge=1, le=1000)]
 
 def _position(cursor: str | None) -> int | None:
     if cursor and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-        raise InvalidRequest("cursor must be one that an earlier answer gave", param="cursor")
+        raise InvalidRequest("cursor must come from an earlier answer", param="cursor")
     return int(cursor) if cursor else None
 
 
@@ -50,8 +50,8 @@ class ErrorDetail(BaseModel):
 class Error(BaseModel):
     """An error in OpenAI's shape.
 
-    400: not valid. 401, 403: no right to it. 404: not there. 409: not now. 413: too large. 422: wrong types. 503: the
-    store cannot be reached.
+    400: invalid. 401, 403: not allowed. 404: not found. 409: not possible now. 413: too large. 422: wrong types. 503:
+    the store cannot be reached.
     """
 
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""`/policy`: the live version, the history of versions and steps, comparing versions, and changing what is live."""
+"""`/policy`: the live version, the history of versions and steps, comparisons, and changing the live version."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Policy(BaseModel):
 
 @router.get("", response_model=Policy)
 async def get_policy(request: ControlRequest) -> dict[str, Any]:
-    """The live version, how it is served, the last training step, and the collapse that publication is stopped for."""
+    """The live version, how it is served, the last training step, and the collapse that stopped publishing, if any."""
     p, caller = request.parts, request.caller
     added = [await plugin.policy_fields(p.store, caller.sees) for plugin in p.plugins]
     live, last = await p.store.versions.live(), await p.store.steps.last()
@@ -84,7 +84,7 @@ class VersionSeen(PolicyVersion):
 
 @router.get("/versions", response_model=Listed[VersionSeen])
 async def get_versions(request: ControlRequest) -> dict[str, Any]:
-    """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live."""
+    """All policy versions, oldest first, with the metrics of the step that made each and whether it can go live."""
     p, caller = request.parts, request.caller
     added = [await plugin.version_fields(p.store, caller.sees) for plugin in p.plugins]
     live, versions = await p.store.versions.live(), await p.store.versions.all()
@@ -110,9 +110,9 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
 async def get_steps(
     request: ControlRequest, cursor: Cursor = None, limit: Limit = 40, brief: bool = False
 ) -> dict[str, Any]:
-    """The last training steps, newest first, with all that they report (docs/page.md), a page at a time.
+    """The last training steps, newest first, with all their metrics (docs/page.md), a page at a time.
 
-    The steps of a page come before the step that is its `cursor`. With `brief`, the rewards by task are left out.
+    A page has the steps before the step given as `cursor`. With `brief`, the rewards by task are left out.
     """
     steps = await request.parts.store.steps.newest(limit, cursor, brief=brief)
     following = str(steps[-1].step) if len(steps) == limit else None
@@ -127,7 +127,7 @@ class TaskSide(MeanReward):
 
 @dataclass
 class ComparedTask:
-    """A task of both versions. `tokens` of a rollout and `latency_ms` of its calls are means; with `costs` alone."""
+    """A task that both versions had. `tokens` per rollout and `latency_ms` per call are means, only with `costs`."""
 
     task_id: str
     a: TaskSide
@@ -136,11 +136,11 @@ class ComparedTask:
 
 @dataclass
 class Compared:
-    """Two versions on the tasks that both had. Each task counts once, however many rollouts it has.
+    """A comparison of two versions on the tasks that both had. Each task counts once, however many rollouts it has.
 
     `rollouts_a`, `rollouts_b`: all rewarded rollouts of the mode that have a task, in common or not.
-    `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` has it. All of
-    these are null without a common task.
+    `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` has it. These
+    are null if there is no common task.
     """
 
     a: int
@@ -160,11 +160,11 @@ class Compared:
 async def compare(
     request: ControlRequest, a: Number, b: Number, mode: Mode | None = None, costs: bool = False
 ) -> Compared:
-    """Compare two versions on the tasks of which both have rewarded rollouts: how far `b` is above `a`.
+    """Compare two versions on the tasks where both have rewarded rollouts: how far `b` is above `a`.
 
     A version's rollouts are those that began with it and that no other model answered. Without `mode`, held-out
-    rollouts are compared if both versions have some of a common task, else those of training. With `costs`, each task
-    has the mean tokens of a rollout and the mean latency of its calls, too.
+    rollouts are compared if both versions have some for a common task, else training ones. With `costs`, each task also
+    has the mean tokens of a rollout and the mean latency of its calls.
     """
     store = request.parts.store
     for version in (a, b):
@@ -179,7 +179,7 @@ class PromoteBody(Body):
 
 @admins.post("/promote", response_model=PolicyVersion)
 async def promote(request: ControlRequest, body: PromoteBody) -> dict[str, Any]:
-    """Make a version live; the trainer continues from it."""
+    """Make a version live. The trainer continues from it."""
     live = await _swap(request.parts).promote(body.version)
     request.caller.log_change(f"version {body.version} was promoted")
     return fields_of(live) | LIVE
@@ -187,7 +187,7 @@ async def promote(request: ControlRequest, body: PromoteBody) -> dict[str, Any]:
 
 @admins.post("/rollback", response_model=PolicyVersion)
 async def rollback(request: ControlRequest) -> dict[str, Any]:
-    """Make the version before the live one live again; the trainer continues from it."""
+    """Make the previous version live again. The trainer continues from it."""
     live = await _swap(request.parts).rollback()
     request.caller.log_change(f"the policy was rolled back to version {live.version}")
     return fields_of(live) | LIVE
@@ -202,7 +202,7 @@ def _swap(p: Parts) -> Swap:
 def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> Compared:
     """Return the comparison: how far `b` is above `a`, as a mean over tasks, paired.
 
-    Without a mode, rollouts of `eval` are compared if both versions have some of a common task, else those of `train`.
+    Without a mode, `eval` rollouts are compared if both versions have some for a common task, else `train` rollouts.
     """
     of = defaultdict[tuple[Mode, int], dict[str, TaskMean]](dict)
     for one in means:

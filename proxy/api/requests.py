@@ -1,4 +1,4 @@
-"""Requests to the control API: admitted before their body is read, with the proxy's parts, and answered."""
+"""Requests to the control API: admits them before their body is read, gives them the proxy's parts, sends answers."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ class Parts:
 
     @property
     def publish(self) -> PublishMode:
-        """Return the mode in which versions are served."""
+        """Return the publishing mode in which versions are served."""
         return self.mode if self.swap is None else self.swap.mode
 
     def forget(self, rollout_id: str, why: str) -> None:
-        """Drop all memory of a rollout that was deleted."""
+        """Forget a deleted rollout in memory."""
         for forget in self.on_deleted:
             forget(rollout_id)
         self.metrics.deleted.labels(why).inc()
 
 
 class ControlRequest(Request):
-    """A request of a caller whom an `AgentRoute` let in. Its body was read."""
+    """A request from a caller that an `AgentRoute` let in. Its body has been read."""
 
     def __init__(self, request: Request, parts: Parts, caller: Caller, body: bytes) -> None:
         super().__init__(request.scope, request.receive)
@@ -90,7 +90,7 @@ class ControlRequest(Request):
         return self._read
 
     async def json(self) -> Any:
-        """Return the body's JSON. NaN and infinities are read, too: the check of the values names the field."""
+        """Return the body's JSON. NaN and infinities are read too, so that the check of values can name the field."""
         return await in_thread_if_large(len(self._read), partial(loads_in_turns, self._read, float))
 
 
@@ -106,9 +106,9 @@ OwnKey = Annotated[str | None, Depends(_own_key)]
 
 
 async def json_response(value: Any) -> Response:
-    """Return a response encoded as the store does, in a thread. UTF-8 cannot hold all texts, and FastAPI is slow.
+    """Return a JSON response, encoded in a thread as in the store: FastAPI is slow, and UTF-8 cannot hold every text.
 
-    It is sent in parts, each when the one before has left, and forgotten.
+    It is sent in parts. Each part is sent when the one before has left, and then freed.
     """
     parts = await asyncio.to_thread(lambda: deque(encoded_parts(value)))
 
@@ -121,10 +121,10 @@ async def json_response(value: Any) -> Response:
 
 
 class AgentRoute(APIRoute):
-    """A route for whoever has a key, a rollout's own one too: about a rollout (`rollout_id`) for those who may see it.
+    """A route for any key, even a rollout's own. If it has a `rollout_id`, the caller must be able to see that.
 
-    Its handler may ask for a `ControlRequest`. What it returns is encoded unchanged, records too; the response model is
-    for the document.
+    Its handler may ask for a `ControlRequest`. What it returns, records included, is encoded unchanged; the response
+    model is only for the OpenAPI document.
     """
 
     lets_in: ClassVar[Literal["agents", "users", "admins"]] = "agents"
@@ -183,13 +183,13 @@ class AgentRoute(APIRoute):
 
 
 class UserRoute(AgentRoute):
-    """A route for which a rollout's own key is not enough, unless it is about that rollout."""
+    """A route that accepts a rollout's own key only if it is about that rollout."""
 
     lets_in = "users"
 
 
 class AdminRoute(AgentRoute):
-    """A route for admins, and for agents while there is no admin's key."""
+    """A route for admins, and for agents while there is no admin key."""
 
     lets_in = "admins"
 
@@ -201,7 +201,7 @@ def require_may_reward(caller: Caller) -> None:
 
 
 class _UntilSent(Response):
-    """A response. Its request counts until all of it has left, and its loan gets smaller with each part."""
+    """A response. Its request counts until all of the response has left, and its memory loan shrinks with each part."""
 
     def __init__(self, response: Response, loan: Loan, held: ExitStack) -> None:
         self._response, self._loan, self._held = response, loan, held

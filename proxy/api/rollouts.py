@@ -1,4 +1,4 @@
-"""`/rollouts`: opening, reading, ending and deleting them; `/reward`; `/tasks`: their rewards over time."""
+"""`/rollouts`: opens, reads, ends and deletes them; `/reward`; `/tasks`: rewards over time."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ admins = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=AdminRoute
 
 
 class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties": False}):
-    """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model can be had.
+    """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model is available.
 
-    `policy_version` or `model`: what answers the policy's alias in them, if not the live version. Without
-    `may_reward` their keys may only call the model.
-    `sibling_of`: a rollout; they join its task and group, as a new try joins the group of the one that it replaces.
+    `policy_version` or `model`: what answers the policy's alias in them instead of the live version. Without
+    `may_reward`, their keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as
+    the failed one that a new attempt replaces.
     """
 
     task_id: Id | None = None
@@ -79,7 +79,7 @@ class Opened:
 
 @router.post("")
 async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Opened]:
-    """Open n sibling rollouts, each with a base URL and a key of its own."""
+    """Open n sibling rollouts, each with its own base URL and key."""
     p, caller = request.parts, request.caller
     added = _added(p.plugins, body)
     if body.sibling_of is not None:
@@ -107,7 +107,7 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
 
 
 def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[ProxyPlugin, BaseModel]]:
-    """The fields of each plugin that adds some, checked by its model. Raise RequestValidationError."""
+    """The fields that plugins add to the body, checked by their models. Raise RequestValidationError."""
     given, found = dict(body.model_extra or {}), list[tuple[ProxyPlugin, BaseModel]]()
     try:
         for plugin in plugins:
@@ -121,7 +121,7 @@ def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[Pro
 
 
 def _metadata(p: Parts, body: RolloutsBody) -> Any:
-    """The metadata of every rollout, redacted. Raise TooLarge where all copies are larger than a request may be."""
+    """The redacted metadata of each rollout. Raise TooLarge if all copies together exceed the limit of a request."""
     metadata, most = p.redactor.value(body.metadata, "metadata"), p.bodies.limit
     if body.n * len(dumps(metadata)) > most:
         raise TooLarge(f"metadata: {body.n} copies are larger than {most} bytes (proxy.max_body_mb)", param="metadata")
@@ -130,7 +130,7 @@ def _metadata(p: Parts, body: RolloutsBody) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRollout(Rollout, Summary):
-    """With `words`: first words of its first request and last answer, model, key's name, mean latency of its calls.
+    """A listed rollout. With `words`: first words of its first request and last answer, model, key name, latency.
 
     `awaits_reward`: as in the answer about one rollout. `last_call`, with `words`: the status of its last call.
     """
@@ -162,8 +162,8 @@ async def list_rollouts(request: ControlRequest, query: Annotated[RolloutQuery, 
     """Rollouts, newest first, a page at a time.
 
     `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id, `key` a
-    key's name. With one of these, or with a reward, version, step or model, a bounded number is looked at: a page may
-    be short; follow `next_cursor` for more. With `words`, each has its first words, model, key and latency.
+    key's name. With one of these, or with a reward, version, step or model, each request searches a limited number: a
+    page may be short; follow `next_cursor` for more. With `words`, each has its first words, model, key and latency.
     """
     store, sees = request.parts.store, request.caller.sees
     filters = query.model_dump(exclude={"words", "limit", "cursor"}, exclude_none=True)
@@ -178,15 +178,15 @@ async def list_rollouts(request: ControlRequest, query: Annotated[RolloutQuery, 
 
 
 def _only(key_id: str | None) -> dict[str, str]:
-    """The filter for what a caller sees."""
+    """The filter for the rollouts that a caller may see."""
     return {} if key_id is None else {"key_id": key_id}
 
 
 class RolloutDetail(BaseModel):
     """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
 
-    `events`: those that the agent posted between them, each with the `seq` of the next call. `awaits_reward`: the
-    reward function (`rewards.function`) has not been asked about it yet.
+    `events`: what the agent posted between calls, each with the `seq` of the next call. `awaits_reward`: the reward
+    function (`rewards.function`) has not scored it yet.
     """
 
     rollout_id: str
@@ -202,8 +202,8 @@ class RolloutDetail(BaseModel):
 async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Requests = "short") -> dict[str, Any]:
     """A rollout with its calls in order and its rewards.
 
-    A call has what its request and prompt add to an earlier call's: `request_of` and `prompt_of` say to what.
-    `requests=whole`: each call has all of both, and a long rollout is large.
+    Each call has only what its request and prompt add to an earlier call's, which `request_of` and `prompt_of` name.
+    With `requests=whole` each call has both in full; then a long rollout is large.
     """
     store = request.parts.store
     # Before the rewards: who sees that they are awaited no more sees them.
@@ -220,8 +220,8 @@ async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Req
 async def get_transitions(request: ControlRequest, rollout_id: PathId, requests: Requests = "short") -> dict[str, Any]:
     """The rollout as transitions of a Markov decision process.
 
-    A state of a model's call has what it adds to the state of an earlier one, as a call of `GET /rollouts/{id}` has.
-    `requests=whole`: each state has all of it.
+    The state of a model's call has only what it adds to an earlier state, like calls in `GET /rollouts/{id}`. With
+    `requests=whole` each state is complete.
     """
     store = request.parts.store
     rollout = await store.rollouts.get(rollout_id)
@@ -231,10 +231,10 @@ async def get_transitions(request: ControlRequest, rollout_id: PathId, requests:
 
 
 class CreditedCall(BaseModel):
-    """How a call was trained, by the newest step that took its rollout: null where it has no credit.
+    """How the newest step that took the rollout trained a call; null without credit.
 
-    `row`: the index of the rollout's training row. `placed`: `first` of its rollout; `merged` into a row; `drift`,
-    `edited`, `repeated`, `adjoining` or `new`: why it opened a row; otherwise why it is in none.
+    `row`: the index of the training row in its rollout. `placed`: `first` in its rollout; `merged` into a row; `drift`,
+    `edited`, `repeated`, `adjoining` or `new`: why it opened a new row; otherwise why it is in none.
     """
 
     call_id: str
@@ -258,7 +258,7 @@ class TrainingRow(BaseModel):
 
 
 class TrainingRows(BaseModel):
-    """`group`: the rollouts it was or will be compared with, itself among them, at most 256, oldest first."""
+    """`group`: the rollouts that it was or will be compared with (at most 256, oldest first, including itself)."""
 
     rollout_id: str
     task_id: str | None
@@ -273,7 +273,7 @@ class TrainingRows(BaseModel):
 async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any]:
     """How the rollout was trained: credit by call, its siblings and its rows.
 
-    The answer has nothing of siblings that the caller may not see. Supervised fine-tuning assigns no credit.
+    Siblings that the caller may not see are left out. Supervised fine-tuning assigns no credit.
     """
     store, caller = request.parts.store, request.caller
     rollout, calls = await store.rollouts.get(rollout_id), await store.credit.of(rollout_id)
@@ -298,7 +298,7 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
 
 
 class ValueBody(Body):
-    """A state, in which the agent takes the actions that follow, or a note, which is not part of the transitions."""
+    """A state, in which the agent takes the actions that follow, or a note, which is not part of transitions."""
 
     kind: Literal["state", "note"]
     agent: Id | None = None
@@ -331,10 +331,10 @@ class EventRecorded(BaseModel):
 
 @router.post("/{rollout_id}/events", response_model=EventRecorded | list[EventRecorded])
 async def post_events(request: ControlRequest, rollout_id: PathId, body: EventBody | EventList, key: OwnKey) -> Any:
-    """Record what a rollout's agent did or saw between its calls: one event, or a list (all or none).
+    """Record what an agent did or saw between its calls: one event, or a list (all or none).
 
-    A rollout unknown so far is opened, by an empty list too. Its task, agent and mode come from the request's
-    headers, as for a call.
+    An unknown rollout is opened, even by an empty list. Its task, agent and mode come from the request's headers, as
+    for a call.
     """
     p, sent = request.parts, await request.body()
     headers = {name: value for name, value in request.headers.items() if name != "x-rollout-id"}
@@ -360,7 +360,7 @@ async def end_rollout(request: ControlRequest, rollout_id: PathId, body: EndBody
 
 @admins.delete("/{rollout_id}", status_code=204)
 async def delete_rollout(request: ControlRequest, rollout_id: PathId) -> None:
-    """Delete an ended rollout with its calls, tokens and rewards, for good."""
+    """Permanently delete an ended rollout with its calls, tokens and rewards."""
     await request.parts.store.rollouts.delete(rollout_id)
     request.parts.forget(rollout_id, "request")
     request.caller.log_change(f"rollout {rollout_id} was deleted")
@@ -440,7 +440,7 @@ Solved = Literal["never", "always", "sometimes"]
 
 @dataclass
 class TaskSeen:
-    """A task, in the newest rollouts. Mean, `std`, `min` and `max` are over the rewards of `rewarded` rollouts.
+    """A task among the newest rollouts. Mean, `std`, `min` and `max` are over the rewards of its `rewarded` rollouts.
 
     `solved`: `never` if each reward is the lowest that any task got, `always` if each is the highest. `recent`: the
     newest 32 rollouts that have a reward, oldest first; `at` is Unix time.
@@ -459,7 +459,7 @@ class TaskSeen:
 
 
 class TaskPage(Page[TaskSeen]):
-    """`of_newest`: how many rollouts were looked at."""
+    """`of_newest`: how many rollouts were read."""
 
     of_newest: int
 
@@ -475,8 +475,8 @@ async def list_tasks(
 ) -> dict[str, Any]:
     """The tasks of the newest 20,000 rollouts, a page at a time.
 
-    `sort`: by the newest rollout, the mean reward, its standard deviation, or the number of rollouts, the greatest
-    first. The cursor is a place in this order: what happens meanwhile may move a task from one page to another.
+    `sort`: by newest rollout, mean reward, its standard deviation, or number of rollouts, greatest first. The cursor is
+    a position in this order, so new rollouts may move a task from one page to another.
     """
     reports, first = request.parts.store.reports, cursor or 0
     filters: dict[str, Any] = _only(request.caller.sees) | ({} if mode is None else {"mode": mode})
@@ -491,10 +491,10 @@ async def list_tasks(
 
 
 def tasks_seen(newest: Iterable[Row], compared: Iterable[Row]) -> list[TaskSeen]:
-    """Return the tasks of rollouts, which come newest first, in the order of their newest ones.
+    """Return the tasks of rollouts, ordered by newest rollout. The input is newest first.
 
-    A task is `never` solved if each of its rewards is the lowest that any of `compared` has, and `always` if each is
-    the highest. That holds on any scale of rewards; where all are equal, nobody can tell.
+    A task is `never` solved if all its rewards are the lowest in `compared`, and `always` solved if all are the
+    highest. That works on any scale of rewards; if all are equal, it is unknown.
     """
     known = [row["reward"] for row in compared if row["task_id"] is not None and row["reward"] is not None]
     lowest, highest = min(known, default=0.0), max(known, default=0.0)

@@ -1,4 +1,4 @@
-"""`/status`, `/healthz`, `/readyz` and `/metrics`: what waits, how the policy is served, whether calls are answered."""
+"""`/status`, `/healthz`, `/readyz` and `/metrics`: what waits, how the policy is served, if calls are answered."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ RECENT_CALLS = 500
 
 @dataclass
 class Verified:
-    """How the live version was seen to be served; `story` says it to people.
+    """How the live version was verified; `story` says it for people.
 
-    `deviations`: by how many standard deviations the servers' answers came from the new weights and not from those
-    before; null where that was not recorded. `difference`: how far they were from the trainer's own, in nats. `by`:
-    what was compared where answers told nothing. `probed_at`: when the proxy last compared an answer with the
+    `deviations`: by how many standard deviations the servers' answers matched the new weights rather than the old ones;
+    null if not recorded. `difference`: their distance from the trainer's log-probabilities, in nats. `by`: what was
+    compared instead if answers were inconclusive. `probed_at`: when the proxy last compared an answer with the
     version's first one (Unix time); `problem`: what was wrong.
     """
 
@@ -54,16 +54,16 @@ class Verified:
 
 
 class Status(BaseModel):
-    """`rollouts`: how many there are by mode and status. `waiting`: complete rollouts that no step has taken yet.
+    """`rollouts`: counts by mode and status. `waiting`: complete rollouts that no step has taken yet.
 
-    `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `unrewarded`: how many
-    of them are completed and have no reward that counts; `other_rewards`: how many of these got a reward of another
-    name, by name. `untrainable`: how many of the newest 200 calls cannot be trained on, by reason, the policy's alone.
-    `publishing`: why new weights cannot reach the policy's server. `standstill`: nothing was learned from the newest
-    rollouts. `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards acts on everybody. `plugins`: the
-    names of those that the configuration asks for. `verified`: how the live version was seen to be served. `recent`:
-    the newest calls, at most 500. `per_step`: how many rollouts a training step takes. The last three are null for a
-    key that sees only its own rollouts.
+    `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `unrewarded`: how many of
+    them are completed without a reward that counts; `other_rewards`: how many of these got a reward with another name,
+    by name. `untrainable`: how many of the policy's newest 200 calls cannot be trained on, by reason. `publishing`: why
+    new weights cannot reach the policy's server. `standstill`: nothing was learned from the newest rollouts.
+    `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards acts on everybody. `plugins`: the
+    configured plugins. `verified`: how the live version was verified. `recent`: the newest calls, at most 500.
+    `per_step`: how many rollouts a training step takes. The last three are null for a key that sees only its own
+    rollouts.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
@@ -84,9 +84,9 @@ class Status(BaseModel):
 
 @router.get("/status", response_model=Status)
 async def get_status(request: ControlRequest) -> dict[str, Any]:
-    """Count rollouts by mode and status, those that wait, and the newest rollouts and calls that are not trained on.
+    """Counts of rollouts by mode and status, of waiting ones, and of the newest ones and calls that are not trained on.
 
-    For a key that sees only its own rollouts, the answer counts these alone.
+    For a key that sees only its own rollouts, only these are counted.
     """
     p, caller = request.parts, request.caller
     store, filters, per_step = p.store, {"mode": "train"}, p.config.trainer.rollouts_per_step
@@ -149,14 +149,14 @@ async def verified(store: Store) -> Verified:
 
 @health.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """The process runs."""
+    """Answer 200: the process runs."""
     return {"status": "ok"}
 
 
 class Ready(BaseModel):
-    """`down`: watched servers that do not answer. `retention`: why the store is larger than it is to be.
+    """`down`: watched servers that do not answer. `retention`: why the store is larger than configured.
 
-    `publish`: the trainer publishes in another way than this proxy serves.
+    `publish`: the trainer publishes in another mode than this proxy serves.
     """
 
     status: Literal["ready", "degraded", "not ready"]
@@ -170,7 +170,7 @@ class Ready(BaseModel):
 
 @health.get("/readyz", response_model=Ready, responses={503: {"model": Ready}})
 async def readyz(request: Request) -> Response:
-    """Answer 200 if a call for the alias would be answered and recorded, else 503 and why; `down`: watched servers."""
+    """Answer 200 if a call for the alias would be answered and recorded, else 503 with the reason."""
     p: Parts = request.app.state.parts
     checks, warnings = {"store": "ok", "upstream": "ok"}, dict[str, str | None]()
     try:
@@ -214,7 +214,7 @@ async def _require_store(p: Parts) -> None:
 
 @health.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Metrics in Prometheus' text format. While the store does not answer, what it holds is as at the last look."""
+    """Metrics in Prometheus' text format. While the store does not answer, its numbers are the last known ones."""
     p: Parts = request.app.state.parts
     show = p.metrics.set
     show("recorder_queue", p.recorder.depth)

@@ -1,7 +1,7 @@
 """Turns records into the control API's JSON, where its fields differ from the record's. Pure.
 
-`transitions` makes a rollout the transitions of a Markov decision process; `among_decisions` leaves out calls that are
-no decisions, and moves text that others share with them. `words_in` has the first words of question and answer.
+`transitions` turns a rollout into transitions of a Markov decision process. `among_decisions` drops calls that are not
+decisions, and moves the text that other calls share with them. `words_in` finds the first words of question and answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..dialects.transcript import messages_answered, messages_in, text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(CallFields):
-    """A call. What `request` and `prompt_token_ids` have comes after `request_of` and `prompt_of`, if there are any.
+    """A call. `request` and `prompt_token_ids` continue what `request_of` and `prompt_of` name, if these are set.
 
-    `request_of`: what the request takes from that of the earlier call `call_id`, of each field named here the first so
-    many: items of a list, characters (Unicode code points) of a text, members of an object of the full field there.
-    `prompt_of`: the prompt begins with `tokens` tokens of the call `call_id`, prompt and answer.
+    `request_of`: what the request takes from the full request of the earlier call `call_id`: for each field named here,
+    its first n list items, Unicode code points or object members. `prompt_of`: the prompt begins with the first
+    `tokens` tokens (prompt and answer) of the call `call_id`.
     """
 
     response_token_ids: list[int]
@@ -58,7 +58,7 @@ def rollout_detail(
 
 
 def call_fields(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
-    """Return what features say of each of a rollout's calls, which are all of it, in order."""
+    """Return the fields that features add to each call. `calls`: all of a rollout's calls, in order."""
     made: list[dict[str, Any]] = [{} for _ in calls]
     for feature in feature_sections().values():
         for own, more in zip(made, feature.call_fields(calls), strict=True):
@@ -67,7 +67,7 @@ def call_fields(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
 
 
 def call_view(call: ModelCall) -> dict[str, Any]:
-    """Return a call without its rollout. It has `choices` only if there are several."""
+    """Return a call without its rollout id. It has `choices` only if there are several."""
     return {name: getattr(call, name) for name in _OF_CALL if name != "choices" or len(call.choices) > 1}
 
 
@@ -75,10 +75,10 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
     """Return one transition for each call, and one for each tool call whose result came back.
 
     A state is what the model was shown, an action its entire answer. The last call's transition carries the rollout's
-    own reward. A request that the client sent again counts once: as the last of its calls. An action that the agent
+    own reward. A request that the client repeated counts once, as its last call. An action that the agent
     posted is a tool transition without a call; its state is the one that the same agent posted last.
 
-    Of short calls (`ModelCall.request_of`) the states are short, too.
+    Short calls (`ModelCall.request_of`) have short states.
     """
     answered = among_decisions(calls)
     following = {call.call_id: after for call, after in pairwise(answered)}
@@ -127,7 +127,7 @@ def _state(call: ModelCall) -> dict[str, Any]:
 
 
 def among_decisions(calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Return the calls that are decisions. Short ones share nothing but with each other then."""
+    """Return the calls that are decisions. Short ones then refer only to each other."""
     left_out = {call.call_id: call for call in calls if not call.is_decision}
     return [_shortened(call, left_out) for call in calls if call.is_decision]
 
@@ -144,7 +144,7 @@ def _shortened(call: ModelCall, left_out: dict[str, ModelCall]) -> ModelCall:
 
 
 def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None) -> tuple[Fields, Fields | None]:
-    """Fields that begin as a parent's do, as their difference from what the parent's begin as."""
+    """Fields that begin like a parent's, rewritten relative to what the parent itself begins with."""
     own, before, shared = dict(own), parents_of or {}, dict[str, Any]()
     for name, count in of.items():
         if name == "call_id":
@@ -158,7 +158,7 @@ def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None
 
 
 def words_in(request: str | None, response: str | None) -> tuple[str | None, str | None]:
-    """Return the first words of a first request's question and a last answer, which are JSON as stored."""
+    """Return the first words of the question in a first request, and of a last answer. Both are JSON as stored."""
     stored, answered = loads_or_none(request), loads_or_none(response)
     shown = messages_in(stored["new"]) if isinstance(stored, dict) and isinstance(stored.get("new"), dict) else []
     asked = [message for message in shown if message.get("role") == "user"] or shown or [{}]

@@ -1,8 +1,8 @@
-"""Assembles the pieces of a streamed answer into what the same call returns without streaming. Pure.
+"""Assembles a streamed answer into what the same call returns without streaming. Pure.
 
-`joined` and `put` say what becomes of a value, `AnswerParts` where a piece belongs, `ToolCalls` which call it is of:
+`joined` and `put` combine values; `AnswerParts` says where a piece belongs, `ToolCalls` which call it belongs to:
 `{index 0, id a, name f}`, `{index 0, id "", arguments "{"}`, `{index 0, arguments "}"}` are one call of f with "{}".
-Servers differ: some count every call 0 or give no index, repeat id and name or leave them empty, or send them late.
+Servers differ: some give every call index 0 or none, repeat id and name, leave them empty, or send them late.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TEXTS = {"function": "arguments", "custom": "input"}
 
 
 def joined(old: Any, new: Any, name: str) -> Any:
-    """Return a field's value with that of another chunk: texts and lists get longer; null and no text change nothing.
+    """Return a field's value joined with another chunk's: texts and lists are appended; null and "" change nothing.
 
-    An old object or list is ours, and is changed; no chunk's own is ever kept.
+    The old object or list is ours and is changed in place; a chunk's own is never kept.
     """
     if isinstance(new, dict):
         merged = old if isinstance(old, dict) else {}
@@ -50,7 +50,7 @@ def joined(old: Any, new: Any, name: str) -> Any:
 
 
 def put(into: Json, name: str, value: Any) -> None:
-    """Keep the last value that is not empty; objects are joined name by name."""
+    """Keep the last non-empty value. Objects are joined name by name."""
     old = into.get(name)
     if isinstance(value, dict) and isinstance(old, dict):
         merged = into[name] = dict(old)
@@ -71,7 +71,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
-    """The place of the item that this one continues: that of its index, or the last, of the same type."""
+    """The index of the item that this one continues: the one with its index, or the last, if of the same type."""
     if not isinstance(item, dict):
         return None
     alike, places = (item.get("type"), item.get("index")), range(len(items))
@@ -82,7 +82,7 @@ def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
 
 
 class AnswerParts(Generic[Part]):
-    """The parts of an answer, in order of their index. One without an index, or with another's, is behind all."""
+    """The parts of an answer, in index order. A part without an index, or with a taken one, goes to the end."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Part] = {}  # by place
@@ -98,7 +98,7 @@ class AnswerParts(Generic[Part]):
         return [*self._parts.values()]
 
     def get(self, key: Any) -> Part | None:
-        """Return the part that was last under an index or an id; under None, that of the last piece."""
+        """Return the last part with this index or id; for None, the part of the last piece."""
         return self._known.get(key) if isinstance(key, int | str | None) else None
 
     def open(self, index: int | None, part: Part) -> Part:
@@ -109,7 +109,7 @@ class AnswerParts(Generic[Part]):
         return part
 
     def keep(self, part: Part, index: int | None, part_id: Any = None) -> None:
-        """Note where a piece of this part came."""
+        """Note the index or id under which a piece of this part came."""
         self._known[index] = self._known[None] = part
         if part_id and isinstance(part_id, str):
             self._known[part_id] = part
@@ -127,7 +127,7 @@ class ToolCalls(AnswerParts["StreamedCall"]):
             self.keep(call, index, call.id)
 
     def _call_of(self, piece: StreamedCall, index: int | None) -> StreamedCall:
-        """The call that a piece belongs to: by its id, its index, or else that of the piece before; or a new one."""
+        """The call that a piece belongs to, by id, by index, or else the previous piece's; or a new one."""
         call, last, same = self.get(index), self.get(None), self.get(piece.id or "")
         if same and (index is None or not piece.name or (piece.name == same.name and not same.is_complete)):
             call = same
@@ -137,7 +137,7 @@ class ToolCalls(AnswerParts["StreamedCall"]):
 
 
 class StreamedCall:
-    """One call, as far as it has come; or a piece of one."""
+    """One tool call as received so far, or a piece of one."""
 
     def __init__(self, delta: Json) -> None:
         self.id: Any = None
@@ -149,13 +149,13 @@ class StreamedCall:
 
     @property
     def text(self) -> str:
-        """Return the arguments so far; those that came as an object are JSON text, as models write them."""
+        """Return the arguments so far, as text; arguments that came as an object are written as JSON."""
         arguments = self.arguments
         return arguments if isinstance(arguments, str) else "" if arguments is None else dumps(arguments)
 
     @property
     def may_change(self) -> bool:
-        """Return whether more pieces may change the text, not only extend it."""
+        """Return whether more pieces may change the text rather than only extend it."""
         return self.arguments == "{}" or not isinstance(self.arguments, str | None)
 
     @property
@@ -166,13 +166,13 @@ class StreamedCall:
             return False
 
     def has(self, piece: StreamedCall) -> bool:
-        """Return whether a piece is the entire call once more, or all its arguments."""
+        """Return whether a piece repeats the entire call, or all its arguments."""
         is_named = not piece.name or (piece.name == self.name and bool(self.id))
         is_same = piece.arguments == self.arguments and piece.id in (None, "", self.id)
         return is_named and is_same and self.is_complete
 
     def ends_before(self, piece: StreamedCall, index: int | None) -> bool:
-        """Return whether a piece that came to this call's place begins a new call."""
+        """Return whether a piece with this call's index begins a new call."""
         if piece.id and self.id and piece.id != self.id:
             return bool(piece.name) or self.is_complete
         if not piece.name or not self.name or self.has(piece):
@@ -203,12 +203,12 @@ class StreamedCall:
             self.arguments = more
 
     def result(self) -> Json:
-        """Return the call as an answer has it."""
+        """Return the call in the form that answers have."""
         return {"id": self.id} | self._fields | {self._kind: {"name": self.name, _TEXTS[self._kind]: self.text}}
 
 
 class Assembler:
-    """Joins the pieces of texts, tool calls and tokens. Of other fields, the last value that is not empty counts."""
+    """Joins the pieces of texts, tool calls and tokens. For other fields, the last non-empty value counts."""
 
     def __init__(self) -> None:
         self._top: Json = {}
@@ -237,7 +237,7 @@ class Assembler:
 
 
 class _Choice:
-    """One choice. Its message is made of the deltas; some servers send the message so far with them."""
+    """One choice. Its message is built from deltas; some servers also send the message so far."""
 
     def __init__(self, index: int) -> None:
         self._fields: Json = {"index": index}

@@ -1,9 +1,8 @@
-"""Recognises a conversation, however a client writes it: by its atoms, by ids of its answers, and by digests. Pure.
+"""Recognises a conversation, however a client writes it, by its atoms, by ids in its answers, and by digests. Pure.
 
-Atoms are texts, calls and results: fields that clients drop, add or reformat when they send an answer back make no
-difference. Marks are what only one answer has: ids of items and tool calls, signatures, thoughts. Clients send these
-back as they are, also where they edit, shorten or leave out the answer itself. Digests are of one caller: nothing is
-shared between API keys.
+Atoms are texts, calls and results: they ignore fields that clients drop, add or reformat when they send an answer back.
+Marks occur in one answer only: ids of items and tool calls, signatures, thoughts. Clients send them back unchanged,
+even if they edit, shorten or omit the answer itself. Digests depend on the caller: nothing is shared between API keys.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _FENCED = re.compile(r"```(?:json)?(.*)```", re.DOTALL | re.IGNORECASE)
 class Atom(NamedTuple):
     """One text, call or result in a conversation. `kind` says which; `who` is a role or a tool call's id.
 
-    `what`: the text, the call's arguments as JSON, or the text of the result. `name`: of the function that is called.
+    `what`: the text, the call's arguments as JSON, or the result's text. `name`: of the called function.
     """
 
     kind: str
@@ -61,7 +60,7 @@ class Atom(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Return what makes it the same however a client writes it. The ids of tool calls do not count."""
+        """Return a key that is the same however a client writes the atom. Ids of tool calls do not count."""
         if self.kind == "call":
             return "call", self.name, same_arguments(self.what)
         if self.kind == "text":
@@ -83,7 +82,7 @@ def answer_atoms(response: Json) -> Iterator[list[Atom]]:
 
 
 def item_atoms(item: Any) -> list[Atom]:
-    """Return the atoms of one message, or of one item of Responses; a text is a user's."""
+    """Return the atoms of one message, or of one item of Responses. A bare text counts as the user's."""
     if not isinstance(item, dict):
         return _said("user", item)
     role = str(item.get("role"))
@@ -102,7 +101,7 @@ def _said(role: str, content: Any) -> list[Atom]:
 
 
 def text_of(content: Any) -> str:
-    """Return the texts of a content in one piece: some clients cut them up, others join them."""
+    """Return the texts of a content as one: some clients split them, others join them."""
     if not isinstance(content, list):
         return content.strip() if isinstance(content, str) else ""
     texts = []
@@ -117,18 +116,18 @@ def text_of(content: Any) -> str:
 
 
 def same_arguments(text: str) -> str:
-    """Return a call's arguments in a canonical form, however a client writes them; none are an empty object."""
+    """Return a call's arguments in canonical form, however a client writes them. No arguments become {}."""
     text = text.strip()
     return same_json(text or "{}") or text
 
 
 def same_text(text: str) -> str:
-    """Return a text of the model in a canonical form, however a client writes it."""
+    """Return a text of the model in canonical form, however a client writes it."""
     return same_json(text) or "".join(normalize("NFC", text).split())
 
 
 def same_json(text: str) -> str | None:
-    """Return the JSON of a text in a canonical form; None if it is not a JSON object or list."""
+    """Return the canonical form of a text that is JSON; None if it is not a JSON object or list."""
     text = text.strip()
     if fenced := _FENCED.fullmatch(text):
         text = fenced[1].strip()
@@ -141,13 +140,13 @@ def same_json(text: str) -> str | None:
 
 
 def _even(number: str) -> float:
-    """A number, 3.0 as 3: a client that knows a field to be a float writes it so."""
+    """A number, with 3.0 as 3: clients write 3 as 3.0 if they know that a field is a float."""
     value = float(number)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a text that is JSON, or else the text."""
+    """Return the value of a JSON text, or else the text itself."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -155,7 +154,7 @@ def parsed(text: str) -> Any:
 
 
 def is_unique(mark: str) -> bool:
-    """Return whether an id looks as if no other answer had it."""
+    """Return whether an id looks unique to one answer."""
     return len(mark) >= UNIQUE and _COUNTED.fullmatch(mark) is None
 
 
@@ -180,7 +179,7 @@ def _marks(item: Json) -> Iterator[str]:
 
 
 def digest(caller: str, *parts: bytes | str) -> bytes:
-    """Return a digest of the parts, which differs from one caller to another."""
+    """Return a digest of the parts, different for each caller."""
     hashed = blake2b(_bytes(caller), digest_size=16)
     for part in parts:
         raw = _bytes(part) if isinstance(part, str) else part
@@ -190,13 +189,13 @@ def digest(caller: str, *parts: bytes | str) -> bytes:
 
 
 class State(NamedTuple):
-    """Digests of a conversation up to a point: with the results of tools (`exact`), and without (`loose`)."""
+    """Digests of a conversation up to a point: with tool results (`exact`) and without (`loose`)."""
 
     exact: bytes = b""
     loose: bytes = b""
 
     def then(self, kind: str, who: str, what: str) -> State:
-        """Return the state with another atom of this key."""
+        """Return the state after one more atom with this key."""
         exact = digest("", self.exact, kind, who, what)
         if self.exact == self.loose and kind != "result":
             return State(exact, exact)
@@ -206,8 +205,8 @@ class State(NamedTuple):
 def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
     """Return a state for every beginning of the conversation. `state`: of the conversation before these atoms.
 
-    The ids of calls do not count: clients write new ones. System prompts do not, either: some change every turn.
-    Adjacent texts of the assistant are one: a client may have the model continue where an answer ended.
+    Ids of calls do not count, because clients write new ones, nor do system prompts, because some change every turn.
+    Adjacent assistant texts count as one: a client may have the model continue where an answer ended.
     """
     states, before, text, in_a_row = [], state, "", 0
     for atom in atoms:
@@ -224,10 +223,10 @@ def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
 
 
 def origins(caller: str, request_text: str, answer: Iterable[Atom], marks: Iterable[str] = ()) -> set[bytes]:
-    """Return digests that identify this answer: of its marks, and of text that is not in the request.
+    """Return digests that identify this answer: of its marks, and of texts that are not in the request.
 
-    `request_text`: all texts of the request, joined. The question and a shared page are repeated, for example. Of an
-    answer of very many texts, or to a very long request, the first ones count.
+    `request_text`: all texts of the request, joined. An answer may repeat those, such as the question or a shared page.
+    Of very many texts, or for a very long request, only the first ones count.
     """
     limit = max(2 * FRAGMENTS, min(LOOKED_FOR, LOOKED_THROUGH // (len(request_text) + 1)))
     said = islice((text for atom in answer for text in _told(atom)), limit)
@@ -236,7 +235,7 @@ def origins(caller: str, request_text: str, answer: Iterable[Atom], marks: Itera
 
 
 def _told(atom: Atom) -> Iterator[str]:
-    """What an answer says that tells it from others: the orders that it gives with a call, and fragments of texts."""
+    """What distinguishes an answer from others: the orders that it gives in a call, and fragments of its texts."""
     orders = [*strings(parsed(atom.what))] if atom.kind == "call" else []
     yield from (order for order in orders if len(_bytes(order)) >= TELLING_ORDER)
     for text in [atom.who, *orders] if atom.kind == "call" else [atom.what]:
@@ -245,9 +244,9 @@ def _told(atom: Atom) -> Iterator[str]:
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes]]:
-    """Yield digests that may show which rollout a request quotes: answers' first (True), then users'.
+    """Yield digests that may show which rollout a request quotes: first those of answers (True), then of users.
 
-    System prompts do not count: findings of one rollout may be in the prompt of all later ones.
+    System prompts do not count: the findings of one rollout may be in the prompts of all later ones.
     """
     texts = [atom for atom in atoms if atom.kind == "text" and atom.who != "system"]
     for _, who, what, _ in sorted(texts, key=lambda atom: atom.who == "user"):
@@ -256,22 +255,22 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes
 
 
 def ends_of(text: str) -> str:
-    """Return as much of a text as is searched for fragments."""
+    """Return the beginning and end of a text, which are searched for fragments."""
     is_short = len(text) <= 2 * QUOTING_CHARACTERS
     return text if is_short else f"{text[:QUOTING_CHARACTERS]}\n{text[-QUOTING_CHARACTERS:]}"
 
 
 def fragments(text: str) -> Iterator[str]:
-    """Yield the telling pieces of a text, which are found again in whatever wraps it.
+    """Yield the characteristic pieces of a text, which can be found again in whatever wraps it.
 
-    Also fragments of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
+    Texts inside JSON (escaped line breaks) and Python lists (`', '`) are split too."""
     lines = text.replace("\\n", "\n").replace("', '", "\n")
     pieces = (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
     return (piece for piece in pieces if len(_bytes(piece)) >= TELLING)
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text after `</think>`; where the prompt opens the thoughts, models write that tag alone."""
+    """Return the text after `</think>`. If the prompt opens the thoughts, models write only that tag."""
     return text.rpartition("</think>")[2].strip()
 
 

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions and /v1/completions: what vLLM is asked for in addition, and how answers lose it again.
+"""POST /v1/chat/completions and /v1/completions: the fields that the proxy adds for vLLM, and removes from answers.
 
-Field names and the values sent without asking are vLLM 0.32's: null, except where a comment says otherwise.
+Field names are vLLM 0.32's, and so are the values that it sends unasked: null, unless a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def _wants_usage(body: Json, options: Any) -> bool:
-    """Whether to ask for usage. Not for several answers: all but the last would be held back (see ChatStream)."""
+    """Whether to ask for usage. Not with several answers: all but the last would be held back (see ChatStream)."""
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)  # tokens are one prompt
     if body.get("stream") is not True or several or body.get("n") not in (None, 1):
@@ -67,7 +67,7 @@ _LOGPROB = re.compile(rb'"logprob":(%b),"bytes":' % _NUMBER)  # no string can ho
 
 
 class UsualChunks:
-    r"""The usual chunks of one stream, passed on without parsing them. Without it agent and record get the same.
+    r"""Passes on the usual chunks of a stream without parsing them: faster, with the same result for agent and record.
 
     A chunk of the text "Hi" that vLLM sends where token ids and log-probabilities were asked for, in one line:
 
@@ -83,8 +83,8 @@ class UsualChunks:
         ]}]}\n\n
 
     The agent asked for neither and gets the bytes up to `logprobs`, then null,"finish_reason":null,"token_ids":null}]}.
-    Chunks with the same before and after are read together, once somebody wants to know: as one with the text "Hi…",
-    the log-probabilities [-0.5, …] and the ids [7, …].
+    Chunks with the same `before` and `after` are read together when needed: as one with the text "Hi…", the
+    log-probabilities [-0.5, …] and the ids [7, …].
     """
 
     def __init__(self) -> None:
@@ -98,9 +98,9 @@ class UsualChunks:
         return self._start != b""
 
     def learn(self, raw: bytes, *, is_last: bool) -> None:
-        """Take the beginning of a chunk that was parsed for that of the usual ones. After the last, there are none.
+        """Learn how usual chunks begin, from a parsed chunk. After the last chunk there are no more usual ones.
 
-        Nor are there after one that begins otherwise: the record has what the newest chunk begins with, such as its id.
+        Nor after a chunk that begins differently: the record keeps the newest beginning, such as its id.
         """
         if is_last or (self._start and not raw.startswith(self._start)):
             self._start = b""
@@ -110,7 +110,7 @@ class UsualChunks:
             self._start = start if alone and b"token_ids" not in start and b"logprobs" not in start else b""
 
     def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
-        """Keep the usual chunks that `data` begins with. Return the agent's bytes for them, and the rest of `data`."""
+        """Keep the usual chunks at the start of `data`. Return the agent's bytes for them, and the rest of `data`."""
         start = self._start
         if not start or not _is_utf8(data):
             return b"", data
@@ -127,7 +127,7 @@ class UsualChunks:
         return b"".join(sent), data[at:]
 
     def take(self) -> Iterator[Json]:
-        """Yield chunks with the content of all that were passed on since the last time."""
+        """Yield chunks with the content of all chunks passed on since the last call."""
         passed, self._passed = self._passed, []
         for before, chunks in groupby(passed, key=itemgetter(0)):
             _, texts, (after, *_), logprobs, ids = zip(*chunks, strict=True)
@@ -187,7 +187,7 @@ class ChatApi(Dialect):
 
 
 class ChatStream(Transcript):
-    """A stream of chunks, less what only the proxy asked for. Other chunks keep their exact bytes.
+    """A stream of chunks without what only the proxy asked for. Other chunks keep their exact bytes.
 
     It ends with [DONE], which some servers omit. If usage was injected, the chunk with the finish reason is held until
     the next one: the usage chunk, which is left out, may have fields that belong to it.
@@ -235,7 +235,7 @@ class ChatStream(Transcript):
         return out
 
     def read(self, raw: bytes, event: Json) -> Any:
-        """Keep a chunk's tokens, and the error that it is or has; return that, or None."""
+        """Keep a chunk's tokens, and its error if it is or contains one. Return the error or None."""
         self._catch_up()
         self._tokens.add(event)
         if (error := error_in(raw, event)) is not None:
@@ -251,7 +251,7 @@ class ChatStream(Transcript):
         return self._assembler.result()
 
     def _without_extra(self, clean: bytes, chunk: Json) -> bytes:
-        """The bytes to send now for a chunk, or nothing if there would be no such chunk."""
+        """The bytes to send now for a chunk, or nothing if the agent would not have got this chunk."""
         usage, choices = self._injection.usage, dicts(chunk.get("choices"))
         if usage and chunk.get("choices") == [] and "usage" in chunk:
             fingerprint = chunk.get("system_fingerprint")  # vLLM has it in the last chunk

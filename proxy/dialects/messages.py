@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's API, as a server answers it itself: without token ids. `as_chat/` gets those."""
+"""POST /v1/messages, Anthropic's API, answered by a server's own route, without token ids (`as_chat/` gets those)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MessagesStream(Transcript):
 
     @property
     def complete(self) -> bool:
-        """Return whether a message_delta came with the stop reason: some servers send no more after it."""
+        """Return whether a message_delta with a stop reason came: some servers send nothing after it."""
         return self._stopped
 
     def take(self, raw: bytes, event: Json) -> bytes:
@@ -100,7 +100,7 @@ class MessagesStream(Transcript):
         message["usage"] = before | {name: n for name, n in usage.items() if n or not before.get(name)}
 
     def _feed_block_delta(self, index: int | None, delta: Json) -> None:
-        """Join a delta to its block, which is opened if it was not started."""
+        """Add a delta to its block. Open the block if it was not started."""
         block = self._blocks.get(index)
         empty = next((empty for name, empty in _EMPTY.items() if delta.get(name) is not None), {})
         is_other = empty and block and block.get("type") in ("text", "thinking", "tool_use")
@@ -115,7 +115,7 @@ def _object(value: Any) -> Json:
 
 
 def _as_whole(block: Json) -> Json:
-    """The block as an answer without streaming has it. A tool's input comes in pieces of JSON, which may be cut."""
+    """The block in its non-streamed form. A tool's input comes in pieces of JSON, which may be cut off."""
     whole = {name: value for name, value in block.items() if name != "partial_json"}
     if given := block.get("partial_json"):
         try:

@@ -1,7 +1,7 @@
-"""POST /v1/responses, as a server answers it itself: without the tokens of all its text. `as_chat/` gets those.
+"""POST /v1/responses, answered by a server's own route, without the tokens of all its text (`as_chat/` gets those).
 
-In the record, an item that is done counts unchanged; what it lacks, or what never was done, is made of what was added
-and of deltas.
+In the record, finished items are kept unchanged. Missing fields, and items that were never finished, are filled in from
+added items and deltas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ResponsesApi(Dialect):
 
 
 class ResponsesStream(Transcript):
-    """A stream of events that each say their `type`; the last one holds the full response, or should."""
+    """A stream of events, each with a `type`. The last one should hold the full response."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class ResponsesStream(Transcript):
         return raw
 
     def response(self) -> Any:
-        """Return the newest response that was sent, with items added that only other events had."""
+        """Return the newest response that was sent, plus items that only other events had."""
         items = [item.result() for item in self._items]
         if self._response is None:
             return {"object": "response", "output": items} if items else None
@@ -73,7 +73,7 @@ class ResponsesStream(Transcript):
         return self._response | {"output": items}
 
     def _feed_items(self, kind: str, event: Json) -> None:
-        """Keep the part of an item that an event of this type brings, if it does."""
+        """Keep the part of an item that an event of this type brings, if any."""
         name, _, what = kind.removeprefix("response.").rpartition(".")
         item = event.get("item")
         if name == "output_item" and isinstance(item, dict) and what in ("added", "done"):
@@ -82,9 +82,9 @@ class ResponsesStream(Transcript):
             self._item_of(event, {"type": text[0], "id": event.get("item_id")}, "").add(text, what, event)
 
     def _item_of(self, event: Json, item: Json, what: str) -> _Item:
-        """The item that an event is about; a new one if it is about none that is known. `what`: empty for a text.
+        """The item that an event is about, or a new one if that is unknown. `what`: empty for a text.
 
-        Some servers give several items one index, or each event an id of its own.
+        Some servers give several items one index, or each event a new id.
         """
         index, item_id = number(event.get("output_index")), item.get("id")
         known = (self._items.get(item_id) if item_id else None) or self._items.get(index)
@@ -135,7 +135,7 @@ _PARTS = {part: text for text in _TEXTS.values() if (part := text[2])}
 
 
 class _Item:
-    """One item, as far as it has come: as it was added or done, and what the events about its texts make of it."""
+    """One item as received so far: as it was added or finished, and as the events about its texts built it."""
 
     def __init__(self, item: Json) -> None:
         self.id, self._type = item.get("id"), item.get("type")
@@ -146,7 +146,7 @@ class _Item:
         self._parts: dict[tuple[str, int], Json] = {}
 
     def ends_before(self, item: Json, what: str) -> bool:
-        """Return whether a piece with another id, at the same place, belongs to another item."""
+        """Return whether a piece with another id at the same index belongs to another item."""
         if self.id is not None and item.get("id") == self.id:
             return False
         return item.get("type") != self._type or self._state == "done" or (what == "added" and self._state == "added")
@@ -179,7 +179,7 @@ class _Item:
 
 
 def filled(value: Any, more: Any) -> Any:
-    """Return a value with another's fields where its own are missing or empty."""
+    """Return a value, with another's fields where its own are missing or empty."""
     if isinstance(value, dict) and isinstance(more, dict):
         return more | {name: filled(item, more.get(name)) for name, item in value.items()}
     if isinstance(value, list) and isinstance(more, list) and len(value) == len(more):

@@ -1,4 +1,4 @@
-"""Says which tool calls the results in a request belong to: those with a result's id, at its place. Pure."""
+"""Matches the tool results in a request to tool calls, by id and by place in the conversation. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Json = dict[str, Any]
 
 
 def places_of(request: Json, before: Sequence[bytes] = (), known: int = 0) -> list[bytes]:
-    """Return a digest of the conversation before each message, and one of all of it.
+    """Return a digest of the conversation before each message, and one of the whole conversation.
 
-    The first `known` messages belong to a request with the places `before`. Texts of the model do not count, as
-    some clients drop what it says along with a call; nor do results, which some shorten later, or send late.
+    The first `known` messages belong to a request with the places `before`. The model's texts do not count: some
+    clients drop what it says along with a call. Nor do results: some clients shorten them or send them late.
     """
     place = _after(b"", {"role": "system", "content": request.get("system", request.get("instructions"))})
     if isinstance(text := request.get("input"), str):
@@ -37,15 +37,15 @@ def _after(place: bytes, item: Any) -> bytes:
 
 
 def after_call(place: bytes, name: str, arguments: str) -> bytes:
-    """Return the place after a tool call, without its id: some clients write a new one."""
+    """Return the place after a tool call, ignoring its id, because some clients write a new one."""
     return digest("", place, name, same_arguments(arguments))
 
 
 class Brought(NamedTuple):
-    """A result in a request, and what says which recorded call it belongs to.
+    """A result in a request, with what identifies the recorded call that it belongs to.
 
-    `call`: that call, as the request sends it again, if it does; `place`: where it stands. `answer`: an id that the
-    answer with it has. `is_old`: an earlier request may have brought the result.
+    `call`: that call as the request repeats it, if it does; `place`: the place of that call. `answer`: an id of the
+    answer with the call. `is_old`: an earlier request may have brought the result.
     """
 
     result: ToolResult
@@ -57,7 +57,7 @@ class Brought(NamedTuple):
 
 @dataclass(slots=True)
 class _Resent:
-    """A call that a request sends again, or refers to by an item's id. Its answer begins with the item `turn`."""
+    """A call that a request repeats, or refers to by an item's id. Its answer begins with the item `turn`."""
 
     turn: int
     call: ToolCall | None
@@ -69,14 +69,14 @@ class _Resent:
 def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brought]:
     """Yield the results in the messages after the first `known`.
 
-    A result belongs to the call with its id that the request sends again before it; without an id to the first one of
-    the newest answer that has no result yet. Example, where the model counts ids from 0 in every answer:
+    A result belongs to the call with its id that the request repeats before it; without an id, to the first call of the
+    newest answer that has no result yet. Example, where the model counts ids from 0 in every answer:
 
         recorded   user: go                       answer: call f(1), id f:0; call f(2), id f:0
         recorded   user: stop                     answer: call f(1), id f:0
         sent       user: go · call f(1), id f:0 · call f(2), id f:0 · result a, id f:0 · result b, id f:0
 
-    a is of the call f(1) after "go", not of the one after "stop"; b is of the call that stands after "go" and f(1).
+    Result a belongs to the call f(1) after "go", not to the one after "stop"; b to the call after "go" and f(1).
     """
     items, previous = conversation(request), request.get("previous_response_id")
     newest_answer = next((i for i in range(len(items) - 1, -1, -1) if is_answer(items[i])), -1)
@@ -108,14 +108,14 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
 
 
 def _first(calls: deque[_Resent]) -> _Resent | None:
-    """The first call without a result."""
+    """Return the first call that has no result yet."""
     while calls and calls[0].done:
         calls.popleft()
     return calls[0] if calls else None
 
 
 def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, str | None]]:
-    """The calls in an item, as `Brought` has them; or the one that it refers to by the id of an item of Responses."""
+    """The calls in an item, as in `Brought`, or the call that it refers to by the id of a Responses item."""
     for call in calls_in(item):
         yield call, place, None
         place = after_call(place, call.name, call.arguments)
@@ -125,7 +125,7 @@ def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, s
 
 
 def _first_call(items: Sequence[Any], known: int) -> int:
-    """Where to begin: at the first new item, if no result after it is of a call before it."""
+    """The index to begin at: the first new item, unless a result after it belongs to a call before it."""
     wanted, made = set[str | None](), set[str | None]()
     for item in items[known:]:
         wanted |= {result.tool_call_id for result in results_in(item)} - made

@@ -1,6 +1,6 @@
-"""Follows an answer as it passes: decides the bytes to send to the agent now and the content of the record.
+"""Follows an answer as it passes: decides which bytes to send to the agent now, and what to record.
 
-`Dialect` and `Transcript` are what a recorded API is to the rest of the proxy.
+`Dialect` and `Transcript` are the interface of a recorded API to the rest of the proxy.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Injection(NamedTuple):
         return self.token_ids or self.logprobs or self.usage
 
     def is_named_in(self, text: bytes) -> bool:
-        """Return whether a refusal names one of the added fields."""
+        """Return whether an upstream's refusal names one of the added fields."""
         names = (b"token_ids",) * self.token_ids + (b"logprobs",) * self.logprobs
         names += (b"stream_options", b"include_usage") * self.usage
         return any(name in text for name in names)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the field names to take out of an answer and of its choices."""
+        """Return the field names to remove from an answer and from its choices."""
         return ("prompt_token_ids", "token_ids") * self.token_ids + ("logprobs",) * self.logprobs
 
 
 class Transcript:
-    """A streamed answer: turns the upstream's bytes into the agent's bytes and the record. Dialects take its events.
+    """A streamed answer: turns the upstream's bytes into the agent's bytes and the record. Dialects handle its events.
 
-    Its last event, and all after it, is `held`: it waits for the record.
-    Where the stream is rewritten, a frame that never ended is kept from the agent: it may hold what was injected.
+    The last event, and all after it, is `held` until the record is written. If the stream is rewritten, an unfinished
+    frame is kept from the agent, because it may hold injected fields.
     """
 
     rewrites = False  # whether the agent gets other bytes than the upstream sent
@@ -75,12 +75,12 @@ class Transcript:
         return b""
 
     def last(self, raw: bytes) -> bytes:
-        """Return the agent's last bytes where the upstream's are `raw`, its [DONE]; empty where that is missing."""
+        """Return the agent's last bytes. `raw`: the upstream's [DONE], empty if that is missing."""
         return raw
 
     @property
     def complete(self) -> bool:
-        """Return whether the answer is complete although the stream's last event is missing."""
+        """Return whether the answer is complete even though the stream's last event is missing."""
         return False
 
     @property
@@ -88,17 +88,17 @@ class Transcript:
         raise NotImplementedError
 
     def response(self) -> Any:
-        """Return the answer so far, as the agent sees it, as without streaming; None before the first event."""
+        """Return the answer so far in non-streamed form, as the agent sees it; None before the first event."""
         raise NotImplementedError
 
     @property
     def unkept(self) -> str | None:
-        """Return why the record has nothing of the answer, or None if it has."""
+        """Return why the record lacks the answer, or None if it has it."""
         return TOO_LARGE if self.size > MAX_ANSWER_BYTES else None
 
     @property
     def may_end(self) -> bool:
-        """Return whether the stream may end here: after its last event or an error, or without for some servers."""
+        """Return whether the stream may end here: after its last event or an error; for some servers, without one."""
         return self.ended or self.failure is not None or self.complete or self._let_go
 
     @property
@@ -106,9 +106,9 @@ class Transcript:
         return self._garbage or self.failure
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to send now. The last event and all after it stay in `held`; do not feed after that.
+        """Return the bytes to send now. The last event and all after it stay in `held`; feed no more after that.
 
-        Raises UpstreamUnreachable for an event that is longer than any that can be meant.
+        Raises UpstreamUnreachable for an event longer than any plausible one.
         """
         self.size += len(data)
         return self.parse(data)
@@ -166,11 +166,11 @@ class Dialect:
         return body, Injection()
 
     def agents(self, body: Json, injection: Injection) -> Json | None:
-        """Return a non-streamed answer as the agent gets it; None if that is the answer's own bytes."""
+        """Return a non-streamed answer as the agent gets it; None if its bytes are unchanged."""
         return None
 
     def refusal(self, body: Json) -> Json | None:
-        """Return the upstream's error as the agent gets it; None if that is the error's own bytes."""
+        """Return the upstream's error as the agent gets it; None if its bytes are unchanged."""
         return None
 
     def tokens(self, body: Json) -> Tokens:
@@ -188,8 +188,8 @@ class Dialect:
 class BufferedTranscript:
     """An answer that is not a stream. Its last non-blank byte waits for the record, like a stream's last event.
 
-    `rewrites`: the agent gets other bytes than the upstream sent, which are known at the end. Until then only blanks
-    may be sent, by which some servers keep the connection alive.
+    `rewrites`: the agent gets other bytes than the upstream sent, which are only known at the end. Until then only
+    blanks are passed on, with which some servers keep the connection alive.
     """
 
     may_end = True
@@ -210,7 +210,7 @@ class BufferedTranscript:
         self._body: Any = None
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to send now: none until the answer is `shown` as it comes."""
+        """Return the bytes to send now: nothing until the answer is `shown` as it arrives."""
         blanks_alone = self._may_be_sent == self.size
         if not self.rewrites and (text := data.rstrip(_BLANKS)):
             self._may_be_sent = self.size + len(text) - 1
@@ -225,9 +225,9 @@ class BufferedTranscript:
         return sent
 
     def end(self) -> bytes:
-        """Read the answer, which is there now; in a thread if it is large (`LARGE_ANSWER`).
+        """Read the complete answer, in a thread if it is large (`LARGE_ANSWER`).
 
-        Return nothing to send: the rest of it is `held`.
+        Returns nothing to send: the rest of it is `held`.
         """
         data, self._data, succeeded = bytes(self._data), bytearray(), self.error is None
         self.unkept = TOO_LARGE if len(data) > MAX_ANSWER_BYTES else None
@@ -255,5 +255,5 @@ class BufferedTranscript:
         return b""
 
     def response(self) -> Any:
-        """Return the answer as the agent sees it: as JSON, or else as text; None if it is empty."""
+        """Return the answer as the agent sees it: JSON, or else text; None if it is empty."""
         return self._body

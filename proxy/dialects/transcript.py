@@ -1,4 +1,4 @@
-"""Reads the calls of a rollout as chat, whatever their API: the messages that the model was shown, and its answers.
+"""Reads a rollout's calls as chat, whatever their API: the messages that the model was shown, and its answers.
 
 `additions` compares the messages of calls, so that each is shown once.
 """
@@ -25,11 +25,11 @@ Json = dict[str, Any]
 
 
 class ChatMessage(dict[str, Any]):
-    """A message. Calls that share it in their requests have the same one."""
+    """A message. Calls that share it in their requests share the object."""
 
     @cached_property
     def identity(self) -> int:
-        """Return a digest of what tells it from others. Clients add and drop empty fields, and give calls other ids."""
+        """Return a digest of what identifies the message. Clients add and drop empty fields, and change call ids."""
         called = tuple((call.name, same_arguments(call.arguments)) for call in calls_in(self))
         return hash((str(self.get("role")), body(self).strip(), called))
 
@@ -37,7 +37,7 @@ class ChatMessage(dict[str, Any]):
 class ChatTurn(NamedTuple):
     """One call as chat: the messages that the model was `shown`, and its `answer` (empty if it did not answer).
 
-    `unreadable`: why it is not a chat; then the messages are as the request has them.
+    `unreadable`: why it cannot be read as chat; then the messages are the request's own.
     """
 
     shown: list[ChatMessage]
@@ -51,7 +51,7 @@ class ChatTurn(NamedTuple):
 
 
 def chat_turns(calls: Sequence[Json]) -> Iterator[ChatTurn]:
-    """Yield the calls of one rollout, as the control API has them, as chat; all together take much memory."""
+    """Yield a rollout's calls (in the control API's form) as chat, one by one: together they take much memory."""
     calls = full_calls(calls, prompts=False)
     reader = _Reader()
     for call in calls:
@@ -88,7 +88,7 @@ class _Reader:
         return [tidy for _, tidy in made]
 
     def _chat(self, endpoint: str, request: Json, response: Json) -> tuple[list[Json], list[Json], list[Json]]:
-        """What was shown, the answer and the tools; raise Untranslatable, NotFound or MALFORMED."""
+        """The messages shown, the answer and the tools. Raise Untranslatable, NotFound or MALFORMED."""
         match endpoint:
             case "messages":
                 answer = [MessagesTranslator.history(response)] if "content" in response else []
@@ -109,7 +109,7 @@ class _Reader:
         return messages, messages_answered(response), request.get("tools") or []
 
     def _completions(self, request: Json, response: Json) -> tuple[list[Json], list[Json]]:
-        """A prompt that extends an earlier prompt and its answer is the next turn of the same conversation."""
+        """A text prompt as chat. One that extends an earlier prompt and answer is that conversation's next turn."""
         prompts = request["prompt"] if isinstance(request["prompt"], list) else [request["prompt"]]
         if len(prompts) != 1 or not isinstance(prompt := prompts[0], str):
             raise Untranslatable("a prompt of tokens, or of several texts")
@@ -125,12 +125,12 @@ class _Reader:
 
 
 def _visible(items: Sequence[Json]) -> list[Json]:
-    """The items without the thoughts that a provider keeps to itself."""
+    """The items without thoughts that only the provider can read."""
     return [one for one in items if one.get("type") != "reasoning" or one.get("content") or one.get("summary")]
 
 
 def _tidy(message: Json) -> ChatMessage:
-    """A message with the fields that chat templates know: text in one piece, a tool call's arguments as an object."""
+    """A message with the fields that chat templates know: text as one string, a tool call's arguments as an object."""
     role, content = message["role"], message.get("content") or message.get("refusal") or ""
     if isinstance(content, list) and all(isinstance(part, str) or part.get("type") == "text" for part in content):
         content = text(message)
@@ -144,7 +144,7 @@ def _tidy(message: Json) -> ChatMessage:
 
 
 def _tool_call(call: Json) -> Json:
-    """A tool call with its arguments as an object; as they are if the model wrote no JSON object."""
+    """A tool call with its arguments as an object, unchanged if the model did not write a JSON object."""
     if "function" not in call:
         raise Untranslatable(f"a call of a tool of type {call.get('type')}")
     value = given = call["function"].get("arguments")
@@ -155,7 +155,7 @@ def _tool_call(call: Json) -> Json:
 
 
 def _tidy_tool(tool: Json) -> Json:
-    """A tool with its fields in one order: templates show them as they come."""
+    """A tool with its fields in a fixed order, because templates show them in their order."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
@@ -163,7 +163,7 @@ def _tidy_tool(tool: Json) -> Json:
 
 
 def messages_in(request: Json) -> list[Json]:
-    """Return the messages of a request of any API, as they are."""
+    """Return the messages of a request of any API, unchanged."""
     given = request.get("messages", request.get("input", request.get("prompt", [])))
     if dicts(given) != given:
         given = [{"role": "user", "content": given}]
@@ -172,12 +172,12 @@ def messages_in(request: Json) -> list[Json]:
 
 
 def messages_answered(response: Json) -> list[Json]:
-    """Return the messages of an answer's first choice, as they are."""
+    """Return the messages of an answer's first choice, unchanged."""
     return next(iter(answers(response)), [])
 
 
 def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[ChatMessage]]]:
-    """Yield each turn with its new messages: all after the longest beginning that it shares with an earlier one."""
+    """Yield each turn with its new messages: those after the longest beginning that it shares with an earlier turn."""
     earlier = set[int]()
     for turn in turns:
         digests = [*beginnings(turn.messages)]
@@ -196,12 +196,12 @@ def beginnings(messages: Iterable[ChatMessage]) -> Iterator[int]:
 
 
 def body(message: Json) -> str:
-    """Return the message's text; for other items all fields, as JSON."""
+    """Return the message's text; for other items, all fields as JSON."""
     return text(message) if "role" in message else json.dumps(message)
 
 
 def text(message: Json) -> str:
-    """Return the message's text. Content parts that are no text show their type."""
+    """Return the message's text. Content parts that are not text show their type."""
     content = message.get("content")
     if not isinstance(content, list):
         return "" if content is None else str(content)

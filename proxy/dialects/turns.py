@@ -1,4 +1,4 @@
-"""An answered call as tokens, and the exact prompt of a call that goes on with it. Pure."""
+"""Keeps an answered call as tokens, and builds the exact prompt of a call that continues it. Pure."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _UNSUPPORTED = """
 class TokenTurn:
     """An answered call, as messages and as tokens.
 
-    `ids`: its prompt, then its answer, which is the last `sampled` of them, with the end of turn if that was sampled.
-    `rendered`: its messages with the generation prompt, as vLLM renders them: the prompt, unless that was made here.
-    `shape`: what of its request a template reads besides the messages.
+    `ids`: its prompt and answer. The answer is the last `sampled` ids, including the end of turn if that was sampled.
+    `rendered`: its messages with the generation prompt, as vLLM renders them; equals the prompt, unless that was built
+    here. `shape`: the parts of its request that a template reads besides the messages.
     """
 
     messages: list[Any]
@@ -53,14 +53,14 @@ class TokenTurn:
 
     @property
     def size(self) -> int:
-        """Return how many bytes it takes, about: tokens, and three times as much for the messages."""
+        """Return its approximate size in bytes: the tokens, and three times as much for the messages."""
         return 16 * len(self.ids) + 4 * len(self.rendered)
 
 
 def turn_of(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
 ) -> TokenTurn | None:
-    """Return the turn of a call with known tokens and one answer. `rendered`: as in TokenTurn, or empty."""
+    """Return the turn of a call with known tokens and a single answer. `rendered`: as in TokenTurn, or empty."""
     messages, answered = request.get("messages"), answers(response)
     if not (prompt and len(answered) == len(choices) == 1 and choices[0].token_ids and _are_texts(messages)):
         return None
@@ -78,7 +78,7 @@ def shape(request: Json) -> Json:
 
 
 def is_supported(request: Json) -> bool:
-    """Return whether vLLM takes token prompts for this request and gives one answer to continue."""
+    """Return whether vLLM accepts a token prompt for this request, and gives a single answer to continue."""
     request = as_read(request)
     is_plain = request.get("n") in (None, 1) and request.get("add_generation_prompt") is not False
     return is_plain and not any(map(request.get, _UNSUPPORTED.split())) and _are_texts(request.get("messages"))
@@ -92,7 +92,7 @@ def _are_texts(messages: Any) -> TypeGuard[list[Any]]:
 
 
 def continued(known: Sequence[TokenTurn], messages: list[Any]) -> TokenTurn | None:
-    """Return the longest of the known turns (newest last) that messages continue; of equal ones the newest."""
+    """Return the longest known turn that the messages continue, the newest of equals. `known` is newest last."""
     same = [turn for turn in known if _continues(messages, turn)]
     return max(reversed(same), key=lambda turn: len(turn.messages), default=None)
 
@@ -108,7 +108,7 @@ def _continues(messages: list[Any], turn: TokenTurn) -> bool:
 
 
 def _atoms(message: Json) -> list[Atom]:
-    """What is the same however a client sends a message: some renumber tool calls."""
+    """The parts of a message that stay the same however a client sends it: some clients renumber tool calls."""
     return [
         atom._replace(who="", what=same_arguments(atom.what)) if atom.kind == "call" else atom
         for atom in item_atoms(message)
@@ -116,18 +116,18 @@ def _atoms(message: Json) -> list[Atom]:
 
 
 def closing(one: list[int], other: list[int]) -> list[int]:
-    """Return the tokens that a template puts after an answer: the common end of renderings with different answers."""
+    """Return the tokens that a template adds after an answer: the common end of renderings with different answers."""
     return one[len(one) - common_prefix(one[::-1], other[::-1]) :]
 
 
 def as_sampled(turn: TokenTurn, closing: list[int]) -> list[int]:
-    """Return the rendering of the turn with its answer, if that becomes the tokens that were sampled."""
+    """Return the rendering of the turn with its answer, if the answer renders to the sampled tokens."""
     answer = turn.sampled_ids
     return [*turn.rendered, *answer[: len(answer) - _sampled_with(turn, closing)], *closing]
 
 
 def exact_prompt(turn: TokenTurn, history: list[int], rendered: list[int], closing: list[int]) -> list[int] | None:
-    """Return the tokens to send; None if the template mixes the new part with the old one.
+    """Return the tokens to send; None if the template mixes the new part with the old part.
 
     `history`: the turn's messages and its answer, rendered; `rendered`: the request's with the generation prompt.
     """
@@ -139,6 +139,6 @@ def exact_prompt(turn: TokenTurn, history: list[int], rendered: list[int], closi
 
 
 def _sampled_with(turn: TokenTurn, follows: list[int]) -> int:
-    """How many of the tokens after an answer were sampled with it: its end of turn. One that was cut short has none."""
+    """How many of the tokens after an answer were sampled with it (the end of turn): 0 if it was cut short."""
     answer = [] if turn.finish_reason == "length" else turn.sampled_ids
     return next((n for n in range(min(len(answer), len(follows)), 0, -1) if answer[-n:] == follows[:n]), 0)

@@ -1,4 +1,4 @@
-"""Reads requests and sends replies at the level of ASGI. All bodies and large answers have limited memory together."""
+"""Reads requests and sends replies at the ASGI level. All bodies and large answers share a limited memory."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _ONCE = frozenset([
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """Return headers by lower-case names. Raises InvalidRequest for two where one decides, and unknown encodings."""
+    """Return headers by lower-case name. Raises InvalidRequest for repeated decisive headers, unknown encodings."""
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
         if name in headers:
             if name in _ONCE:
-                raise InvalidRequest(f"the header {name} is there 2 times, or more", param=name)
+                raise InvalidRequest(f"the header {name} is there more than once", param=name)
             value = f"{headers[name]}, {value}"
         headers[name] = value
     encoding = headers.get("transfer-encoding")
@@ -90,7 +90,7 @@ class Reply:
 
     @contextmanager
     def while_connected(self, *, finish_s: float = 0.0) -> Iterator[None]:
-        """Run the block; it is cancelled `finish_s` after the agent has left, which sets `agent_left`."""
+        """Run the block, and cancel it `finish_s` after the agent has left, which sets `agent_left`."""
         task, loop, cancelled = asyncio.current_task(), asyncio.get_running_loop(), False
         assert task is not None
         watches: list[asyncio.Task[None]] = []
@@ -116,7 +116,7 @@ class Reply:
 
 
 class Bodies:
-    """Reads the bodies of a process's requests. What arrives with its head, as most does, takes nothing of `memory`."""
+    """Reads the bodies of a process's requests. A body that arrives with its head, as most do, takes no `memory`."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self.limit = int(config.max_body_mb * 1_000_000)
@@ -124,7 +124,7 @@ class Bodies:
         self._seconds = config.body_timeout_s
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
-        """Return a body, as far as it came after its head in `loan`. Raises LightningError, ClientDisconnected."""
+        """Return the body; what came after its head is held by `loan`. Raises LightningError, ClientDisconnected."""
         length, now = headers.get("content-length", ""), asyncio.get_running_loop().time
         self._require_size(int(length) if length.isdecimal() else 0)
         body, seen, end, slow_at = bytearray(), 0, now() + self._seconds, now() + SLOW_S
@@ -157,10 +157,10 @@ class Bodies:
 
 
 class Memory:
-    """Lends bytes to bodies and answers, first come first served, and at most a quarter, or one body, to one key."""
+    """Lends memory to bodies and answers, first come first served: at most a quarter, or one body, per key."""
 
     def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
-        """`largest`: bytes of the largest body."""
+        """`largest`: the size of the largest body, in bytes."""
         self.share, self.wait_s = max(size // 4, largest), wait_s
         self._free = max(size, largest)
         self._of_key, self.not_taken = Counter[Hashable](), Counter[Hashable]()
@@ -168,13 +168,13 @@ class Memory:
         self.changed = asyncio.Event()
 
     def loan(self, key: Hashable) -> Loan:
-        """Return a loan without bytes. Raise Overloaded if clients with this key do not take their answers."""
+        """Return an empty loan. Raise Overloaded if clients with this key do not read their answers."""
         if self.not_taken[key] >= self.share:
-            raise Overloaded("too many answers to this key have not been read; try again when they are")
+            raise Overloaded("too many answers to this key are unread; read them, then try again")
         return Loan(self, key)
 
     def has_turn(self, loan: Loan) -> bool:
-        """Return whether it is the turn of a loan that waits: those before it wait for their own key alone."""
+        """Return whether a waiting loan has its turn: those before it wait only for their own key's share."""
         free = self._free
         for other, size in self.waiting.items():
             has_share = self._of_key[other.key] + size <= self.share
@@ -184,7 +184,7 @@ class Memory:
         return False
 
     def add(self, key: Hashable, size: int) -> None:
-        """Count this many bytes more; fewer if negative: then others may have their turns."""
+        """Count this many more bytes. If negative, others may get their turn."""
         self._free -= size
         self._of_key[key] += size
         self.changed.set()
@@ -192,7 +192,7 @@ class Memory:
 
 @dataclass(eq=False, slots=True)
 class Loan:
-    """What one request holds of `Memory`: first its body, then its answer. `with` gives the rest back."""
+    """The memory that a request holds: first for its body, then for its answer. `with` returns the rest."""
 
     _memory: Memory
     key: Hashable
@@ -206,7 +206,7 @@ class Loan:
         self.shrink()
 
     async def grow(self, size: int) -> None:
-        """Hold this many bytes more, at most a key's share: a larger answer has that alone. Overloaded after a wait."""
+        """Hold this many more bytes, up to a key's share, which one larger answer may fill. Overloaded after a wait."""
         memory = self._memory
         if (size := min(size, memory.share - self.size)) <= 0:
             return
@@ -230,14 +230,14 @@ class Loan:
             self._memory.add(self.key, -size)
 
     def not_taken(self, size: int) -> None:
-        """Count what of the answer has left the app and waits for the client, this many bytes now."""
+        """Note how many bytes of the answer have left the app and wait for the client."""
         self._memory.not_taken[self.key] += size - self._not_taken
         self._memory.add(self.key, size - self._not_taken)
         self._not_taken = size
 
 
 async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> bytes:
-    """Return the body unpacked from encodings in order, held by `loan`. Raise TooLarge, InvalidRequest, Overloaded."""
+    """Return the body with its encodings undone, held by `loan`. Raise TooLarge, InvalidRequest or Overloaded."""
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
     if len(layers) > MOST_LAYERS or not _UNPACKERS.keys() >= {*layers}:
         known = f"gzip, deflate, zstd or none, {MOST_LAYERS} at most on top of each other"
@@ -258,7 +258,7 @@ async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> 
 
 
 def _pieces(body: bytes, name: str) -> Iterator[bytes]:
-    """Yield what all members or frames hold, at most `PIECE` bytes at a time."""
+    """Yield the content of all members or frames, at most `PIECE` bytes at a time."""
     for _ in range(MOST_PARTS):
         unpacker, packed = _UNPACKERS[name](body), body
         while not unpacker.eof:
@@ -278,7 +278,7 @@ def _pieces(body: bytes, name: str) -> Iterator[bytes]:
 
 
 def _zlib(body: bytes) -> Any:
-    """Unpack gzip, and zlib's format, as the standard has it, or without its header, as some clients send it."""
+    """Unpack gzip or zlib, or raw deflate without zlib's header, which some clients send."""
     has_header = body[:2] == b"\x1f\x8b" or (len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0)
     return zlib.decompressobj(zlib.MAX_WBITS | 32 if has_header else -zlib.MAX_WBITS)
 

@@ -1,4 +1,4 @@
-"""Tries to get a call answered: writes its request for the upstream, opens that, retries, and moves on to fallbacks."""
+"""Gets a call answered: writes its request for an upstream, sends it, retries, and moves on to fallbacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
 
 
 class Target(NamedTuple):
-    """An attempt: where the request goes, and as what: `sent` is its body. `translated`: to another API."""
+    """An attempt: where the request goes and in what form. `sent`: its body. `translated`: to another API."""
 
     route: Route
     request: Request
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
 @dataclass(eq=False)
 class Attempts:
-    """The attempts to get a call answered: `async with attempts as answer`. `target` is under way, or answered."""
+    """The attempts to get a call answered: `async with attempts as answer`. `target`: the current, or final, one."""
 
     upstreams: Upstreams
     first: Route
@@ -61,7 +61,7 @@ class Attempts:
 
     @property
     def upstream(self) -> UpstreamConfig:
-        """Return the upstream that the call is at, or that answered it."""
+        """Return the upstream that is being called, or that answered."""
         return self.target.route.upstream
 
     @property
@@ -69,7 +69,7 @@ class Attempts:
         return self.target.route is not self.first
 
     async def __aenter__(self) -> Answer:
-        """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
+        """The first answer that is neither 429 nor a server error, or else the last upstream's answer or error."""
         for following in self.first.fallbacks:
             why = "it is down"
             try:
@@ -90,7 +90,7 @@ class Attempts:
         self._answer.release()
 
     async def _asked(self) -> Answer:
-        """The answer of the target's upstream, which is asked again as long as that may help."""
+        """The answer of the target's upstream, with retries as long as they may help."""
         joins, opened = JOIN_TRIES, None if self.fell_back else self.open_first
         opened = opened or partial(self.upstreams.open, self.upstream)
         while True:
@@ -107,7 +107,7 @@ class Attempts:
                 return answer
 
     async def _refuses_additions(self, answer: Answer) -> bool:
-        """Whether the agent's own request, without our additions, may be answered otherwise."""
+        """Whether the upstream may answer differently without our additions to the request."""
         target, status, accepted = self.target, answer.status, self.upstreams.accepted
         attempt = (target.route.upstream.name, target.injection)
         if not target.injection:
@@ -121,7 +121,7 @@ class Attempts:
         return attempt not in accepted or target.injection.is_named_in(await answer.read())
 
     def _target(self, route: Route, *, plain: bool = False) -> Target:
-        """The request for this upstream; a `plain` one is the agent's own, without any injection."""
+        """The request for this upstream. `plain`: the agent's own request, without additions."""
         request, body, chat = self.request._replace(servers=route.servers), self.body, self.chat
         injects, injection = route.upstream.kind == "vllm" and not plain, Injection()
         model = {} if route.model is None else {"model": route.model}
@@ -142,7 +142,7 @@ class Attempts:
 
 
 def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
-    """The request with `sent` for its body, in the agent's own bytes where possible: numbers keep their digits."""
+    """The request with the body `sent`, in the agent's own bytes if possible, so that numbers keep their digits."""
     changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
     if not changed:
         return request
@@ -161,7 +161,7 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
 
 @dataclass(eq=False)
 class Upstreams:
-    """All upstreams, each made when first used, and their servers' health."""
+    """All upstreams, each created when first used, and the health of their servers."""
 
     session: aiohttp.ClientSession
     makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] = field(default_factory=dict)  # by kind
@@ -173,7 +173,7 @@ class Upstreams:
         self.health = Health(self.session)
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
-        """Return an answer up to its headers. Who is not reached, or busy for a moment, is asked `retries` times."""
+        """Return an answer once its headers are there. Retries `retries` times if the upstream is away or busy."""
         if (upstream := self._opened.get(config.name)) is None:
             vouching = self.vouching.get(config.name, {})
             http = partial(HttpUpstream, session=self.session, health=self.health, vouching=vouching)
@@ -214,11 +214,11 @@ def _retry_after_s(answer: Answer) -> float | None:
 
 
 def is_form(body: bytes) -> bool:
-    """Return whether a body begins as multipart/form-data does, in which sound and pictures are sent."""
+    """Return whether a body begins like multipart/form-data, in which audio and images are sent."""
     return body.startswith(b"--")
 
 
 def form_model(body: bytes) -> re.Match[bytes] | None:
-    """Return where a form's field `model` has its value, as group 1."""
+    """Return a match of a form's field `model`; group 1 is its value."""
     at = body.find(_FORM_NAME)
     return None if at < 0 else _FORM_VALUE.match(body, at + len(_FORM_NAME))

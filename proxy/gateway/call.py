@@ -49,9 +49,9 @@ def model_of(body: dict[str, Any]) -> str | None:
 
 
 def harness_of(headers: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what Claude Code or Codex says of a call's context, as `ModelCall.harness` has it; None if nothing.
+    """Return what Claude Code or Codex says about a call's context, for `ModelCall.harness`; None for nothing.
 
-    Claude Code gives its sub-agents ids; its main agent has the session's. Codex gives each agent a thread.
+    Claude Code gives each sub-agent an id; its main agent has the session's. Codex gives each agent a thread.
     """
     if _HARNESS.isdisjoint(headers):
         return None
@@ -67,9 +67,9 @@ def harness_of(headers: Mapping[str, str]) -> dict[str, str] | None:
 
 
 class Question(NamedTuple):
-    """A request for a model's answer: its JSON `body`, and the `name` of its rollout, a new one if unnamed.
+    """A request for a model's answer: its JSON `body`, and the `name` of its rollout (a new one if unnamed).
 
-    `also` returns statements that are committed together with the call's start.
+    `also` returns statements to commit together with the call's start.
     """
 
     request: Request
@@ -102,11 +102,11 @@ OnCall = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
 @dataclass(eq=False)
 class Gateway:
-    """Answers model calls. State shared by all calls is here; state of a single call is in `CallUnderWay`.
+    """Answers model calls. It holds the state that calls share; the state of a single call is in `CallUnderWay`.
 
-    Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text, without `chat_route` each
-    goes to its own route. `rewrites` change the question. By default a plain chat call meets no `exact`, no `chat`
-    in its ChatDecision, no redactor in the recorder and no `choose` in the router.
+    Without `unnamed`, each unnamed call is a new rollout. Without `exact`, all calls go as text. Without `chat_route`,
+    each goes to its own route. `rewrites` change the question. By default, a plain chat call meets no `exact`, no
+    `chat` in its ChatDecision, no redactor in the recorder and no `choose` in the router.
     """
 
     config: Config
@@ -122,7 +122,7 @@ class Gateway:
 
     @property
     def finish_s(self) -> float:
-        """Return for how long an answer is finished for the record when its agent has left."""
+        """Return how long an answer is still read for the record after its agent has left."""
         recording = self.config.recording
         return recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
 
@@ -155,7 +155,7 @@ class Gateway:
                     raise
 
     async def _rollout(self, question: Question) -> tuple[RolloutName, Conversation | None]:
-        """The rollout that is named; without a name the one that the conversation continues, or a new one."""
+        """The rollout that is named, or else the one that the conversation continues, or a new one."""
         name = question.name
         if self.unnamed is None or name.named or not question.recorded:
             return name, None
@@ -189,8 +189,8 @@ class Gateway:
 class CallUnderWay:
     """One call under way. A call whose start is durable gets one end: ok, error or cancelled.
 
-    It stays `incomplete` only if the store fails, or the process is killed. Without `conversation`, nothing is kept by
-    which a later request could find this one.
+    It stays `incomplete` only if the store fails, or the process is killed. Without `conversation`, later requests
+    cannot find this call.
     """
 
     gateway: Gateway
@@ -237,7 +237,7 @@ class CallUnderWay:
         return f"upstream {self.attempts.upstream.name}"
 
     async def record_start(self) -> None:
-        """Return when the call's start is durable."""
+        """Record the call's start. Return once it is durable."""
         if self.question.recorded:
             question, known = self.question, self.conversation
             also = [] if known is None else start_statements(self._start, known)
@@ -246,7 +246,7 @@ class CallUnderWay:
             await self.gateway.recorder.start(self._start, also)
 
     async def pass_on(self, answer: Answer) -> None:
-        """Send the answer as it comes, but hold a stream's last event, or another answer's last bytes, for the record.
+        """Send the answer as it arrives, but hold back a stream's last event, or another answer's last bytes.
 
         Raise UpstreamUnreachable if a stream ends before its last event.
         """
@@ -270,7 +270,7 @@ class CallUnderWay:
             raise UpstreamUnreachable(f"{self.upstream}: the stream ended before its last event")
 
     async def _pass_on_whole(self, answer: Answer) -> None:
-        """Pass on an answer that is not a stream: nothing yet if all of it comes at once, as most do."""
+        """Pass on an answer that is not a stream. If it arrives all at once, as most do, send nothing yet."""
         target, reply, showing = self.attempts.target, self.reply, list[asyncio.Task[None]]()
         transcript = self._transcript = BufferedTranscript(
             self._dialect, target.injection, answer.status, translated=target.translated
@@ -315,14 +315,14 @@ class CallUnderWay:
 
     @property
     def _dialect(self) -> Dialect:
-        """The dialect of the answer that is under way."""
+        """The dialect of the current answer."""
         chat = self.decision.chat
         return chat if chat and self.attempts.target.translated else self.question.dialect
 
     async def record_end(self, status: CallStatus = "ok", error: str | None = None) -> None:
-        """Return when the call's end is durable. Only the first end counts, and a cancellation does not undo it.
+        """Record the call's end; return once durable. Only the first end counts, and a cancellation does not undo it.
 
-        An answer that tells of an error is one, whatever `status` says.
+        An answer that contains an error counts as one, whatever `status` says.
         """
         if self._committed is None:
             if (in_answer := self._transcript.error if self._transcript else None) is not None:
@@ -335,7 +335,7 @@ class CallUnderWay:
         await asyncio.shield(self._committed)
 
     async def failed(self, error: BaseException) -> None:
-        """Record the failure and show it: as an error, or, where the answer has begun, by leaving it unfinished."""
+        """Record the failure and show it: as an error, or by leaving the answer unfinished if it has begun."""
         status: CallStatus = "error"
         if not isinstance(error, Exception):
             status, why, limit_s = "cancelled", "the agent disconnected", self.gateway.finish_s
@@ -366,7 +366,7 @@ class CallUnderWay:
             await self.reply.body(self._transcript.end())
 
     def _end(self, status: CallStatus, error: str | None) -> tuple[CallEnd, list[Statement]]:
-        """How the call ended, and statements by which a later request finds it."""
+        """How the call ended, and the statements that let later requests find it."""
         question, attempts = self.question, self.attempts
         target, route = attempts.target, attempts.target.route
         sent = target.sent if target.translated else self._start.request
@@ -382,7 +382,7 @@ class CallUnderWay:
         return end, [] if known is None else end_statements(self._start, known, end)
 
     async def _commit(self, status: CallStatus, error: str | None) -> None:
-        """Record the end, with the work of a large request or answer in threads, and tell who listens."""
+        """Record the end (for a large request or answer in threads), and notify listeners."""
         question, gateway = self.question, self.gateway
         size = len(question.request.body) + (self._transcript.size if self._transcript else 0)
         end, also = await in_thread_if_large(size, partial(self._end, status, error))
@@ -403,7 +403,7 @@ class CallUnderWay:
         return [*answer.headers(keep_length=keep_length), *self._headers()]
 
     def _headers(self) -> Iterator[Header]:
-        """Our own headers. A fallback's answer is of no policy version."""
+        """Our own headers. A fallback's answer has no policy version."""
         if self.question.recorded:
             yield b"x-rollout-id", self._start.rollout.rollout_id.encode()
             yield b"x-call-id", self._start.call_id.encode()
@@ -423,7 +423,7 @@ def end_of(
     sent: dict[str, Any],
     version: int | None,
 ) -> CallEnd:
-    """Return how a call ended, by its answer. `sent`: the request as the model saw it; `version`: None if not ours."""
+    """Return how a call ended, from its answer. `sent`: the request that the model saw; `version`: None if not ours."""
     unkept = transcript and transcript.unkept
     response, tokens = (transcript.response(), transcript.tokens) if transcript and not unkept else (None, Tokens())
     reason = NOT_THE_POLICY if status == "ok" and version is None else None

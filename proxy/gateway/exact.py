@@ -1,6 +1,6 @@
 """Sends a call that continues an earlier one as that call's exact tokens plus the new ones.
 
-Rendered and tokenised again, an answer may become other tokens. So the next prompt is, in tokens:
+If an answer is rendered and tokenised again, it may become other tokens. So the next prompt is, in tokens:
 
     earlier prompt · earlier answer, as sampled · what the template puts after an answer · new messages, rendered
 
@@ -49,11 +49,11 @@ IGNORED = (
 
 
 class AsText(Exception):
-    """Signals that the call goes as text; its argument, an `Outcome`, says why."""
+    """The call must go as text. The argument, an `Outcome`, says why."""
 
 
 class ExactTokens:
-    """Sends calls of the policy as exact tokens where that is possible. `count` gets the outcome of each call."""
+    """Sends calls of the policy as exact tokens if possible. `count` is called with the outcome of each call."""
 
     def __init__(self, upstreams: Upstreams, history: History, count: Callable[[Outcome], None]) -> None:
         self.upstreams, self.history, self.count = upstreams, history, count
@@ -72,7 +72,7 @@ class ExactTokens:
         return ExactCall(self, upstream, start, sent, chat)
 
     def warn(self, text: str, upstream: str) -> None:
-        """Log a warning once in the life of the proxy, because every call would repeat it."""
+        """Log a warning only once per proxy, because every call would repeat it."""
         if (text, upstream) not in self._warned:
             self._warned.add((text, upstream))
             log.warning(text, upstream)
@@ -80,7 +80,7 @@ class ExactTokens:
 
 @dataclass(slots=True)
 class ExactCall:
-    """One call. `open` sends it, as exact tokens if possible; `ended` takes its outcome."""
+    """One call. `open` sends it, as exact tokens if possible; `ended` notes that it was recorded."""
 
     exact: ExactTokens
     upstream: UpstreamConfig
@@ -92,7 +92,7 @@ class ExactCall:
     outcome: Outcome | None = None
 
     async def open(self, request: Request) -> Answer:
-        """Return the upstream's answer to `sent`, like `Upstreams.open`. A second try goes as text."""
+        """Return the upstream's answer to `sent`, like `Upstreams.open`. A second attempt goes as text."""
         open_upstream = partial(self.exact.upstreams.open, self.upstream)
         if self.outcome is None:
             try:
@@ -140,7 +140,7 @@ class ExactCall:
         return prompt
 
     async def _rendered(self, request: Request, body: bytes) -> list[int]:
-        """The tokens that the very server which answers the call makes of a chat request's messages; raises AsText."""
+        """The tokens that the server that answers this call makes of a chat request's messages; raises AsText."""
         render = request._replace(path=RENDER, query=b"", sent=None).with_body(body)
         try:
             status, raw = await self.exact.upstreams.ask(self.upstream, render)
@@ -155,7 +155,7 @@ class ExactCall:
         return ids
 
     async def _closing(self, request: Request) -> list[int]:
-        """The tokens that the template puts after an answer. Asked once per way to render; raises AsText."""
+        """The tokens that the template adds after an answer. Requested once per way of rendering; raises AsText."""
         options = {"chat_template_kwargs": self.sent.get("chat_template_kwargs")}
         key, closings = f"{self.upstream.name} {dumps(options)}", self.exact.closings
         if key not in closings:

@@ -1,7 +1,7 @@
 """Remembers the last calls of each rollout, in memory and within bounds.
 
-`RecentCalls` has them as they are recorded: one of them is a new call's parent. `History` has the answered ones as the
-model was shown them, unredacted: a new call continues one of them by its messages, or by a response's id.
+`RecentCalls` has calls as recorded: one of them is a new call's parent. `History` has answered calls as the model saw
+them, unredacted: a new call continues one of them by its messages, or by a response's id.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ChatOf = Callable[[ModelCall, Mapping[str, Exchange]], Json | None]
 
 
 class RolloutMemory(Generic[Kept]):
-    """Keeps something of each rollout, about `most` bytes in all. Rollouts that were quiet the longest go first."""
+    """Keeps something for each rollout, about `most` bytes in all. The least recently used are dropped first."""
 
     def __init__(self, most: int) -> None:
         self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()
@@ -58,11 +58,11 @@ class RolloutMemory(Generic[Kept]):
 
 @dataclass(slots=True)
 class RecentCall:
-    """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
+    """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once durable.
 
-    `places`: of its messages, as `places_of` returns them, where there are tool calls. `ends`: how many bytes its
-    messages take up to each one's end; `fields`: how many each other field takes. `size`: of all of it, `own`: without
-    the messages and fields that it shares with its parent, which are the same objects (`sharing`).
+    `places`: those of its messages (`places_of`), if there are tool calls. `ends`: the total bytes of its messages up
+    to each one's end; `fields`: the bytes of each other field. `size`: total bytes; `own`: without what it shares with
+    its parent as the same objects (`sharing`).
     """
 
     call_id: str
@@ -77,7 +77,7 @@ class RecentCall:
     own: int = 0
 
     def measure(self, parent: RecentCall | None, shared_messages: int) -> None:
-        """Note how many bytes the request takes. What it shares with its parent was measured there."""
+        """Measure the request's bytes. What it shares with its parent was measured there."""
         messages, parent = conversation(self.request), parent or RecentCall("", {})
         self.parent_id, self.ends = parent.call_id, parent.ends[:shared_messages]
         end = shared = self.ends[-1] if self.ends else 0
@@ -94,9 +94,10 @@ class RecentCall:
 
 
 def taken(value: Any, most: int = 2**27) -> int:
-    """Return how many bytes a JSON value takes in memory, about. It stops counting at `most`.
+    """Return about how many bytes a JSON value takes in memory. Stops counting at `most`.
 
-    By lengths: `sys.getsizeof` takes four times as long. CPython has a byte for a character of ASCII, else up to four.
+    It adds up lengths: `sys.getsizeof` takes four times as long. CPython uses a byte per ASCII character, else up to
+    four.
     """
     size, found = 0, [value]
     for one in found:  # it grows meanwhile
@@ -116,7 +117,7 @@ def taken(value: Any, most: int = 2**27) -> int:
 
 
 class RecentCalls:
-    """At most `each` calls of every rollout, and about `memory` bytes in all."""
+    """Keeps at most `each` calls per rollout, and about `memory` bytes in all."""
 
     def __init__(self, memory: int, each: int) -> None:
         self._calls = RolloutMemory[list[RecentCall]](memory)
@@ -147,7 +148,7 @@ class RecentCalls:
 
 
 def parent_of(request: Json, recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:
-    """Return the recent call that shares most messages with the request, and how many."""
+    """Return the recent call that shares the most messages with the request, and their number."""
     messages, parent, most = conversation(request), None, 0
     for call in reversed(recent):
         before = conversation(call.request)
@@ -157,7 +158,7 @@ def parent_of(request: Json, recent: Sequence[RecentCall]) -> tuple[RecentCall |
 
 
 def sharing(request: Json, parent: RecentCall | None, shared_messages: int) -> Json:
-    """Return the request with these first messages taken from its parent: they are kept in memory once."""
+    """Return the request with its first messages replaced by the parent's objects, so that memory holds them once."""
     if parent is None or not shared_messages:
         return request
     messages = conversation(parent.request)[:shared_messages] + conversation(request)[shared_messages:]
@@ -166,10 +167,10 @@ def sharing(request: Json, parent: RecentCall | None, shared_messages: int) -> J
 
 @dataclass(slots=True)
 class Answered:
-    """What is kept of a rollout's answered calls. `seen` has their ids.
+    """What is kept of a rollout's answered calls. `seen`: their ids.
 
-    `turns`: the newest ones as tokens, newest last. `exchanges`: of Responses calls, by response. `parents`: the newest
-    calls that were read, which later ones are stored against.
+    `turns`: the newest calls as tokens, newest last. `exchanges`: of Responses calls, by response id. `parents`: the
+    newest calls that were read.
     """
 
     seen: set[str] = field(default_factory=set)
@@ -184,7 +185,7 @@ class Answered:
 
 
 class History:
-    """Keeps the answered calls of the rollouts used last. The store has all others, and what other workers answer."""
+    """Keeps the answered calls of recently used rollouts. All others, and those of other workers, are in the store."""
 
     def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
         """`chat_of`: a recorded call's chat request; without it there are no turns."""
@@ -200,7 +201,7 @@ class History:
         return kept
 
     async def read(self, rollout_id: str, newest: int = LATELY) -> Answered:
-        """Return what is in memory, and of the rollout's `newest` calls those that other workers have answered."""
+        """Return what is in memory, plus those of the rollout's `newest` calls that other workers answered."""
         before = self.known(rollout_id).seen.copy()
         answered = await self._calls.answered(rollout_id, newest)
         if not answered:  # it was deleted, perhaps by another process
@@ -239,7 +240,7 @@ class History:
     def _made(
         self, calls: Sequence[ModelCall], known: dict[str, Exchange]
     ) -> tuple[dict[str, Exchange], list[TokenTurn]]:
-        """The exchanges of recorded calls, and the newest turns. A call of another API is made a chat first."""
+        """The exchanges of recorded calls, and the newest turns. Calls of other APIs are turned into chat first."""
         exchanges = by_response(call for call in calls if call.endpoint == "responses")
         made, known = list[TokenTurn](), exchanges | known
         for call in reversed(calls):

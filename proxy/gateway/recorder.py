@@ -1,8 +1,8 @@
 """Records calls: their start before they are sent upstream, their end before the answer's last byte.
 
 A plain call is four statements: ROLLOUT_SEEN and CALL_START at its start, CALL_END and ROLLOUT_CALL_ENDED at its end.
-Large requests, retries and tool calls add theirs. `start` returns when its statements are committed; what `end`
-returns is done when its own are. Where too many records wait, further calls do too.
+Large requests, retries and tool calls add more. `start` returns when its statements are committed; the future that
+`end` returns is done when its are. If too many records wait, further calls wait too.
 
 `GroupCommit` writes many records in one commit. Records that arrive during a commit wait for the next; none is dropped.
 """
@@ -65,7 +65,7 @@ _ORDER = {
 
 
 class Entry(NamedTuple):
-    """A record that waits for its commit. `size` is its approximate number of bytes."""
+    """A record that waits for its commit. `size`: its approximate bytes."""
 
     statements: Sequence[Statement]
     size: int
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 
 class GroupCommit:
-    """The only writer of a process's records. Use it with `async with`; it ends when nothing waits any more."""
+    """The only writer of a process's records. Use it with `async with`; at the end it commits what still waits."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -133,7 +133,7 @@ class GroupCommit:
             self._waiting.clear()
 
     async def _write(self, group: Sequence[Entry]) -> None:
-        """Commit the group, and tell those who wait for it."""
+        """Commit the group, and notify those who wait for it."""
         by_statement: dict[str, list[Json]] = {}
         for entry in group:
             for statement, row in entry.statements:
@@ -162,8 +162,8 @@ class GroupCommit:
 class Recorder(GroupCommit):
     """Redacts the records of calls, turns them into statements, and commits them. Run it with `async with`.
 
-    What is redacted is so before anything is compared or stored: an earlier call is found again by what is kept of it.
-    `on_redacted` is called for every call that cannot be trained on because of it.
+    Redaction comes before anything is compared or stored, because earlier calls are found by what was stored of them.
+    `on_redacted` is called for every call that cannot be trained on because of redaction.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Recorder(GroupCommit):
                 return self._recent.add(rollout_id, call)
 
     def resume(self, start: CallStart) -> None:
-        """Continue a call that has a recorded start, perhaps by another process, so that its end can follow."""
+        """Continue a call with a recorded start (perhaps from another process), so that its end can be recorded."""
         shown = False
         if self._redactor is not None:
             start, shown = self._redactor.start(start)
@@ -220,14 +220,14 @@ class Recorder(GroupCommit):
         self._begun[start.call_id] = _Begun(call, None, shown)
 
     def end(self, end: CallEnd, also: Sequence[Statement] = (), *, counted: bool = False) -> asyncio.Future[None]:
-        """Record the outcome of a call, together with `also`. It is counted, unless it is `incomplete` or `counted`.
+        """Record the outcome of a call, together with `also`. Count it, unless `incomplete` or already `counted`.
 
         The future is done when that is durable, or fails with StoreUnavailable.
         """
         return self._put_end(*self._prepared_end(end, also, counted=counted))
 
     async def end_large(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
-        """Return the future that `end` returns, with the work of a large request or answer in a thread."""
+        """Like `end`, with the work for a large request or answer in a thread."""
         return self._put_end(*await asyncio.to_thread(self._prepared_end, end, also))
 
     def _put_end(self, end: CallEnd, statements: list[Statement], stored_bytes: int) -> asyncio.Future[None]:
@@ -242,7 +242,7 @@ class Recorder(GroupCommit):
     def _prepared_end(
         self, end: CallEnd, also: Sequence[Statement], *, counted: bool = False
     ) -> tuple[CallEnd, list[Statement], int]:
-        """What is recorded of an end, its statements, and about how many bytes these store."""
+        """The end as recorded, its statements, and about how many bytes they store."""
         (call, parent, shown), was_trainable = self._begun.pop(end.call_id, UNKNOWN), end.trainable
         if self._redactor is not None:
             end = self._redactor.end(end, shown=shown)
@@ -272,7 +272,7 @@ class Recorder(GroupCommit):
         return end, [(CALL_END, row), *counts, *_tool_calls(end, call), *also], stored_bytes
 
     async def put_in_order(self, end: CallEnd) -> None:
-        """Give an imported call, which has ended, its place by time, and the results that came before it."""
+        """Move an ended imported call to its place by time, and give it the results that arrived before it."""
         if not await self._store.calls.put_in_order(end.rollout_id, end.call_id) or not end.tool_calls:
             return
         calls = await self._store.calls.of(end.rollout_id)
@@ -286,7 +286,7 @@ class Recorder(GroupCommit):
 
 
 class _Begun(NamedTuple):
-    """A call under way, and its parent. `shown`: the model was shown something that is redacted in the record."""
+    """A running call and its parent. `shown`: the model was shown something that the record has redacted."""
 
     call: RecentCall | None
     parent: RecentCall | None
@@ -299,7 +299,7 @@ UNKNOWN = _Begun(None, None, False)
 def _prepared(
     start: CallStart, recent: Sequence[RecentCall]
 ) -> tuple[list[Statement], int, RecentCall, RecentCall | None]:
-    """The statements of a call's start, how many bytes they store, and the call and its parent to be remembered."""
+    """The statements for a call's start, the bytes that they store, and the call and parent to remember."""
     if start.imported:  # it gets its place by time, and its parent stands before it
         recent = [call for call in recent if call.started_at <= start.started_at]
     parent, shared_messages = parent_of(start.request, recent)
@@ -330,7 +330,7 @@ def _prepared(
 
 
 def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
-    """The tool calls of an answer. `call`: None if its request is not known; then their places are not, either."""
+    """The tool calls of an answer. `call`: None if its request is unknown; then the places are unknown too."""
     place = None
     if end.tool_calls and call is not None:
         call.places = call.places or places_of(call.request)
@@ -342,7 +342,7 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
 
 
 def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], known: int) -> Iterator[Statement]:
-    """The results that a request brings after the `known` messages, which it shares with its parent."""
+    """The tool results that a request brings after the `known` messages that it shares with its parent."""
     for result, call, place, answer, is_old in results(request, places, known):
         content = dumps(result.content)
         yield (
@@ -364,12 +364,12 @@ def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], 
 
 
 def _readable(row: Json) -> Json:
-    """The row with `?` for characters of names and ids that UTF-8 cannot hold; JSON has these escaped."""
+    """The row with `?` for characters in names and ids that UTF-8 cannot hold. In JSON they are escaped."""
     return {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
 
 
 def _settle(group: Sequence[Entry], error: StoreUnavailable | None = None) -> None:
-    """Set the futures of a group to the outcome of its commit."""
+    """Set the futures of a group's records to the outcome of its commit."""
     for entry in group:
         if not entry.done.done():  # cancelled: the agent left, and nobody waits any more
             entry.done.set_result(None) if error is None else entry.done.set_exception(error)

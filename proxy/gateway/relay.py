@@ -1,6 +1,6 @@
-"""Lets requests into the data path (/v1/… and /rollouts/{id}/…/v1/…), as a raw ASGI app.
+"""The data path (/v1/… and /rollouts/{id}/…/v1/…) as a raw ASGI app: admits requests and passes them on.
 
-What polling or resuming a response brings is put into the record of its call, which its own answer did not end.
+If polling or resuming a response brings its end, the end is added to the record of its call.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ RESPONSES_API = DIALECTS["/v1/responses"]
 
 
 class DataPath(NamedTuple):
-    """A path of the data API, percent-decoded: `rest` begins with /v1/; the ids are the URL's, unchecked."""
+    """A path of the data API, percent-decoded. `rest` begins with /v1/; the ids come from the URL, unchecked."""
 
     rest: str
     rollout_id: str | None = None
@@ -76,7 +76,7 @@ class DataPath(NamedTuple):
 def parse_path(path: str) -> DataPath | None:
     """Split /rollouts/{rollout_id}[/tasks/{task_id}][/agents/{agent}]/v1/…, or /v1/…, percent-decoded.
 
-    None for any other path: the control API answers it.
+    Returns None for any other path, which the control API answers.
     """
     match = _PATH.fullmatch(path)
     return None if match is None else DataPath(match["rest"], match["rollout"], match["task"], match["agent"])
@@ -85,7 +85,7 @@ def parse_path(path: str) -> DataPath | None:
 def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str | None = None) -> RolloutName:
     """Return the rollout named by header, URL or key, in this order; else a new one, which is not `named`.
 
-    `headers` has lower-case names. Raises InvalidRequest for an id or a mode that is not valid.
+    `headers` have lower-case names. Raises InvalidRequest for an invalid id or mode.
     """
     if "x-rollout-id" in headers:
         path = DataPath(path.rest)
@@ -103,7 +103,7 @@ def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str
 
 
 def wants_recording(headers: Mapping[str, str]) -> bool:
-    """Return False if X-Recording is `off`; raise InvalidRequest if it is none of on, off and only."""
+    """Return False if X-Recording is `off`. Raise InvalidRequest if it is not on, off or only."""
     value = headers.get("x-recording", "on").lower()
     if value not in ("on", "off", "only"):
         raise InvalidRequest(f"X-Recording must be on, off or only, got {value[:60]!r}", param="X-Recording")
@@ -122,7 +122,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_any(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in an unrecorded body, or a form's `model`; empty if it is neither."""
+    """Return the JSON object in an unrecorded body, or a form's `model`; {} if it is neither."""
     if is_form(body):
         match = form_model(body)
         return {} if match is None else {"model": match[1].decode(errors="replace")}
@@ -143,7 +143,7 @@ class Visit(NamedTuple):
     rollout: RolloutName
 
     def request(self, body: bytes, loan: Loan | None = None, *, identity: bool = False) -> Request:
-        """Return the request as it goes upstream. Once it was sent, the loan is given back."""
+        """Return the request as it goes upstream. Once it is sent, the memory loan is returned."""
         return Request(
             method=self.scope["method"],
             path=self.path,
@@ -169,7 +169,7 @@ class Relay:
         self._named = {upstream.name: upstream for upstream in config.upstreams}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, path: DataPath | None = None) -> None:
-        """Answer a request; `path`: its own, if it was parsed."""
+        """Answer a request. `path`: its path, if already parsed."""
         path = path or parse_path(scope["path"]) or DataPath("")
         dialect = DIALECTS.get(path.rest)
         reply = Reply(receive, send, dialect.error_body if dialect else LightningError.body)
@@ -201,7 +201,7 @@ class Relay:
         rollout = caller.admit(name_rollout(path, headers, caller.rollout_id))
         if caller.rollout is not None and caller.rollout.ended:
             raise Forbidden(
-                f"rollout {caller.rollout_id!r} has ended: its key makes no more calls", code="rollout_ended"
+                f"rollout {caller.rollout_id!r} has ended: its key cannot make more calls", code="rollout_ended"
             )
         return Visit(scope, path.rest, headers, caller, rollout)
 
@@ -225,7 +225,7 @@ class Relay:
     async def _question(self, visit: Visit, body: bytes, dialect: Dialect, loan: Loan) -> Question:
         recorded = wants_recording(visit.headers)
         if not recorded and visit.caller.rollout is not None:
-            raise Forbidden("a rollout's own key cannot leave a call out of its record", param="X-Recording")
+            raise Forbidden("a rollout's own key cannot turn recording off", param="X-Recording")
         most = MOST_UNPACKED * len(body)
         if "content-encoding" in visit.headers and not body.startswith(b"{"):  # some send it with a plain body
             body = await unpack(body, visit.headers["content-encoding"], self._bodies.limit, loan)
@@ -243,7 +243,7 @@ class Relay:
         )
 
     async def _list_models(self, request: Request, rollout: RolloutName, reply: Reply) -> None:
-        """Answer with the upstream's list and the alias; an answer that is not a list goes through unchanged."""
+        """Answer with the upstream's list plus the alias. An answer that is not a list passes unchanged."""
         route = await self._policy.route(rollout, None)
         async with Attempts(self._upstreams, route, request, {}) as answer:
             raw = await answer.read()
@@ -255,9 +255,9 @@ class Relay:
             await reply.send(answer.status, answer.headers(keep_length=False), raw)
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
-        """Forward unrecorded; a model named in a JSON body or a form is routed like that of a recorded call.
+        """Forward unrecorded. A model named in a JSON body or a form is routed as for recorded calls.
 
-        A response that has ended, and items that stand for a conversation, are put into the record on their way.
+        Ended responses, and items that stand for a conversation, are recorded on the way.
         """
         body = await in_thread_if_large(len(request.body), partial(parse_any, request.body))
         unnamed, is_response, giver = self._gateway.unnamed, visit.path.startswith(_RESPONSES), None
@@ -312,7 +312,7 @@ class Relay:
     async def _end(
         self, unnamed: UnnamedRollouts, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit
     ) -> None:
-        """End a call with a response that went on after the answer: `background: true`, or after a broken stream."""
+        """End a call whose response continued after its answer (`background: true`, or a broken stream)."""
         gateway, call = self._gateway, await unnamed.call(call_id)
         if not is_under_way(call.response):
             return
@@ -336,7 +336,7 @@ class Relay:
 
 
 async def _show(reply: Reply, error: LightningError) -> None:
-    """Send the error; an answer that has begun is left unfinished, and the server closes the connection."""
+    """Send the error. If the answer has begun, leave it unfinished: the server closes the connection."""
     if reply.started:
         log.warning("answer broken off: %s", error.message)
     else:
@@ -344,7 +344,7 @@ async def _show(reply: Reply, error: LightningError) -> None:
 
 
 def _is_allowed(path: str) -> bool:
-    """False for operator routes, also for one that a server behind us would see after decoding the path again."""
+    """False for operator routes, including those that a server would see after decoding the path once more."""
     if path in DIALECTS:
         return True
     for _ in range(3):
@@ -358,11 +358,11 @@ def _is_allowed(path: str) -> bool:
 
 
 def _as_escaped(scope: Scope, path: str) -> str:
-    """The path as the agent escaped it, if that is sure to stand for `path`, which was checked."""
+    """The path as the agent escaped it, if that certainly means the checked `path`."""
     sent = parse_path(scope["raw_path"].decode())
     return sent.rest if sent and unquote(sent.rest) == path and "\ufffd" not in path else quote(path)
 
 
 def _is_preflight(scope: Scope, headers: dict[str, str]) -> bool:
-    """Whether a browser asks if it may call at all; it sends no key with that. https://fetch.spec.whatwg.org"""
+    """Whether this is a browser's CORS preflight, which carries no key. https://fetch.spec.whatwg.org"""
     return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers

@@ -1,7 +1,7 @@
-"""Decides the upstream, model and policy version that a call goes to, and watches that the policy's vLLM serves them.
+"""Decides which upstream, model and policy version a call goes to, and watches that the policy's vLLM serves them.
 
-A label of weights proves nothing. So `Watch` also asks each server the same question with the same seed: when it
-starts, when another version goes live, and a day later. This detects wholly other weights, not a single step.
+A label of weights proves nothing. So `Watch` also sends each server the same question with the same seed: when it
+starts, when another version goes live, and daily. This detects entirely wrong weights, not a single step.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ TOLERANCE = 0.2  # mean difference of log-probabilities; bfloat16 alone makes up
 
 
 class PolicyRouter:
-    """Routes each call by its rollout and the model that it asks for."""
+    """Routes each call by its rollout and the requested model."""
 
     def __init__(self, config: Config, store: Store, watch: Watch | None, choose: Choose | None = None) -> None:
-        """`watch`: that of the policy's vLLM; None without an upstream of kind vllm. Without `choose`, live answers."""
+        """`watch`: the policy's; None without an upstream of kind vllm. Without `choose`, the live version answers."""
         self.alias, self._policy, self._first = config.policy.alias, config.policy, config.upstreams[0]
         self._upstreams = {upstream.name: upstream for upstream in config.upstreams}
         standing_by = {name for upstream in config.upstreams for name in upstream.fallbacks}
@@ -59,7 +59,7 @@ class PolicyRouter:
         self._store, self._watch, self._choose = store, watch, choose
 
     async def route(self, rollout: RolloutName, model: str | None, *, recorded: bool = False) -> Route:
-        """Return where a call goes: if `recorded`, perhaps to another version. Raises NotServed, UpstreamTimeout."""
+        """Return where a call goes; a `recorded` one may go to another version. Raises NotServed, UpstreamTimeout."""
         opened_for, pin, watch = None, None, self._watch
         if model == self.alias:
             opened_for, pin = await self._store.rollouts.opened_for(rollout.rollout_id)
@@ -102,9 +102,9 @@ class PolicyRouter:
         return Route(upstream, served, version, fallbacks, merged or by_alias, watch.adds_usage, servers)
 
     async def require(self, policy_version: int | None, model: str | None) -> None:
-        """Raise NotFound or Conflict unless a rollout can be opened for this version or model; None: the live one."""
+        """Raise NotFound or Conflict if no rollout can be opened for this version or model (None: the live version)."""
         if policy_version is not None and model is not None:
-            raise Conflict("policy_version and model exclude each other", param="model")
+            raise Conflict("policy_version and model cannot be combined", param="model")
         if policy_version is not None:
             await self._require_version(policy_version)
         if model in (None, *self._named):
@@ -117,7 +117,7 @@ class PolicyRouter:
             raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
 
     async def _require_version(self, number: int) -> None:
-        """Have the version served next to the live one; Conflict if it cannot be, NotFound if there is none."""
+        """Make the version served next to the live one. Conflict if that is impossible, NotFound if it is unknown."""
         version, live = await self._store.versions.get(number), await self._store.versions.live_now()
         if version.version == live.version:
             return None
@@ -140,7 +140,7 @@ class PolicyRouter:
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
 
     def of_alias(self) -> list[UpstreamConfig]:
-        """Return the upstream that answers for the alias, and those that answer while it does not."""
+        """Return the upstream that answers for the alias, and its fallbacks."""
         first = self._upstream_of(self.alias)
         return [first, *(route.upstream for route in self._fallbacks(first, self.alias))]
 
@@ -150,7 +150,7 @@ class PolicyRouter:
         return self._named.get(model or "", self._first)
 
     def _fallbacks(self, upstream: UpstreamConfig, model: str | None, renamed: str | None = None) -> Iterator[Route]:
-        """Those of the upstream, each once and followed by its own; not those that cannot have a name for the model."""
+        """The upstream's fallbacks, each once and followed by its own, without those that cannot name the model."""
         left, seen = [*upstream.fallbacks], set[str]()
         while left:
             other = self._upstreams[left.pop(0)]
@@ -187,7 +187,7 @@ class Watch:
                 task.cancel()
 
     async def ask_again(self) -> None:
-        """Ask every server that needs it the same question, until cancelled."""
+        """Keep probing every server that is due, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for server in self.swap.vllm.servers:
@@ -197,7 +197,7 @@ class Watch:
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def current(self) -> Wanted:
-        """Return what vLLM is to serve; where it is away, the call itself fails. Raises NotServed, UpstreamTimeout."""
+        """Return what vLLM is to serve. If vLLM is away, the call itself fails. Raises NotServed, UpstreamTimeout."""
         if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()
@@ -215,7 +215,7 @@ class Watch:
         return await self.swap.store.versions.live_now(), placed
 
     async def _check(self, timeout: float | None = None) -> None:
-        """Look, or wait for a look that is under way; UpstreamTimeout if it takes longer than `timeout` s."""
+        """Check, or wait for a running check. Raise UpstreamTimeout if it takes longer than `timeout` s."""
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._look_at_vllm())
         _, pending = await asyncio.wait((self._look,), timeout=timeout)
@@ -251,7 +251,7 @@ class Watch:
             self.health.report(self.upstream.name, url, None if why is None else str(why))
 
     async def _problems(self) -> Problems:
-        """Why servers do not serve what is live. Calls wait for those that are being mended only if no other has it."""
+        """Why servers do not serve the live version. Calls wait for servers under repair only if no other serves it."""
         pinned = await self.swap.store.versions.pinned(time.time() - PINNED_S)
         if len(self.swap.vllm.servers) == 1:  # while it is given new weights, its calls are frozen, and go on
             return await self.swap.restore(pinned)
@@ -269,14 +269,14 @@ class Watch:
         return problems
 
     def _mend(self, pinned: set[int]) -> asyncio.Task[Problems]:
-        """Give servers what they lack, while calls go on. The next look says where that failed."""
+        """Repair servers while calls continue. The next check shows where that failed."""
         if self._mending is None or self._mending.done():
             self._mending = asyncio.create_task(self.swap.restore(pinned))
             self._mending.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._mending
 
     async def _probe(self, server: VllmServer) -> None:
-        """Ask a server that was not asked yet, or not lately, and compare its answer with the version's first one."""
+        """Probe a server that is due, and compare its answer with the version's first one."""
         url, versions, merged = server.base_url, self.swap.store.versions, self.swap.mode == "merged"
         if self.health.problems.get((self.upstream.name, url), "not seen yet") is not None:
             self._probed.pop(url, None)
@@ -316,7 +316,7 @@ class Watch:
 
 
 def difference(first: list[Any], again: list[Any]) -> float:
-    """Compute how far two answers are apart in nats, as long as the same tokens came before; NaN: not known."""
+    """Compute the distance between two answers in nats, up to where their tokens differ; NaN if unknown."""
     found: list[float] = []
     for (token, before), (other, now) in zip(first, again, strict=False):
         if not (both := before.keys() & now.keys()):

@@ -1,7 +1,7 @@
-"""Changes details of how uvicorn reads HTTP/1.1, lets answers know that the server stops, shares out its open files.
+"""Changes how uvicorn reads HTTP/1.1, lets answers know that the server stops, and limits silent connections.
 
-Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
-HTTP/2 with every request. Each connection holds a file, and a call another one: silent ones get a part of them.
+Trailers are dropped: they come after the headers have been acted on. Upgrades are ignored: some clients ask for HTTP/2
+with every request. Connections hold a file each, calls another: silent ones get a part of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MOST_JOINED = 2**14  # bytes of an answer that wait for the end of a turn of the
 
 
 def raise_limit() -> None:
-    """Let this process, and those that it starts, open as many files as the system allows."""
+    """Let this process and its children open as many files as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft not in (hard, resource.RLIM_INFINITY) and soft < wanted:
@@ -60,12 +60,12 @@ def files_allowed() -> int:
 
 
 def calls_at_once(files: int) -> int:
-    """Return how many calls can be under way at once where this many files may be open."""
+    """Return how many calls can run at once with this limit of open files."""
     return max(int((files - OWN_FILES) * (1 - LEAST_SILENT)) // FILES_OF_A_CALL, 1)
 
 
 class Connections:
-    """Closes silent connections where they are many, the oldest first; where calls are, those without a key."""
+    """Closes silent connections, oldest first, if there are many; for too many calls, those without a key."""
 
     def __init__(self, files: int) -> None:
         self._calls, self._room, self._logged_at = calls_at_once(files), files - OWN_FILES, -LOG_EVERY_S
@@ -74,7 +74,7 @@ class Connections:
         self.without_key = Memory(UNTAKEN_WITHOUT_KEY, UNTAKEN_WITHOUT_KEY)  # for answers that are not taken
 
     def began(self, connection: ServerProtocol, *, is_probe: bool) -> bool:
-        """Note that a request's head has come. False if there is no place for another call."""
+        """Note that a request's head has arrived. Return False if there is no place for another call."""
         if connection not in self.at_work and len(self.at_work) >= self._calls + is_probe * PROBES:
             idle = next((one for one in self.at_work if one.is_idle_without_key), None)
             self.lost(idle or connection)
@@ -89,7 +89,7 @@ class Connections:
             connections.pop(connection, None)
 
     def move(self, connection: ServerProtocol, to: dict[ServerProtocol, None]) -> None:
-        """Note what a connection does, and close the silent ones that are too many."""
+        """Note a connection's state, and close surplus silent ones."""
         self.lost(connection)
         to[connection] = None
         allowed = max(min(self._room // 4, MOST_SILENT, self._room - FILES_OF_A_CALL * len(self.at_work)), 1)
@@ -120,12 +120,12 @@ _CONNECTIONS, _STOPPING = "lightning_proxy.connections", "lightning_proxy.stoppi
 
 
 def is_stopping(scope: Scope) -> bool:
-    """Return whether the server waits for this answer to end, so that it can stop."""
+    """Return whether the server is stopping and waits for this answer to end."""
     return _STOPPING in scope
 
 
 class _Joining:
-    """A transport that writes at once what comes in one turn of the event loop: an answer's head and its body."""
+    """A transport that joins writes within one turn of the event loop, such as an answer's head and body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop, self._waiting = transport, loop, list[bytes]()
@@ -151,7 +151,7 @@ class _Joining:
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. In HTTP/1.0 the connection's end ends it; a reset shows that it broke off."""
+    """A request and its answer. In HTTP/1.0 the connection's end ends the answer; a reset shows that it broke off."""
 
     _has_length = True
 
@@ -287,7 +287,7 @@ class ServerProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _wait_until_taken(self, before: float = math.inf) -> None:
-        """End the connection if less than the least of its answer was taken since `before` bytes waited."""
+        """End the connection if the client has read too little of its answer since `before` bytes waited."""
         size = self.transport.get_write_buffer_size()
         if size > before - SLOW_BYTES * UNTAKEN_S / SLOW_S:
             self.transport.abort()
@@ -307,12 +307,12 @@ class ServerProtocol(HttpToolsProtocol):
 
     @property
     def is_idle_without_key(self) -> bool:
-        """Return whether its request had no key, and its answer is not read or takes long."""
+        """Return whether its request had no key and its answer is unread or slow."""
         waits = self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._requested_at + WITHOUT_KEY_S
         return waits and "caller" not in self._state
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read the request once more without its upgrade headers: with them the parser would leave its body unread."""
+        """Parse the request again without its upgrade headers: with them, the parser would not read its body."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse()
@@ -332,7 +332,7 @@ class ServerProtocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
     def _refuse(self, refusal: bytes = _REFUSAL) -> None:
-        """Answer and close: it is not known where the next request begins."""
+        """Answer and close the connection, because the start of the next request is unknown."""
         under_way = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not (self.pipeline or under_way):  # nothing may come into the middle of an answer
             self.transport.write(refusal)

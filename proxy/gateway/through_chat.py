@@ -45,7 +45,7 @@ class ChatDecision(NamedTuple):
 
 
 class ChatRoute:
-    """Sends the policy's calls, and those that continue them, through the chat route, which alone gives tokens."""
+    """Sends the policy's calls, and calls that continue them, through the chat route: only that returns tokens."""
 
     def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
         self.translators = TRANSLATORS if config.dialects_through_chat else {}  # by endpoint
@@ -53,7 +53,7 @@ class ChatRoute:
         self.history = History(store, self.chat_of if config.token_continuity == "exact" else None)
 
     async def decide(self, endpoint: str, request: Request, body: Json, rollout_id: str, route: Route) -> ChatDecision:
-        """Return how a request goes. Raise NotFound for an unknown previous response, InvalidRequest."""
+        """Return how a request goes upstream. Raise NotFound for an unknown previous response, or InvalidRequest."""
         previous = body.get("previous_response_id") if endpoint == "responses" else ""
         previous = previous if isinstance(previous, str) else ""
         continued = self.history.known(rollout_id).exchanges.get(previous)
@@ -93,7 +93,7 @@ class ChatRoute:
             self.history.add(end.rollout_id, end.call_id, exchange=exchange)
 
     def chat_of(self, call: ModelCall, known: Mapping[str, Exchange]) -> Json | None:
-        """Return a recorded call's chat request; None if there is none. `known`: of its rollout, by response."""
+        """Return a recorded call's chat request; None if there is none. `known`: its rollout's exchanges."""
         try:
             earlier = items_of(exchanges_up_to(known, call.request.get("previous_response_id")))
         except NotFound:
@@ -102,7 +102,7 @@ class ChatRoute:
 
 
 class Templates:
-    """Knows the templates of the servers that were probed. One that could not answer is probed again."""
+    """Knows the chat templates of probed servers. A server that could not answer is probed again."""
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
@@ -113,7 +113,7 @@ class Templates:
         return asked.result() if asked is not None and asked.done() else Template()
 
     async def learned(self, route: Route, request: Request) -> Template:
-        """Return a server's template; probe it with the credentials of the first request that needs it."""
+        """Return a server's template, probing it with the credentials of the first request that needs it."""
         name = route.upstream.name
         if name not in self._asked:
             self._asked[name] = asyncio.create_task(self._learned(route, request))

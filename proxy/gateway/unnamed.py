@@ -1,7 +1,7 @@
-"""Finds the rollout of an unnamed request: the one with the conversation that it continues.
+"""Finds the rollout of an unnamed request: the rollout that has the conversation it continues.
 
-The index is written in the same commit as the call's own record: it survives a restart, and is shared by
-all workers. Named rollouts cost nothing here.
+The index is written in the same commit as the call's record, so it survives restarts and all workers share it. Named
+rollouts cost nothing here.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _FORCED = ("required", "any")  # what `tool_choice` is where the model has to ca
 
 
 class Conversation:
-    """A request without a rollout's name: its atoms, and a state for each beginning of them.
+    """A request that names no rollout: its atoms, and a state for each of their beginnings.
 
-    `size`: its bytes; a large one wants a thread. `within`: whose it is, of which task and mode; other conversations
+    `size`: in bytes; large ones are handled in a thread. `within`: its key, task and mode, because other conversations
     may have the same messages.
     """
 
@@ -59,18 +59,18 @@ class Conversation:
         self._system = digest("", *(atom.what for atom in self.atoms if atom.who == "system"))
 
     def points(self, state: State) -> tuple[bytes, bytes]:
-        """Return the digests of a point: with system prompts and results of tools, and without."""
+        """Return the digests of a point: with system prompts and tool results, and without."""
         return digest(self.within, self._system, state.exact), digest(self.within, state.loose)
 
     def asked(self) -> bytes:
-        """Return the digest of the request, ids included: requests of two agents may differ in them alone."""
+        """Return the digest of the request, including ids: requests of two agents may differ only in these."""
         ids = (atom.who for atom in self.atoms if atom.kind != "text")
         return digest(self.within, "asked", self._system, self.begun[-1].exact if self.begun else b"", *ids)
 
     def ends(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield the points that end in an answer, as far as the request shows, the longest first.
 
-        An answer may have been empty: then two messages of the user follow each other.
+        An answer may have been empty; then two user messages follow each other.
         """
         after = None
         for atom, state in zip(reversed(self.atoms), reversed(self.begun), strict=True):
@@ -82,8 +82,8 @@ class Conversation:
     def extended_by(self, answer: list[Atom]) -> Iterator[State]:
         """Yield the states of the request with an answer added.
 
-        A call that the request forced is a structured answer: it may come back as a text, which is a second state.
-        Another one is the answer without the thoughts that its text begins with, which many clients leave out.
+        A forced tool call is a structured answer, which may come back as text: a second state. A third one is the
+        answer without the thoughts at the beginning of its text, which many clients leave out.
         """
         yield self._then(answer)
         if answer and answer[0].who == "assistant" and (plain := without_thoughts(answer[0].what)) != answer[0].what:
@@ -111,16 +111,16 @@ class UnnamedRollouts:
     async def find(self, conversation: Conversation, *, is_retry: bool = False) -> str | None:
         """Return the rollout that a request continues, or the one of a client's retry; None if there is none.
 
-        In this order: the very request, sent before, which failed or which the client says that it sends again; ids
-        that only one answer has; the longest beginning that was answered; text of an answer, in a history that was
-        edited or summed up, or in a sub-agent's order. Example, of calls by one key:
+        It tries, in this order: the same request, if it failed or the client says that it retries; ids that only one
+        answer has; the longest beginning that was answered; text of an answer, in an edited or summarised history or in
+        a sub-agent's order. Example, calls with one key:
 
             r1   user: go                                         answer: call f(1), id X
             r2   user: go                                         answer: call f(2), id X
                  user: go · call f(2), id Z · result 5            continues r2: "go, f(2)" was answered there alone
                  user: He said "The tower was built in 1881."     continues the rollout that said so
 
-        The entry found is used up: the next request like this one continues another rollout. Raises StoreUnavailable.
+        The entry is consumed: the next request like this one continues another rollout. Raises StoreUnavailable.
         """
         index, within, request = self._index, conversation.within, conversation.request
         if is_retry or conversation.atoms:
@@ -160,7 +160,7 @@ class UnnamedRollouts:
         return call
 
     async def compacted(self, caller: str, request: Json, name: RolloutName, response: Json) -> None:
-        """Remember that the items which stand for a long conversation lead to the rollout of that conversation."""
+        """Remember that items that stand for a long conversation lead to that conversation's rollout."""
         conversation = await asyncio.to_thread(Conversation, caller, name, request)
         if (rollout_id := await self.find(conversation)) is not None:
             digests = {digest(conversation.within, "id", mark) for mark in answer_marks(response)}
@@ -169,15 +169,15 @@ class UnnamedRollouts:
 
 
 def start_statements(start: CallStart, conversation: Conversation) -> list[Statement]:
-    """Return statements that store how the request of a call that begins can be found again."""
+    """Return statements that let later requests find a call that begins."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
     return [(CONVERSATION_TIP, row | {"digest": conversation.asked(), "exact": None})]
 
 
 def end_statements(start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
-    """Return statements that store how requests that continue an answered call find it.
+    """Return statements that let requests that continue an answered call find it.
 
-    None for a failed call, but if its response goes on: then the response's id.
+    For a failed call there are none, unless its response continues: then the response's id.
     """
     try:
         return list(_end_statements(start, conversation, end)) if isinstance(end.response, dict) else []
@@ -205,7 +205,7 @@ def _end_statements(start: CallStart, conversation: Conversation, end: CallEnd) 
 
 
 def _kept_by_server(response_id: Any, body: Json) -> Iterator[str]:
-    """Yield the ids of what the server keeps: of a response, and of a request's or an answer's conversation."""
+    """Yield the ids of what the server stores: a response, and the conversation of a request or an answer."""
     conversation = body.get("conversation")
     kept = conversation.get("id") if isinstance(conversation, dict) else conversation
     return (name for name in (response_id, kept) if isinstance(name, str))

@@ -47,7 +47,7 @@ IDLE_CLOSED_S = 1.0  # in which a server refuses what comes over a connection th
 
 
 class Route(NamedTuple):
-    """Says where a call goes, and where instead, in this order, if the upstream does not answer it."""
+    """Where a call goes, with fallbacks in order for when the upstream does not answer."""
 
     upstream: UpstreamConfig
     model: str | None  # None: the agent's
@@ -74,12 +74,12 @@ class Request(NamedTuple):
     sent: Callable[[], None] | None = None  # is called when a large body was sent
 
     def with_body(self, *pieces: Piece) -> Request:
-        """Return the request with these pieces for its body, which are joined if they are small."""
+        """Return the request with a body of these pieces, joined if they are small."""
         is_large = len(pieces) > 1 and sum(map(len, pieces)) >= LARGE
         return self._replace(pieces=pieces) if is_large else self._replace(body=b"".join(pieces), pieces=())
 
     def with_members(self, members: bytes) -> Request:
-        """Return the request with the members of a JSON object at the end of its own, which has some."""
+        """Return the request with the members of a JSON object appended to its own (non-empty) body."""
         *before, last = self.pieces or (self.body.rstrip(),)
         return self.with_body(*before, memoryview(last)[:-1], b"," + members[1:])
 
@@ -102,7 +102,7 @@ class Answer(ABC):
 
     @abstractmethod
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the headers for the agent, without Content-Length if the body may change or was decoded."""
+        """Return the headers for the agent; without Content-Length if the body may change or was decoded."""
 
     @abstractmethod
     async def _next(self) -> bytes: ...
@@ -113,18 +113,18 @@ class Answer(ABC):
 
     @property
     def at_end(self) -> bool:
-        """Return whether the end of the body is there already, and nothing is left to read."""
+        """Return whether the body has ended and nothing is left to read."""
         return False
 
     async def piece(self) -> bytes:
-        """Return the next bytes, none at the end. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout."""
+        """Return the next bytes, b"" at the end. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout."""
         if not self._ahead:
             return await self._next()
         data, self._ahead = self._ahead, b""
         return data
 
     async def read(self) -> bytes:
-        """Return the entire body, which `piece` and `read` will return again. Errors are `piece`'s."""
+        """Return the entire body, which `piece` and `read` will return again. Raises what `piece` does."""
         parts = []
         while data := await self.piece():
             parts.append(data)
@@ -132,7 +132,7 @@ class Answer(ABC):
         return self._ahead
 
     async def sniff(self, *, wants_stream: bool) -> None:
-        """Find out by the body's first bytes whether it is a stream: some servers name it wrongly."""
+        """Detect from the body's first bytes whether it is a stream: some servers declare the wrong type."""
         if self.status != 200 or not (self.is_stream or wants_stream):
             return
         ahead = head = b""
@@ -161,11 +161,11 @@ class NoConnection(UpstreamUnreachable):
 
 
 class NoConnectionInTime(UpstreamTimeout, NoConnection):
-    """The upstream did not accept a connection in time."""
+    """The upstream did not accept the connection in time."""
 
 
 class KeyMask:
-    """Masks the upstream's keys in one answer, with as many asterisks: some name a key that they refuse, or echo it."""
+    """Masks the upstream's keys in one answer with asterisks: some servers name a refused key, or echo it."""
 
     def __init__(self, *keys: str) -> None:
         self._keys = [key.encode() for key in keys]
@@ -177,7 +177,7 @@ class KeyMask:
         return data
 
     def feed(self, data: bytes) -> bytes:
-        """Return the next piece of a body, without an end that may be the beginning of the key."""
+        """Return the next piece of a body, holding back an end that may be the beginning of a key."""
         data = self.once(self._held + data)
         size = max((n for key in self._keys for n in range(1, len(key)) if data.endswith(key[:n])), default=0)
         self._held = data[len(data) - size :]
@@ -189,13 +189,13 @@ class KeyMask:
 
 
 class _Protocol(ResponseHandler):
-    """A connection to an upstream, over which `uses` requests were sent; `answered`: bytes of an answer have come."""
+    """A connection to an upstream. `uses`: requests sent so far; `answered`: bytes of an answer have arrived."""
 
     uses, answered = 0, False
     _sent: Callable[[], None] | None = None
 
     def ask(self, head: bytes, request: Request, idle_timeout_s: float) -> None:
-        """Send the request; a large one is not copied."""
+        """Send the request, without copying a large body."""
         assert self.transport is not None
         self.uses, self.answered, self._sent = self.uses + 1, False, request.sent
         self.set_response_params(
@@ -239,7 +239,7 @@ class _Protocol(ResponseHandler):
 
 
 def make_session() -> aiohttp.ClientSession:
-    """Return a session without a limit of connections, which tells how they end."""
+    """Return a session without a connection limit, which reports how connections end."""
     # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=4)
     connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
@@ -247,7 +247,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class HttpUpstream(Upstream):
-    """Servers with the agents' protocol: a single one, or replicas. aiohttp's own session takes three times as long."""
+    """Calls servers that speak the agents' protocol: one, or replicas. aiohttp's session takes three times as long."""
 
     def __init__(
         self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health, vouching: Mapping[str, str]
@@ -263,7 +263,7 @@ class HttpUpstream(Upstream):
         }
 
     async def open(self, request: Request) -> HttpAnswer:
-        """Send the request to the rollout's server, which has it in its cache; without a connection to the next one."""
+        """Send the request to the rollout's server, which has its cache; if it cannot be reached, to the next one."""
         allowed = request.servers or self._config.urls
         if len(self._config.urls) == 1:
             return await self._open(self._config.urls[0], request)
@@ -280,7 +280,7 @@ class HttpUpstream(Upstream):
         return await self._open(last, request)
 
     async def _open(self, base_url: str, request: Request) -> HttpAnswer:
-        """Send the request; once more, over a new connection, if the server had closed this one before it came."""
+        """Send the request. Repeat it on a new connection if the server had already closed this one."""
         config, anew = self._config, False
         try:
             async with asyncio.timeout(config.first_byte_timeout_s):
@@ -295,7 +295,7 @@ class HttpUpstream(Upstream):
             raise _broken_off(config, error) from None
 
     async def _send(self, base_url: str, request: Request, *, anew: bool) -> HttpAnswer | None:
-        """Send the request; return the answer when its head is there, None if the connection was closed while idle."""
+        """Send the request. Return the answer once its head is there; None if the connection was closed while idle."""
         config, way, url = self._config, self._ways[base_url], _url(base_url, request.path, request.query)
         try:
             connection = await self._connector.connect(way, [], self._timeout)
@@ -323,7 +323,7 @@ class HttpUpstream(Upstream):
         return HttpAnswer(config, connection, begun, base=way.url, url=url, decodes=request.identity)
 
     def _head(self, way: aiohttp.ClientRequest, url: URL, request: Request) -> bytes:
-        """The first line, with the whole URL for a proxy, and headers: the agent's, less those for us, and our own."""
+        """The request line (the full URL for a proxy) and headers: the agent's, without those for us, and our own."""
         config, own = self._config, dict(self._vouching)
         if config.session_header and request.rollout_id:
             own[config.session_header.lower().encode()] = request.rollout_id.encode()
@@ -348,7 +348,7 @@ class HttpUpstream(Upstream):
 
 
 class HttpAnswer(Answer):
-    """An answer on its way, over a connection that is its own until it is released. `base`: the server's URL."""
+    """An answer that is arriving. It owns its connection until released. `base`: the server's URL."""
 
     def __init__(
         self, config: UpstreamConfig, connection: Connection, begun: Begun, *, base: URL, url: URL, decodes: bool
@@ -371,7 +371,7 @@ class HttpAnswer(Answer):
     __del__ = release
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the upstream's headers, less those of the connection, and less an encoding that was undone."""
+        """Return the upstream's headers, without hop-by-hop headers and an encoding that was undone."""
         message, mask = self._message, self._mask
         headers = [(name.lower(), value) for name, value in message.raw_headers]
         dropped = _HOP_BY_HOP.union(_named_by_connection(headers))
@@ -385,7 +385,7 @@ class HttpAnswer(Answer):
         return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
 
     def _location(self, value: bytes) -> bytes:
-        """A redirect's target; within the upstream, whatever scheme that assumes, relative: the agent stays with us."""
+        """A redirect's target, made relative if it is within the upstream (any scheme): the agent stays with us."""
         if not value.startswith((b"/", b"http://", b"https://")):
             return value
         try:
@@ -412,7 +412,7 @@ class HttpAnswer(Answer):
 
 
 def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
-    """The headers that `Connection` says are for one hop only. `headers` have lower-case names."""
+    """The headers that `Connection` lists as hop-by-hop. `headers` have lower-case names."""
     return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
 
 
@@ -425,6 +425,6 @@ def _url(base_url: str, path: str, query: bytes) -> URL:
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
-    """The error to show for an answer that broke off. aiohttp's own may quote what was received."""
+    """The error to show for an answer that broke off. aiohttp's own error may quote received data."""
     text = KeyMask(*upstream.masked).once(why_it_failed(error).encode()).decode()
     return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text}")

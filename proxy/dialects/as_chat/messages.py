@@ -1,6 +1,6 @@
 """Translates /v1/messages, Anthropic's API, to chat and back, as vLLM 0.32's own route does.
 
-What the chat route refuses is sent to the own route, so fields that both check are not checked here.
+Requests that the chat route refuses are sent to Messages' own route, so fields that both check are not checked here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _system_texts(content: str | list[Json]) -> list[str]:
 
 
 def _messages(role: str, content: str | list[Json]) -> list[Json]:
-    """The chat messages for one of the user or the assistant: tool results come before the other blocks."""
+    """The chat messages for a user or assistant message. Tool results come before the other blocks."""
     if role not in ("user", "assistant"):
         raise Untranslatable(f"a message has the role {role!r}")
     if isinstance(content, str):
@@ -157,7 +157,7 @@ _PARTS: dict[str, tuple[Json, str, str]] = {
 
 
 class MessagesTranslator(Translator):
-    """Its events: a start, blocks one after the other, a delta with the usage, a stop."""
+    """Translates Messages. Its events: a start, one block after another, a delta with the usage, a stop."""
 
     own: ClassVar = MessagesApi()
 
@@ -227,7 +227,7 @@ class MessagesTranslator(Translator):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """A tool's input that is not an object, as where max_tokens cut it, is kept as Anthropic suggests."""
+        """The whole block. A tool input that is not an object (cut by max_tokens) is kept as Anthropic suggests."""
         stream = MessagesStream()
         for event in events:
             stream.take(b"", event)
@@ -240,7 +240,7 @@ class MessagesTranslator(Translator):
         return {name: value for name, value in answer.items() if value is not None}
 
     def _stop_reason(self) -> tuple[str | None, str | None]:
-        """Why the answer ended, and the stop sequence that ended it: one inside a call, which then must not run."""
+        """Why the answer ended, and the stop sequence that ended it. A call that is cut by one must not run."""
         finish, stop = self.choice["finish_reason"], self.choice.get("stop_reason")
         if finish == "length":
             return "max_tokens", None
@@ -255,7 +255,7 @@ class MessagesTranslator(Translator):
 
 
 def _usage(chat: Json) -> Json:
-    """The usage, with cached tokens counted apart where vLLM reports them."""
+    """The usage, with cached tokens counted separately if vLLM reports them."""
     usage = chat.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
     cache = {"cache_creation_input_tokens": "created_cache_tokens", "cache_read_input_tokens": "cached_tokens"}

@@ -26,7 +26,7 @@ _ANY_TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no
 def as_chat(
     endpoint: str, request: Json, template: Template = _ANY_TEMPLATE, earlier: Sequence[Json] = ()
 ) -> Json | None:
-    """Return a recorded request as the chat request that it was sent as; None if there is none."""
+    """Return the chat request that a recorded request was sent as; None if there is none."""
     try:
         return request if endpoint == CHAT_ENDPOINT else TRANSLATORS[endpoint](request).chat(template, earlier)
     except MALFORMED:
@@ -34,7 +34,7 @@ def as_chat(
 
 
 def chat_answer(endpoint: str, response: Any) -> Any:
-    """Return a recorded answer as the chat answer that a later request has in its history."""
+    """Return a recorded answer as the chat message that later requests have in their history."""
     if endpoint not in TRANSLATORS or not isinstance(response, dict):
         return response
     try:
@@ -47,8 +47,8 @@ def chat_answer(endpoint: str, response: Any) -> Any:
 class Exchange(NamedTuple):
     """The items that one call added to its conversation, after the response `previous`: input and output.
 
-    `by_chat`: it went through the chat route, so the server does not know the response. `redacted`: its record lacks
-    something of the input or output. `size`: bytes, about.
+    `by_chat`: it went through the chat route, so the server does not know the response. `redacted`: the record lacks
+    part of the input or output. `size`: approximate bytes.
     """
 
     response_id: str

@@ -1,6 +1,6 @@
-"""Translates /v1/responses to chat and back, as vLLM 0.32's own route does, but for parts of a history it would drop.
+"""Translates /v1/responses to chat and back, as vLLM 0.32's own route does, but keeps parts of a history that it drops.
 
-Items that one turn of the model consists of become one message. In a stream, one item at a time is open.
+The items of one model turn become one message. In a stream, one item at a time is open.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
 
 
 def messages_of(items: Iterable[Json]) -> list[Json]:
-    """Return the messages that items become, oldest first; raise Untranslatable.
+    """Return the messages for these items, oldest first; raise Untranslatable.
 
-    As in vLLM, a part of the model's turn joins the message of the parts before it, which lacks it. So do further
-    calls, and text after a call, which chat has in one piece.
+    As in vLLM, a part of the model's turn joins the message of the parts before it, if that lacks such a part. Further
+    calls join it too, and text after a call, which chat has in one piece.
     """
     messages: list[Json] = []
     for item in items:
@@ -145,14 +145,14 @@ def _part(part: Json) -> Json:
 
 
 def _flat_name(namespace: Any, name: str) -> str:
-    """The name by which vLLM shows the model a tool of a namespace."""
+    """The name under which vLLM shows the model a tool of a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def _functions(tools: Iterable[Json]) -> dict[str, Json]:
-    """The agent's functions and custom tools by the name that the model is shown, each with its `namespace`.
+    """The agent's functions and custom tools by the name that the model sees, each with its `namespace`.
 
-    As in vLLM, the tools that a server runs itself are not shown. Raise Untranslatable for those that it refuses.
+    As in vLLM, tools that the server runs itself are not shown. Raise Untranslatable for tools that it refuses.
     """
     functions: dict[str, Json] = {}
     for tool in tools:
@@ -224,7 +224,7 @@ _SCHEMA = ("name", "schema", "type", "description", "strict")
 
 
 class ResponsesTranslator(Translator):
-    """Its events: the response as it begins, its items one after the other, and all of it. Each has a number."""
+    """Translates Responses. Its numbered events: the new response, its items one by one, the complete response."""
 
     own: ClassVar = ResponsesApi()
     opened_by_nothing: ClassVar[tuple[str, ...]] = ("reasoning",)
@@ -272,7 +272,7 @@ class ResponsesTranslator(Translator):
         return (messages_of(dicts(answer.get("output"))) or [{"role": "assistant", "content": ""}])[-1]
 
     def refusal(self, body: Json) -> Json | None:
-        """With the agent's own name of the field."""
+        """The refusal, with the agent's name for the field."""
         text = encode(body).replace(b"max_completion_tokens", b"max_output_tokens")
         return loads(text) if isinstance(body.get("error"), dict) else None
 
@@ -367,13 +367,13 @@ def _new_id(kind: str) -> str:
 
 
 def _cut(usage: Json | None) -> Json:
-    """The fields of a response that its limit ended."""
+    """The fields of a response that reached its token limit."""
     limit = {"max_output_tokens": usage["output_tokens"]} if usage else {}
     return {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, **limit}
 
 
 def _custom_input(arguments: str) -> str:
-    """A custom tool's input: the one argument, or the entire text where there is none."""
+    """A custom tool's input: its only argument, or else the entire text."""
     try:
         value = json.loads(arguments)[_CUSTOM_INPUT]
     except (ValueError, TypeError, LookupError):
@@ -382,7 +382,7 @@ def _custom_input(arguments: str) -> str:
 
 
 def _usage(usage: Json | None) -> Json | None:
-    """Usage; counts of the cache that the server does not send are 0."""
+    """The usage; cache counts that the server does not send are 0."""
     if usage is None:
         return None
     cache, spent = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
@@ -403,7 +403,7 @@ def _usage(usage: Json | None) -> Json | None:
 
 
 def _repeated(given: Json) -> Json:
-    """A response with what it repeats of its request."""
+    """A response with the fields that it repeats from its request."""
     response = _RESPONSE | {name: value for name, value in given.items() if name in _RESPONSE}
     response |= {"kv_transfer_params": None, "ec_transfer_params": None, "top_logprobs": None}
     for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
@@ -426,6 +426,6 @@ def _repeated(given: Json) -> Json:
 
 
 def _filled(tool: Json) -> Json:
-    """A tool as the response repeats it."""
+    """A tool in the form in which the response repeats it."""
     filled: Json = dict.fromkeys(_TOOLS[tool["type"]].split()) | tool
     return filled | {"tools": [*map(_filled, tool["tools"])]} if tool["type"] == "namespace" else filled

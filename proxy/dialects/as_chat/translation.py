@@ -1,7 +1,7 @@
-"""Defines how a request of another API is answered through vLLM's chat route, which gives token ids. Pure.
+"""Defines how requests of other APIs are answered through vLLM's chat route, which returns token ids. Pure.
 
-vLLM's own route for Messages uses the chat template in ways that depend on the server. Two routes that every vLLM has
-are probed: one counts the tokens of a Messages request, the other returns a chat's.
+How vLLM's own Messages route uses the chat template depends on the server. Two routes that every vLLM has are probed:
+one counts the tokens of a Messages request, the other returns those of a chat.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _INLINE: Json = {"role": "system", "content": "Go on."}
 
 
 def picked(source: Json, names: str) -> Json:
-    """Return the fields of these names that are there and not null."""
+    """Return the fields with these names that are present and not null."""
     return {name: source[name] for name in names.split() if source.get(name) is not None}
 
 
 class Untranslatable(ValueError):
-    """Signals a request that the chat route cannot answer as its own route would; its text goes into the record."""
+    """The chat route cannot answer this request as its own route would. The text goes into the record."""
 
 
 class TemplateUnknown(Untranslatable):
-    """Signals a request that can be translated once the server's template is known."""
+    """The request can be translated only once the server's template is known."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """What is known of one server's chat template; None is unknown.
+    """What is known about a server's chat template; None means unknown.
 
-    `merges_system`: all system messages are moved to the front. `disabled_effort`: the effort that stands for disabled
-    thinking. `ignores_no_tools`: an empty list of tools is as none.
+    `merges_system`: all system messages are moved to the front. `disabled_effort`: the effort that means disabled
+    thinking. `ignores_no_tools`: an empty list of tools counts as none.
     """
 
     merges_system: bool | None = None
@@ -84,7 +84,7 @@ PROBES: dict[str, tuple[str, Json]] = {
 
 
 def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
-    """Return the template that the answers to the probes show; each is a status and a body. It may refuse some."""
+    """Return the template that the answers to the probes (status and body) reveal. Some probes may be refused."""
     bodies = {name: body if status == 200 else {} for name, (status, body) in answers.items()}
     prompts = {name: body.get("prompt_token_ids") or [] for name, body in bodies.items()}
     counts = {name: body.get("input_tokens") or len(prompts[name]) for name, body in bodies.items()}
@@ -100,11 +100,11 @@ def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
 
 
 class Translator(ChatApi, ABC):
-    """One call of another API on its way through the chat route: as a dialect it reads chat, and gives `own` events.
+    """One call of another API on its way through the chat route. As a dialect, it reads chat and gives `own` events.
 
-    One part of the answer is open at a time: its reasoning, its content, or a tool call. Calls come one after the
-    other, however the server sends them; text that comes inside a call waits for the call's end. `request`: for the
-    chat route, without additions of the proxy. `continues`: a response that only the proxy knows, so no other route can
+    One part of the answer is open at a time: its reasoning, its content, or a tool call. Calls come one after another,
+    however the server sends them; text that arrives inside a call waits for the call's end. `request`: for the chat
+    route, without the proxy's additions. `continues`: a response that only the proxy knows, so no other route can
     answer it.
     """
 
@@ -127,9 +127,9 @@ class Translator(ChatApi, ABC):
 
     @abstractmethod
     def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
-        """Return the request for the chat route, without additions of the proxy; raise Untranslatable.
+        """Return the request for the chat route, without the proxy's additions; raise Untranslatable.
 
-        `earlier`: the items before the body's own, oldest first, where the body only refers to them.
+        `earlier`: the items before the body's own, oldest first, if the body only refers to them.
         """
 
     @staticmethod
@@ -151,7 +151,7 @@ class Translator(ChatApi, ABC):
         return self.own.error_body(error)
 
     def feed(self, chunk: Json) -> Iterator[Json]:
-        """Yield the events for a chunk, which may have more than the agent asked for."""
+        """Yield the events for a chunk, which may contain more than the agent asked for."""
         is_first = not self.told
         self.told |= {name: value for name, value in chunk.items() if value is not None}
         if is_first:
@@ -175,7 +175,7 @@ class Translator(ChatApi, ABC):
         yield from self.ended()
 
     def answer(self, chat: Json) -> Json:
-        """Return a chat answer that is not a stream as the agent's API has it."""
+        """Return a non-streamed chat answer in the form of the agent's API."""
         choice = chat["choices"][0]
         message = choice["message"]
         delta = {kind: message.get(kind) or None for kind in self.kinds}
@@ -193,7 +193,7 @@ class Translator(ChatApi, ABC):
         yield from self.added(text)
 
     def _called(self, *, is_all: bool) -> Iterator[Json]:
-        """What is new of calls. Each waits until the one before it is complete, or, with `is_all`, the answer."""
+        """New pieces of calls. Each call waits until the one before it, or (`is_all`) the answer, is complete."""
         calls = self.calls.opened
         while self._place < len(calls):
             call, is_last = calls[self._place], self._place + 1 == len(calls)
@@ -215,7 +215,7 @@ class Translator(ChatApi, ABC):
             yield from self.added(more)
 
     def _closed(self, unless: str = "") -> Iterator[Json]:
-        """Close the open part, and what was held back meanwhile, `unless` it is of this kind."""
+        """Close the open part, and send what was held back, `unless` the part is of this kind."""
         while self.kind not in ("", unless):
             if self.kind == "call":
                 yield from self._more_of(self.calls.opened[self._place])
@@ -242,7 +242,7 @@ class Translator(ChatApi, ABC):
 
     @abstractmethod
     def whole(self, events: Sequence[Json]) -> Json:
-        """Return the answer, without streaming, that all of its events are."""
+        """Return the complete answer that its events add up to."""
 
     @abstractmethod
     def error(self, error: Json) -> Json:
@@ -250,7 +250,7 @@ class Translator(ChatApi, ABC):
 
 
 class TranslatedStream(ChatStream):
-    """The chunks of a chat answer, passed on as the events of the agent's API."""
+    """A streamed chat answer, passed on as the events of the agent's API."""
 
     def __init__(self, translator: Translator) -> None:
         super().__init__(Injection())
