@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lightning_proxy.commands.run.run import RunOptions
-from lightning_proxy.core.errors import ConfigError, LightningError
+from lightning_proxy.core.errors import LightningError
 from support.control_api import ControlApi, Program, run_all, served, task
 from support.ray_cluster import RayCluster, ray_cluster
 
 pytest.importorskip("ray")
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 SLEEPS = "import os, time; open(os.environ['PIDS'], 'a').write(f'{os.getpid()}\\n'); time.sleep(1000)"
 
 
@@ -40,7 +33,8 @@ async def proxy() -> AsyncIterator[ControlApi]:
 
 def by_ray(cluster: RayCluster, proxy: ControlApi | None, **ray: Any) -> Program:
     url = {} if proxy is None else {"proxy_url": proxy.url}
-    return Program("ray", {"run": {"executor": "ray", **url}, "ray": {"address": cluster.address, **ray}})
+    config: dict[str, Any] = {"run": {"executor": "ray", **url}, "ray": {"address": cluster.address, **ray}}
+    return Program("ray", config | {"recording": {"redact": {"secrets": True}}})
 
 
 async def written(path: Path, lines: int) -> list[int]:
@@ -73,26 +67,22 @@ async def test_a_program_on_a_node_that_goes_away_fails_and_the_others_go_on(
     await gone(first)
 
 
-async def test_a_log_is_written_as_the_program_goes(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
-    go, log = tmp_path / "go", tmp_path / "logs" / "r0.log"
+async def test_a_log_is_written_as_the_program_goes_without_secrets(
+    cluster: RayCluster, proxy: ControlApi, tmp_path: Path
+) -> None:
+    go, log, secret = tmp_path / "go", tmp_path / "logs" / "r0.log", "sk-" + "A1b2C3d4" * 4
     text = (
-        "import pathlib, time\nprint('one', flush=True)\n"
+        f"import pathlib, time\nprint('one', {secret!r}, flush=True)\n"
         f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.02)\nprint('two' * 100_000, end='')"
     )
     runner = by_ray(cluster, proxy)(tmp_path, text)
     running = asyncio.create_task(run_all(proxy, runner, [task(1)], RunOptions(logs=log.parent)))
-    while not log.exists() or log.read_text() != "one\n":
+    while not log.exists() or log.read_text() != "one [redacted]\n":
         await asyncio.sleep(0.05)
     assert log.stat().st_mode & 0o077 == 0
     go.touch()
     await running
-    assert log.read_text() == "one\n" + "two" * 100_000
-
-
-async def test_several_machines_need_the_proxys_address(cluster: RayCluster, proxy: ControlApi, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the Ray cluster has \d machines, .* give run"):
-        await run_all(proxy, by_ray(cluster, None)(tmp_path, "pass"), [task(1)], RunOptions())
-    assert proxy.rollouts["r0"]["status"] == "discarded"
+    assert log.read_text() == "one [redacted]\n" + "two" * 100_000
 
 
 @pytest.mark.parametrize(
@@ -102,43 +92,17 @@ async def test_several_machines_need_the_proxys_address(cluster: RayCluster, pro
         ({"runtime_env": {"working_dir": "/nowhere"}}, "the Ray cluster cannot be used: .*nowhere"),
         ({"runtime_env": {"env_vars": {"A": 1}}}, "the Ray cluster cannot be used: .*env_vars"),
         ({"runtime_env": {"pip": ["/nowhere"]}}, "Ray cannot run the program: Failed to set up runtime environment"),
+        ({}, r"the Ray cluster has \d machines, .* give run"),
     ],
-    ids=["address", "directory", "type", "package"],
+    ids=["address", "directory", "type", "package", "several machines"],
 )
 async def test_a_cluster_that_cannot_be_used_is_one_error(
     cluster: RayCluster, proxy: ControlApi, tmp_path: Path, ray: dict[str, Any], told: str
 ) -> None:
+    runner = by_ray(cluster, proxy if ray else None, **ray)(tmp_path, "pass")
     with pytest.raises(LightningError, match=told):
-        await run_all(proxy, by_ray(cluster, proxy, **ray)(tmp_path, "pass"), [task(1)], RunOptions())
+        await run_all(proxy, runner, [task(1)], RunOptions())
     assert proxy.rollouts["r0"]["status"] == "discarded"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-async def test_a_command_that_is_stopped_leaves_no_program(
-    cluster: RayCluster, running: Running, tmp_path: Path, number: signal.Signals
-) -> None:
-    tasks, agent, pids = tmp_path / "tasks.jsonl", tmp_path / "agent.py", tmp_path / "pids"
-    tasks.write_text('{"task_id": "t1"}\n')
-    agent.write_text(SLEEPS)
-    async with running(tmp_path) as system:
-        config = system.config.model_dump(mode="json")
-        config["proxy"]["port"] = int(system.url.rsplit(":", 1)[1])
-        env = {"env_vars": {"PIDS": str(pids)}}
-        config["run"] = {"executor": "ray", "proxy_url": system.url}
-        config["ray"] = {"address": cluster.address, "runtime_env": env}
-        path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), "run", "--tasks", str(tasks)]
-        command += ["--group-size", "2", "--concurrency", "1", "--", sys.executable, str(agent)]
-        process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE, env=os.environ)
-        begun = await written(pids, 1)
-        process.send_signal(number)
-        _, err = await process.communicate()
-        await gone(begun)
-        if number is not signal.SIGKILL:
-            assert (process.returncode, "lightning-proxy: stopped" in err.decode()) == (130, True), err
-            _, page = await system.call("GET", "/rollouts")
-            assert {rollout["status"] for rollout in page["data"]} == {"discarded"}
 
 
 async def test_a_cluster_that_goes_away_fails_what_ran_on_it(proxy: ControlApi, tmp_path: Path) -> None:
@@ -151,5 +115,5 @@ async def test_a_cluster_that_goes_away_fails_what_ran_on_it(proxy: ControlApi, 
         cluster.close()
         (result,) = await running
         await gone(begun)
-    assert result.reason is not None and result.reason.startswith("the Ray driver died")
+    assert (result.reason or "").startswith(("the Ray driver died", "Ray lost the run"))  # by who is gone first
     assert proxy.rollouts[result.rollout_id]["status"] == "failed"
