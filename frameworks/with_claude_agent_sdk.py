@@ -17,13 +17,8 @@ async def multiply(numbers: Any) -> Any:
 def options_with(headers: dict[str, str]) -> ClaudeAgentOptions:
     calculator = create_sdk_mcp_server("calculator", tools=[multiply])
     named = {"ANTHROPIC_CUSTOM_HEADERS": "\n".join(f"{name}: {value}" for name, value in headers.items())}
-    return ClaudeAgentOptions(
-        model="policy",
-        env=named,
-        tools=[],
-        mcp_servers={"calculator": calculator},
-        allowed_tools=["mcp__calculator__multiply"],
-    )
+    servers, allowed = {"calculator": calculator}, ["mcp__calculator__multiply"]
+    return ClaudeAgentOptions(model="policy", env=named, tools=[], mcp_servers=servers, allowed_tools=allowed)
 
 
 async def main(headers: dict[str, str], questions: list[str]) -> None:

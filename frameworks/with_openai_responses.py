@@ -9,43 +9,35 @@ from typing import Any
 
 from openai import OpenAI
 
-
-def client_of(headers: dict[str, str]) -> OpenAI:
-    return OpenAI(default_headers=headers)
-
-
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "additionalProperties": False}
 MULTIPLY: Any = {"type": "function", "name": "multiply", "parameters": PARAMETERS, "strict": True}
 
 
-def step(client: OpenAI, items: list[Any]) -> Any:
+def step(client: OpenAI, items: list[Any], stream: bool) -> str:
     """What the model says next, and its tool calls done."""
-    return done(client.responses.create(model="policy", input=items, tools=[MULTIPLY]), items)
-
-
-def done(response: Any, items: list[Any]) -> Any:
+    asked: Any = {"model": "policy", "input": items, "tools": [MULTIPLY]}
+    if stream:
+        with client.responses.stream(**asked) as events:
+            response: Any = events.get_final_response()
+    else:
+        response = client.responses.create(**asked)
     for item in response.output:
         items.append(item.to_dict())
         if item.type == "function_call":
             numbers = json.loads(item.arguments)
             output = str(numbers["a"] * numbers["b"])
             items.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
-    return response
-
-
-def streamed(client: OpenAI, items: list[Any]) -> Any:
-    with client.responses.stream(model="policy", input=items, tools=[MULTIPLY]) as stream:
-        return done(stream.get_final_response(), items)
+    return str(response.output_text)
 
 
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    client, items = client_of(headers), list[Any]()
+    client, items = OpenAI(default_headers=headers), list[Any]()
     for question in questions:
         items.append({"role": "user", "content": question})
-        while not (response := (streamed if stream else step)(client, items)).output_text:
+        while not (text := step(client, items, stream)):
             pass
-        print(response.output_text)
+        print(text)
 
 
 if __name__ == "__main__":

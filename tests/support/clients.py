@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from asyncio.subprocess import PIPE
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,17 +34,6 @@ def command_for(program: Path) -> tuple[str, ...]:
         _install_packages(program.parent)
         return str(NODE), str(program)
     return str(_python_for(program)), "-W", "ignore", str(program)
-
-
-def needs(program: Path) -> dict[str, str]:
-    """The pinned version of each package that a program names."""
-    if program.suffix == ".mjs":
-        pins: dict[str, str] = json.loads((program.parent / "package.json").read_text())["dependencies"]
-        return pins
-    block = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", program.read_text(), re.MULTILINE)
-    assert block, f"{program.name} names no dependencies"
-    named = tomllib.loads(re.sub(r"^# ?", "", block[1], flags=re.MULTILINE))["dependencies"]
-    return dict(re.sub(r"\[.*?\]", "", pin).split("==") for pin in named)
 
 
 def _python_for(program: Path) -> Path:
