@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,17 @@ class System:
         async with self.session.request(method, self.url + path, data=data, headers=names) as answer:
             return answer.status, json.loads(await answer.text() or "null")
 
+    async def get(self, path: str, **headers: str) -> Any:
+        """The answer of a request that is not refused; so does `post`."""
+        status, answer = await self.call("GET", path, **headers)
+        assert status < 300, answer
+        return answer
+
+    async def post(self, path: str, body: Any = None, **headers: str) -> Any:
+        status, answer = await self.call("POST", path, body, **headers)
+        assert status < 300, answer
+        return answer
+
     async def lightning(self, *arguments: str | Path) -> Done:
         """The command line with this system's configuration; what leaves sockets behind has its own process."""
         config = self.config.model_dump(mode="json")
@@ -251,6 +263,12 @@ def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     `others`: further upstreams; `behind`: servers behind the policy's, which is a router then.
     """
     return _running
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[System]]:
+    """`running` in this test's directory."""
+    return partial(_running, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,6 @@ async def browsing(url: str, **options: Any) -> AsyncIterator[tuple[Page, Wrong]
             await browser.close()
 
 
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no node on PATH")
 HERE = Path(__file__).with_name("page_in_node.mjs")
 
 
@@ -94,6 +93,8 @@ def unpacked(directory: Path) -> Path:
 
 async def in_node(*argv: str | Path, said: Any) -> Any:
     """Run a module in node, which reads JSON and prints JSON."""
+    if shutil.which("node") is None:
+        pytest.skip("no node on PATH")
     process = await asyncio.create_subprocess_exec("node", *map(str, argv), stdin=PIPE, stdout=PIPE, stderr=PIPE)
     out, problems = await asyncio.wait_for(process.communicate(json.dumps(said).encode()), 120)
     assert process.returncode == 0, problems.decode()
