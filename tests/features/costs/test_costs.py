@@ -1,17 +1,19 @@
-"""What calls used and cost: every API's `usage`, prices, and sums by day, model, key, task, rollout and mode."""
+"""What calls used and cost: every API's `usage`, prices, sums by day, model, key and so on; and `run --budget`."""
 
 from __future__ import annotations
 
-import asyncio
+import json
+import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_proxy.commands.api_client import ApiClient
+from lightning_proxy.commands.run.limits import Budget
 from lightning_proxy.core import prices
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
@@ -23,7 +25,7 @@ from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.stores import store_url
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
+End = tuple[CallStatus, int | None]
 NOW = 1_800_000_000.0  # 2027-01-15
 CONFIG = Config.model_validate({"upstreams": [{"name": "a", "kind": "openai", "base_url": "http://127.0.0.1:1/v1"}]})
 
@@ -60,11 +62,8 @@ def test_cached_tokens_cost_less() -> None:
 
 
 def test_the_first_pattern_counts_and_then_litellms_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {
-        "known": {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6},
-        "odd": {"input_cost_per_token": "x"},
-    }
-    monkeypatch.setattr(prices, "_table", lambda: table)
+    table = {"known": {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6}}
+    monkeypatch.setattr(prices, "_table", lambda: table | {"odd": {"input_cost_per_token": "x"}})
     known = Prices({"known-*": [5, 6, 0.5], "*-large": [7, 8]})
     assert known.of("known-large") == Price(5, 6, 0.5, 5)
     assert known.of("very-large") == Price(7, 8, 7, 7)
@@ -82,37 +81,37 @@ def test_litellms_table_is_read_without_importing_it() -> None:
 
 
 async def record(
-    store: Store,
-    rollout: RolloutName,
-    model: str,
-    usage: Any,
-    *,
-    version: int | None = None,
-    at: float = NOW,
-    ids: tuple[int, ...] = (),
-    end: tuple[CallStatus, int | None] = ("ok", 200),
-) -> str:
-    call_id = f"{rollout.rollout_id}-{model}-{at:.0f}"
+    store: Store, name: str, model: str, usage: Any, at: float = NOW, end: End = ("ok", 200), ids: Any = (), **more: Any
+) -> None:
+    """A call of a rollout; one with the model `policy` is the policy's. `more`: of `RolloutName`."""
+    call_id, version = f"{name}-{model}-{at:.0f}", 0 if model == "policy" else None
+    rollout = RolloutName(name, f"task of {name}", **more)
     async with Recorder(store, merged=False) as recorder:
         await recorder.start(CallStart(call_id, rollout, "chat/completions", model, version, {"n": call_id}, at))
-        await recorder.end(
-            CallEnd(call_id, rollout.rollout_id, end[0], {}, end[1], ids, (Choice(0, ids),), usage=usage)
-        )
-    return call_id
+        await recorder.end(CallEnd(call_id, name, end[0], {}, end[1], ids, (Choice(0, ids),), usage=usage))
 
 
-async def costs(system: Any, query: str = "", **headers: str) -> Any:
-    status, answer = await system.call("GET", f"/costs{query}", **headers)
-    assert status == 200, answer
-    return answer
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        yield Store(database)
 
 
-async def test_costs_are_summed_up_in_every_way(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, prices={"big": [10, 20, 1]}) as system, system.store() as store:
-        await record(store, RolloutName("a", "t1", None), "big", CHAT)
-        await record(store, RolloutName("a", "t1", None), "new", RESPONSES, at=NOW + 86400)
-        await record(store, RolloutName("b", "t2", None, "eval"), "policy", None, version=0, ids=(1, 2, 3))
-        await record(store, RolloutName("b", "t2", None, "eval"), "silent", None, at=NOW + 1)
+async def total(store: Store, *names: str) -> list[Any]:
+    found = summed((await CostTable(store.database, CONFIG).since(0.0, "day", None)).values())
+    return [found[name] for name in names]
+
+
+async def costs(system: Any, query: str) -> Any:
+    return await system.get(f"/costs{query}")
+
+
+async def test_costs_are_summed_up_in_every_way(start: Any) -> None:
+    async with start(prices={"big": [10, 20, 1]}) as system, system.store() as store:
+        await record(store, "a", "big", CHAT)
+        await record(store, "a", "new", RESPONSES, at=NOW + 86400)
+        await record(store, "b", "policy", None, ids=(1, 2, 3), mode="eval")
+        await record(store, "b", "silent", None, at=NOW + 1, mode="eval")
         by_model = await costs(system, "?by=model")
         big = {"name": "big", "calls": 1, "unknown": 0, "unpriced": 0, "usd": pytest.approx(0.00086),
                "input_tokens": 100, "cached_tokens": 60, "output_tokens": 20, "reasoning_tokens": 5}  # fmt: skip
@@ -121,63 +120,103 @@ async def test_costs_are_summed_up_in_every_way(running: Running, tmp_path: Path
         assert rest == {"new": (0, 0, 1), "policy": (0, 0, 0), "silent": (0, 1, 0)}
         assert (by_model["total"]["calls"], by_model["total"]["input_tokens"]) == (4, 203)
         for by, names in (("day", ["2027-01-16", "2027-01-15"]), ("key", [None]), ("mode", ["train", "eval"]),
-                          ("task", ["t1", "t2"]), ("rollout", ["a", "b"])):  # fmt: skip
+                          ("task", ["task of a", "task of b"]), ("rollout", ["a", "b"])):  # fmt: skip
             assert [one["name"] for one in (await costs(system, f"?by={by}"))["data"]] == names
         assert (await costs(system, f"?since={NOW + 2}"))["total"]["calls"] == 1
-        _, rollout = await system.call("GET", "/rollouts/a")
+        rollout = await system.get("/rollouts/a")
         assert (rollout["tokens"], rollout["costs"]["output_tokens"]) == (40, 40)
         assert rollout["costs"]["of_calls"][f"a-big-{NOW:.0f}"] == {k: v for k, v in big.items() if k != "name"}
 
 
-async def test_what_is_billed_without_a_usage_is_not_free(tmp_path: Path) -> None:
-    ended: list[tuple[CallStatus, int | None]] = [("cancelled", None), ("error", 200), ("error", 429), ("error", None)]
-    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
-        store = Store(database)
-        for number, end in enumerate(ended):
-            await record(store, RolloutName("a", "t1", None), "big", None, at=NOW + number, end=end)
-        await record(store, RolloutName("b", "t1", None), "policy", None, version=0, end=ended[0])
-        total = summed((await CostTable(database, CONFIG).since(0.0, "day", None)).values())
-        assert [total[name] for name in ("calls", "unknown", "unpriced", "usd")] == [5, 2, 0, 0]
+async def test_what_is_billed_without_a_usage_or_with_the_first_of_a_cut_stream_is_not_free(store: Store) -> None:
+    ended: list[End] = [("cancelled", None), ("error", 200), ("error", 429), ("error", None)]
+    for number, end in enumerate(ended):
+        await record(store, "a", "big", None, at=NOW + number, end=end)
+    await record(store, "b", "policy", None, end=ended[0])
+    assert await total(store, "calls", "unknown", "unpriced", "usd") == [5, 2, 0, 0]
+    await record(store, "c", "big", MESSAGES, end=("cancelled", 200))
+    assert await total(store, "calls", "unknown", "input_tokens") == [6, 3, 100]
 
 
-async def test_a_stream_that_was_cut_after_its_first_usage_is_not_known(tmp_path: Path) -> None:
-    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
-        await record(Store(database), RolloutName("a", "t1", None), "big", MESSAGES, end=("cancelled", 200))
-        total = summed((await CostTable(database, CONFIG).since(0.0, "day", None)).values())
-        assert [total[name] for name in ("calls", "unknown", "input_tokens")] == [1, 1, 100]
+async def test_keys_of_one_name_are_summed_up(store: Store) -> None:
+    for name in ("a", "b"):
+        _, stored = await store.keys.create("team", "agent", Limits(), recording=True, scope="own")
+        await record(store, name, "big", CHAT, key_id=stored.key_id)
+        await store.keys.revoke("team")
+    found = await CostTable(store.database, CONFIG).since(0.0, "key", None)
+    assert {name: cost["calls"] for name, cost in found.items()} == {"team": 2}
+    assert [*await CostTable(store.database, CONFIG).since(0.0, "rollout", stored.key_id)] == ["b"], "what a key sees"
 
 
-async def test_keys_of_one_name_are_summed_up(tmp_path: Path) -> None:
-    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
-        store = Store(database)
-        for name in ("a", "b"):
-            _, stored = await store.keys.create("team", "agent", Limits(), recording=True, scope="own")
-            await record(store, RolloutName(name, "t1", None, key_id=stored.key_id), "big", CHAT)
-            await store.keys.revoke("team")
-        found = await CostTable(database, CONFIG).since(0.0, "key", None)
-        assert {name: cost["calls"] for name, cost in found.items()} == {"team": 2}
-
-
-async def test_a_key_of_its_own_rollouts_sees_the_costs_of_these(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=["agent"], admin_keys=["admin"]) as system, system.store() as store:
-        key, stored = await store.keys.create("mine", "agent", Limits(), recording=True, scope="own")
-        await record(store, RolloutName("a", "t1", None, key_id=stored.key_id), "big", CHAT)
-        await record(store, RolloutName("b", "t1", None), "big", CHAT)
-        admin = await costs(system, "?by=key", Authorization="Bearer admin")
-        assert sorted(one["name"] or "" for one in admin["data"]) == ["", "mine"]
-        mine = {"Authorization": f"Bearer {key}"}
-        while (await system.call("GET", "/costs", **mine))[0] == 401:
-            await asyncio.sleep(0.1)
-        own = await costs(system, "?by=rollout", **mine)
-        assert [one["name"] for one in own["data"]] == ["a"]
-
-
-async def test_a_terminal_shows_costs(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        await record(store, RolloutName("a", "t1", None), "no such model", CHAT, at=time.time())
+async def test_a_terminal_shows_costs(start: Any) -> None:
+    async with start() as system, system.store() as store:
+        await record(store, "a", "no such model", CHAT, at=time.time())
         done = await system.lightning("costs", "--by", "model")
         assert done.returncode == 0
         assert "no such model" in done.stdout and "all calls" in done.stdout, "next to rewarders"
         assert "1 calls of models without a price" in done.stdout
         wrong = await system.lightning("costs", "--by", "colour")
         assert (wrong.returncode, "'day'" in wrong.stderr) == (2, True)
+
+
+# `run --budget`: no further rollouts once so much is spent; those begun end.
+
+# `rewards`: the first rollout has a reward, so that a resumed run has done it.
+AGENT = """
+import json, os, sys, urllib.request
+
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).close()
+
+messages = [{"role": "user", "content": "hi"}]
+post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "policy", "messages": messages})
+if "rewards" in sys.argv and not os.path.exists("rewarded"):
+    open("rewarded", "w").close()
+    post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": 1})
+"""
+
+
+@pytest.fixture
+async def priced(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """A proxy at which a prompt of 3 tokens costs 0.3 USD."""
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text(AGENT)
+    Path("tasks.jsonl").write_text("".join(f'{{"task_id": "t{n}"}}\n' for n in range(3)))
+    async with start(prices={"policy": [100_000, 0]}) as system:
+        yield system
+
+
+async def run(system: Any, budget: str, *more: str, agent: str = "") -> Any:
+    options = ("--group-size", "2", "--concurrency", "1", "--budget", budget, "--json", "--tasks", "tasks.jsonl", *more)
+    return await system.lightning("run", *options, "--", sys.executable, "agent.py", agent)
+
+
+async def test_a_run_stops_in_order_once_its_budget_is_spent(priced: Any) -> None:
+    done = await run(priced, "0.5")
+    summary = json.loads(done.stdout)
+    assert (done.returncode, summary["rollouts"], summary["failed"]) == (3, 2, 0), done.stderr
+    assert summary["usd"] == 0.6
+    assert "0.6 of 0.5 USD are spent. No more rollouts were started" in done.stderr
+    done = await run(priced, "5")
+    assert (done.returncode, json.loads(done.stdout)["rollouts"]) == (0, 6), done.stderr
+
+
+async def test_a_run_that_is_resumed_has_what_is_left_of_its_budget(priced: Any) -> None:
+    for _ in range(2):
+        done = await run(priced, "0.5", "--resume", "kept", agent="rewards")
+        assert "0.6 of 0.5 USD are spent" in done.stderr
+    assert len((await priced.get("/rollouts"))["data"]) == 2
+
+
+async def test_a_call_that_was_cut_off_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def request(*_: object, **__: object) -> Any:
+        return {"spent": []}
+
+    api = ApiClient("http://127.0.0.1:1")
+    budget = Budget(api, 5.0)
+    monkeypatch.setattr(api, "request", request)
+    for status, is_spent in (("cancelled", False), ("ok", True)):  # the answers of a program may all lack a usage
+        cost = {"usd": 1.0, "unpriced": 0, "unknown": 1}
+        budget.ended({"calls": [{"call_id": "a", "status": status}], "costs": cost | {"of_calls": {"a": cost}}})
+        assert await budget.wait() is not is_spent

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from lightning_proxy.store.store import Store
 from support.stores import store_url
 
 NUMBERS = count()
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 @pytest.fixture
@@ -106,86 +104,62 @@ async def test_held_out_rewards_count_first_whoever_made_them(store: Store) -> N
     assert await best_of(store) == (1, "evaluation")
 
 
-async def test_a_version_has_one_reward_wherever_it_is_shown(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
+@pytest.fixture
+async def served(start: Any, tmp_path: Path) -> AsyncIterator[tuple[Any, Store]]:
+    """A proxy whose versions 0 to 2 can be promoted."""
+    async with start(publish="lora") as system, system.store() as store:
         for _ in range(2):
             await store.versions.verified(await system.earlier_version(store, tmp_path))
-        for version, rewards in ((0, (0.1, 0.3)), (1, (0.2, 0.5)), (2, (0.4, 0.9))):
-            await rewarded(store, version, *rewards)
-            await rewarded(store, version, rewards[0] / 2, n=4 + version, mode="eval")
-        names = [RolloutName(f"more-{i}", "t1") for i in range(8)]  # one task has thrice as many rollouts
-        await store.rollouts.open([(name, f"hash of {name.rollout_id}") for name in names], {}, policy_version=2)
-        await store.rewards.post([Reward(name.rollout_id, 0.9) for name in names])
-        _, versions = await system.call("GET", "/policy/versions")
-        (first, last) = (versions["data"][n]["rewards"]["train"]["mean"] for n in (1, 2))
-        assert (first, last) == (pytest.approx(0.35), pytest.approx(0.65))
-        _, found = await system.call("GET", "/policy/compare?a=1&b=2&mode=train")
-        assert (found["mean_a"], found["mean_b"]) == (first, last)
-        _, out, _ = await system.lightning("policy", "list")
-        told = [line.split() for line in out.splitlines()]
-        assert [line[-6:-4] for line in told if line[:1] in (["1"], ["2"])] == [["0.350", "0.100"], ["0.650", "0.200"]]
-        _, policy = await system.call("GET", "/policy")
-        assert (policy["best"]["version"], policy["best"]["reward"]) == (2, pytest.approx(0.2))
-        assert [one["best"] for one in versions["data"]] == [False, False, True]
-        assert versions["data"][2]["rewards"]["eval"] == {"mean": pytest.approx(0.2), "rollouts": 6}
-        _, out, _ = await system.lightning("status")
-        assert "version 2: held-out reward 0.200" in out
+        yield system, store
 
 
-async def test_an_own_keys_rewards_make_no_version_the_best(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, publish="lora") as system, system.store() as store:
-        for _ in range(2):
-            await store.versions.verified(await system.earlier_version(store, tmp_path))
-        await rewarded(store, 1, *[0.8] * 4)
-        own, plain = await system.key("own", scope="own"), await system.key("plain")
+async def test_an_own_keys_rewards_make_no_version_the_best(served: tuple[Any, Store]) -> None:
+    system, store = served
+    await rewarded(store, 1, *[0.8] * 4)
+    own, plain = await system.key("own", scope="own"), await system.key("plain")
 
-        async def given(key: dict[str, str], mode: str, rewards: list[float], version: int = 2) -> list[str]:
-            body = {"task_id": "t", "n": len(rewards), "mode": mode, "policy_version": version}
-            status, opened = await system.call("POST", "/rollouts", body, **key)
-            assert status == 200, opened
-            ids = [one["rollout_id"] for one in opened]
-            bodies = [{"rollout_id": one, "reward": value} for one, value in zip(ids, rewards, strict=True)]
-            assert (await system.call("POST", "/reward", bodies, **key))[0] == 200
-            return ids
+    async def reward_all(ids: list[str], reward: float, key: dict[str, str]) -> None:
+        await system.post("/reward", [{"rollout_id": one, "reward": reward} for one in ids], **key)
 
-        async def shown(**key: str) -> tuple[Any, Any]:
-            best = (await system.call("GET", "/policy", **plain))[1]["best"]
-            _, versions = await system.call("GET", "/policy/versions", **(key or plain))
-            return best and best["version"], versions["data"][2]["rewards"]
+    async def given(key: dict[str, str], mode: str, reward: float) -> list[str]:
+        body = {"task_id": "t", "n": 10, "mode": mode, "policy_version": 2}
+        ids = [one["rollout_id"] for one in await system.post("/rollouts", body, **key)]
+        await reward_all(ids, reward, key)
+        return ids
 
-        await given(own, "train", [9.0] * 10)
-        await given(own, "eval", [9.0] * 10)
-        assert (await system.call("POST", "/rollouts", {"mode": "eval", "policy_version": 1}, **own))[0] == 200
-        assert await shown() == (1, {})
-        assert (await shown(**own))[1]["train"] == {"mean": 9.0, "rollouts": 10}
-        await given(plain, "train", [0.9] * 10)
-        assert await shown() == (2, {"train": {"mean": pytest.approx(0.9), "rollouts": 10}})
-        judge = await system.key("judge", evaluator=True)
-        ids = await given(judge, "train", [0.1] * 10)
-        again = [{"rollout_id": one, "reward": 5.0} for one in ids]
-        assert (await system.call("POST", "/reward", again, **plain))[0] == 200
-        await store.rewards.recount()  # as the proxy does in a moment
-        assert await shown() == (1, {"train": {"mean": pytest.approx(0.1), "rollouts": 10}})
+    async def shown() -> tuple[int, Any]:
+        versions = await system.get("/policy/versions", **plain)
+        return (await system.get("/policy", **plain))["best"]["version"], versions["data"][2]["rewards"]
+
+    await given(own, "train", 9.0)
+    await given(own, "eval", 9.0)
+    await system.post("/rollouts", {"mode": "eval", "policy_version": 1}, **own)
+    assert await shown() == (1, {})
+    await given(plain, "train", 0.9)
+    assert await shown() == (2, {"train": {"mean": pytest.approx(0.9), "rollouts": 10}})
+    ids = await given(await system.key("judge", evaluator=True), "train", 0.1)
+    await reward_all(ids, 5.0, plain)
+    await store.rewards.recount()  # as the proxy does in a moment
+    assert await shown() == (1, {"train": {"mean": pytest.approx(0.1), "rollouts": 10}})
 
 
-async def test_the_best_version_is_named_and_promoted(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        code, _, err = await system.lightning("policy", "promote", "best")
-        assert (code, err.count("\n")) == (1, 1) and "no version that can be served has a reward" in err
-        for _ in range(3):
-            await store.versions.verified(await system.earlier_version(store, tmp_path))
-        await evaluated(store, 2, 0.71)
-        await Evaluations(store).begin(3, 3)
-        _, policy = await system.call("GET", "/policy")
-        assert (policy["best"]["version"], policy["evaluation"]["version"]) == (2, 3)
-        _, out, _ = await system.lightning("policy", "list")
-        told = {line.split()[0]: line for line in out.splitlines() if line}
-        assert "held out" in told["version"] and "0.710" in told["2"] and "begun" in told["3"], out
-        assert "the best is version 2: held-out reward 0.710 (0.610 to 0.810)" in out
-        _, out, _ = await system.lightning("policy", "list", "--json")
-        assert [v["best"] for v in json.loads(out)["data"]] == [False, False, True, False]
-        _, out, _ = await system.lightning("status")
-        assert "version 2: held-out reward 0.710" in out and "version 3 is under way" in out
-        assert await system.lightning("policy", "promote", "best") == (0, "policy version 2 is live\n", "")
-        code, _, err = await system.lightning("policy", "promote", "worst")
-        assert (code, err.count("\n")) == (2, 1)
+async def test_the_best_version_is_named_and_promoted(served: tuple[Any, Store], tmp_path: Path) -> None:
+    system, store = served
+    code, _, err = await system.lightning("policy", "promote", "best")
+    assert (code, err.count("\n")) == (1, 1) and "no version that can be served has a reward" in err
+    await store.versions.verified(await system.earlier_version(store, tmp_path))
+    await evaluated(store, 2, 0.71)
+    await Evaluations(store).begin(3, 3)
+    policy = await system.get("/policy")
+    assert (policy["best"]["version"], policy["evaluation"]["version"]) == (2, 3)
+    _, out, _ = await system.lightning("policy", "list")
+    told = {line.split()[0]: line for line in out.splitlines() if line}
+    assert "held out" in told["version"] and "0.710" in told["2"] and "begun" in told["3"], out
+    assert "the best is version 2: held-out reward 0.710 (0.610 to 0.810)" in out
+    _, out, _ = await system.lightning("policy", "list", "--json")
+    assert [v["best"] for v in json.loads(out)["data"]] == [False, False, True, False]
+    _, out, _ = await system.lightning("status")
+    assert "version 2: held-out reward 0.710" in out and "version 3 is under way" in out
+    assert await system.lightning("policy", "promote", "best") == (0, "policy version 2 is live\n", "")
+    code, _, err = await system.lightning("policy", "promote", "worst")
+    assert (code, err.count("\n")) == (2, 1)

@@ -1,27 +1,27 @@
-"""Evaluations between steps: which are due, and what they leave; a real proxy and `eval`."""
+"""Evaluations between steps: which are due, and what they leave; a real proxy and `eval`. The best version's files."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_proxy.core.config.file import load_config
+from lightning_proxy.core.config.file import config_of, load_config
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError, PublishError
+from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.features.evaluation.evaluations import Evaluations, HeldOut
 from lightning_proxy.features.evaluation.evaluator import Evaluator
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.plugins import Run, TrainerCore, check
-
-Running = Callable[..., AbstractAsyncContextManager[Any]]
+from lightning_proxy.trainer.train import train
+from support.training import bench
 
 # The reward is that of the task.
 AGENT = """
@@ -52,21 +52,20 @@ async def verified() -> None:
 class Evaluating:
     """A proxy with its store, and what the trainer does between its steps."""
 
-    def __init__(self, system: Any, store: Store, directory: Path) -> None:
-        self.system, self.store, self.directory = system, store, directory
+    def __init__(self, system: Any, store: Store) -> None:
+        self.system, self.store, self.directory = system, store, system.vllm.root
         self.evaluations = Evaluations(store)
         self.reported: list[dict[str, float]] = []
 
-    def evaluator(self, every_steps: int = 10, samples: int = 1, **more: Any) -> Evaluator:
-        """The trainer's, after a start."""
+    def evaluator(self, *options: str, **more: Any) -> Evaluator:
+        """The trainer's, after a start. `options`: of the agent."""
         file, agent, tasks = (self.directory / name for name in ("system.yaml", "agent.py", "held_out.jsonl"))
         agent.write_text(AGENT)
         tasks.write_text("\n".join(json.dumps({"task_id": f"t{x}", "x": x / 4}) for x in range(4)))
-        command = [sys.executable, str(agent), *more.pop("options", ())]
         settings = self.system.config.model_dump(mode="json")
         settings["proxy"]["port"] = int(self.system.url.rsplit(":", 1)[1])
-        settings["evaluation"] = {"tasks": str(tasks), "command": command, "every_steps": every_steps}
-        settings["evaluation"] |= {"samples": samples, **more}
+        command = [sys.executable, str(agent), *options]
+        settings["evaluation"] = {"tasks": str(tasks), "command": command, "every_steps": 10, "samples": 1, **more}
         settings["policy"]["directory"] = str(self.directory)
         file.write_text(json.dumps(settings))
         engine: Any = SimpleNamespace(trackers=SimpleNamespace(report=self.reported.append))
@@ -78,14 +77,13 @@ class Evaluating:
         return (await self.evaluations.read())[version]
 
     async def rollouts(self) -> list[dict[str, Any]]:
-        _, page = await self.system.call("GET", "/rollouts?limit=1000")
-        return list(page["data"])
+        return list((await self.system.get("/rollouts?limit=1000"))["data"])
 
 
 @pytest.fixture
-async def e(running: Running, tmp_path: Path) -> AsyncIterator[Evaluating]:
-    async with running(tmp_path, publish="lora") as system, system.store() as store:
-        yield Evaluating(system, store, tmp_path)
+async def e(start: Any) -> AsyncIterator[Evaluating]:
+    async with start(publish="lora") as system, system.store() as store:
+        yield Evaluating(system, store)
 
 
 async def test_a_version_is_verified_before_it_is_evaluated(e: Evaluating) -> None:
@@ -106,8 +104,6 @@ async def test_a_version_is_evaluated_once_and_its_rollouts_are_never_trained_on
     assert found.low is not None and found.high is not None and found.low < 0.375 < found.high
     rollouts = await e.rollouts()
     assert [(one["mode"], one["policy_version"]) for one in rollouts] == [("eval", 0)] * 8
-    _, policy = await e.system.call("GET", "/policy")
-    assert (policy["best"]["version"], policy["best"]["judged"]) == (0, "evaluation")
     assert e.reported == [{"eval_reward": 0.375, "eval_low": found.low, "eval_high": found.high, "eval_step": 0}]
     async with e.system.session.get(e.system.url + "/metrics") as answer:
         shown = await answer.text()
@@ -115,7 +111,7 @@ async def test_a_version_is_evaluated_once_and_its_rollouts_are_never_trained_on
     await e.evaluated(e.evaluator())
     assert len(await e.rollouts()) == len(rollouts), "once"
     version = await e.system.earlier_version(e.store, e.directory)
-    assert (await e.system.call("POST", "/policy/promote", {"version": version}))[0] == 200
+    await e.system.post("/policy/promote", {"version": version})
     await e.evaluated(e.evaluator(every_steps=2))
     assert version not in await e.evaluations.read()
     later = await e.evaluated(e.evaluator(every_steps=1), version)
@@ -128,7 +124,7 @@ async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
     e: Evaluating, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", " of the trainer")
-    evaluator = e.evaluator(options=["--fail"])
+    evaluator = e.evaluator("--fail")
     found = await e.evaluated(evaluator)
     assert found.error is not None and found.reward is None and "\n" not in found.error
     assert found.error.endswith("every program failed, the first with exit code 1: no such tool"), found.error
@@ -138,68 +134,87 @@ async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
 
 async def test_a_command_that_hangs_is_ended_in_time(e: Evaluating) -> None:
     pids = e.directory / "pids"
-    found = await e.evaluated(e.evaluator(options=["--hang", str(pids)], timeout_s=3))
+    found = await e.evaluated(e.evaluator("--hang", str(pids), timeout_s=3))
     assert found.error == "it was not done after 3 s (evaluation.timeout_s)"
     assert {one["status"] for one in await e.rollouts()} == {"discarded"}
     left = pids.read_text().split()
     assert left and not [pid for pid in left if Path("/proc", pid).exists()]
 
 
+@pytest.mark.parametrize("wrong", ["UTF-8", "no space left on device"])
 async def test_what_is_wrong_with_the_tasks_or_this_machine_ends_no_training(
-    e: Evaluating, monkeypatch: pytest.MonkeyPatch
+    e: Evaluating, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
     def fault(*_: Any) -> Any:
-        raise OSError("no space left on device")
+        raise OSError(wrong)
 
-    for said in ("UTF-8", "no space left on device"):
-        evaluator = e.evaluator()
-        if said == "UTF-8":
-            (e.directory / "held_out.jsonl").write_bytes(b'{"x": "\xff"}\n')
-        else:
-            monkeypatch.setattr("lightning_proxy.commands.run.runner.LocalRunner._request", fault)
-        await e.store.database.execute("DELETE FROM evaluations")
-        assert said in str((await e.evaluated(evaluator)).error)
+    evaluator = e.evaluator()
+    if wrong == "UTF-8":
+        (e.directory / "held_out.jsonl").write_bytes(b'{"x": "\xff"}\n')
+    else:
+        monkeypatch.setattr("lightning_proxy.commands.run.runner.LocalRunner._request", fault)
+    assert wrong in str((await e.evaluated(evaluator)).error)
 
 
 async def test_what_was_broken_off_is_begun_again_and_keeps_no_version_from_being_the_best(e: Evaluating) -> None:
     stop = asyncio.Event()
-    working = asyncio.create_task(e.evaluator(options=["--hang", str(e.directory / "pids")]).evaluate(stop, verified))
+    working = asyncio.create_task(e.evaluator("--hang", str(e.directory / "pids")).evaluate(stop, verified))
     while not (e.directory / "pids").exists():
         await asyncio.sleep(0.01)
     stop.set()
     await working
     assert {one["status"] for one in await e.rollouts()} == {"discarded"}
-    await e.system.call("POST", "/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
+    await e.system.post("/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
     await e.evaluations.begin(7, 70)
     assert await e.evaluations.under_way() == {0, 7}
     await e.evaluations.forget_broken_off()  # as at a start
     assert (await e.evaluated(e.evaluator())).reward == 0.375
     assert await e.evaluations.under_way() == set()
-    assert (await e.system.call("GET", "/policy"))[1]["best"]["version"] == 0
-    await e.system.call("POST", "/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
+    assert (await e.system.get("/policy"))["best"]["version"] == 0
+    await e.system.post("/rollouts", {"task_id": "t0", "mode": "eval", "policy_version": 0})
     assert await e.evaluations.under_way() == {0}, "by `eval`"
 
 
 @pytest.mark.parametrize(
-    ("command", "wrong"),
+    ("section", "wrong"),
     [
-        ("no-such-program x", "evaluation.command: there is no program 'no-such-program' to start"),
-        ("python nowhere.py", "evaluation.command: there is no file 'nowhere.py' for python to run"),
+        ({"tasks": "tasks.jsonl", "command": "no-such-program x"}, "there is no program 'no-such-program' to start"),
+        ({"tasks": "tasks.jsonl", "command": "python nowhere.py"}, "there is no file 'nowhere.py' for python to run"),
+        ({"tasks": "nowhere.jsonl", "command": "true"}, "evaluation.tasks: there is no file"),
+        ({"tasks": "tasks.jsonl"}, "evaluation needs both"),
+        ({"command": "true"}, "evaluation needs both"),
     ],
 )
-def test_a_command_that_cannot_be_started_is_refused_at_the_start(tmp_path: Path, command: str, wrong: str) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    section = {"tasks": str(tasks), "command": command}
-    config = Config.model_validate({"evaluation": section})
-    with pytest.raises(ConfigError, match="evaluation.tasks: there is no file"):
-        check(config, Run())
-    tasks.write_text("{}")
-    with pytest.raises(ConfigError, match=wrong.replace(".", r"\.")):
-        check(config, Run())
-    check(config, Run("sft"))
+def test_what_cannot_be_started_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: dict[str, str], wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=wrong):
+        check(config_of({"evaluation": section}), Run())
 
 
-@pytest.mark.parametrize("section", [{"tasks": "t.jsonl"}, {"command": "python agent.py"}])
-def test_tasks_and_a_command_go_together(section: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="evaluation needs both"):
-        Config.model_validate({"evaluation": section})
+async def test_versions_are_evaluated_between_steps_and_the_files_of_the_best_stay(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(self: Evaluator, version: int) -> dict[str, float]:
+        assert all("publish_s" in step.metrics for step in await b.store.steps.all()), "no step is under way"
+        return {"reward": 0.5, "low": 0.4, "high": 0.6}
+
+    caplog.set_level("INFO")
+    (tmp_path / "tasks.jsonl").write_text("{}")
+    monkeypatch.setattr(Evaluator, "_run", run)
+    async with bench(base, tmp_path, "lora", collapse={"action": "off"}) as b:
+        section = {"tasks": str(tmp_path / "tasks.jsonl"), "command": "true", "every_steps": 2}
+        config = Config.model_validate(b.config.model_dump() | {"evaluation": section})
+        for n in range(8):
+            for i in range(4):
+                await b.rollout(f"t{n}", 0.1 * n + i / 20, version=n)
+            await train(config, asyncio.Event(), Run(once=True))
+            if n == 1:  # `lightning-proxy eval --models 1`
+                await b.store.rollouts.open([(RolloutName("held-out", "h", mode="eval"), "x")], {}, policy_version=1)
+            if n == 5:  # for so long it is evaluated, and its files stay
+                await b.store.rewards.post([Reward("held-out", 1.0)])
+        assert [*await Evaluations(b.store).read()] == [0, 2, 4, 6, 8]
+        assert {version.version for version in await b.store.versions.with_files()} == {1, 6, 7, 8}
+    assert "the best is version 1: held-out reward 1.000" in caplog.text

@@ -1,7 +1,8 @@
-"""`lightning-proxy experiment`: what it refuses, how it resumes, what it says. No model is served here."""
+"""`lightning-proxy experiment`: what it refuses, how it resumes, its table by hand. No model is served here."""
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import signal
@@ -11,17 +12,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from lightning_proxy.commands.run.tasks import read_tasks
+from lightning_proxy.commands.trial import draw
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError, LightningError
+from lightning_proxy.core.statistics import bootstrap_mean
 from lightning_proxy.features.experiment import experiment as module
-from lightning_proxy.features.experiment.experiment import Lesson, lessons_of, read_experiment, run_lessons
+from lightning_proxy.features.experiment.experiment import Experiment, Lesson, LessonPlan
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from support.command_line import Done, lightning
+from support.command_line import lightning
 
 # `experiment` in front of a played run, which takes as long as the file `hang` is there.
 PLAYED = """
@@ -69,23 +73,24 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(place: Path, **changes: Any) -> Path:
-    file = place / "compare.yaml"
-    file.write_text(
-        yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False)
-    )
-    return file
+    keys = {key: value for key, value in (FILE | changes).items() if value is not None}
+    (place / "compare.yaml").write_text(yaml.safe_dump(keys, sort_keys=False))
+    return place / "compare.yaml"
+
+
+def planned(place: Path, **changes: Any) -> tuple[Experiment, list[LessonPlan]]:
+    experiment = module.read_experiment(write(place, **changes), place / "config.yaml")
+    return experiment, module.lessons_of(experiment, place / "out")
 
 
 def start(place: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PLAYED, "experiment", "compare.yaml"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=place, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-
-def finish(place: Path) -> Done:
-    process = start(place)
-    out, err = process.communicate(timeout=120)
-    return Done(process.returncode, out, err)
+    """An experiment; it is in its third run where `hang` is there."""
+    command, pipe = [sys.executable, "-c", PLAYED, "experiment", "compare.yaml"], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=place, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    until = time.monotonic() + 60
+    while (place / "hang").exists() and len(began(place)) < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+    return process
 
 
 def began(place: Path) -> list[str]:
@@ -93,18 +98,8 @@ def began(place: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def start_up_to_the_third_run(place: Path) -> subprocess.Popen[str]:
-    """It is in the third run, which has no end."""
-    (place / "hang").touch()
-    process = start(place)
-    until = time.monotonic() + 60
-    while len(began(place)) < 3 and time.monotonic() < until:
-        time.sleep(0.05)
-    return process
-
-
-def variant(**changes: Any) -> dict[str, Any]:
-    return {"variants": {"a": changes}}
+def trainer(**keys: Any) -> dict[str, Any]:
+    return {"variants": {"a": {"trainer": keys}}}
 
 
 @pytest.mark.parametrize(
@@ -117,17 +112,14 @@ def variant(**changes: Any) -> dict[str, Any]:
         ({"agents": "x"}, "agents: unknown key; did you mean agent?"),
         ({"tasks": "none.jsonl"}, "cannot read none.jsonl"),
         ({"agent": "nowhere agent.py"}, "agent: there is no program 'nowhere' to start"),
-        (variant(trainer={"loss": "agent.py:x"}), "variant a: trainer.loss: "),
-        (variant(trainer={"loss": "mine.py:ppo"}), "variant a: trainer.loss mine.py:ppo: it has no gradient"),
-        (
-            variant(trainer={"discount": 0.9}),
-            "variant a: the variable LIGHTNING_TRAINER__DISCOUNT would hide trainer.discount",
-        ),
-        (variant(trainer={"credt": "anchor"}), "variant a: trainer.credt: unknown key; did you mean"),
-        (variant(trainer={"seed": 3}), "variant a: trainer.seed: each run has its own"),
-        (variant(upstreams=[{"name": "p", "base_url": "http://h:1/v1"}]), "variant a: upstreams: "),
-        (variant(trainer={"group_size": 5}), "variant a: trainer.group_size: 16 rollouts"),
-        (variant(trainer={"credit": "no.py:x"}), "variant a: trainer.credit: there is no file "),
+        (trainer(loss="agent.py:x"), "variant a: trainer.loss: "),
+        (trainer(loss="mine.py:ppo"), "variant a: trainer.loss mine.py:ppo: it has no gradient"),
+        (trainer(discount=0.9), "variant a: the variable LIGHTNING_TRAINER__DISCOUNT would hide trainer.discount"),
+        (trainer(credt="anchor"), "variant a: trainer.credt: unknown key; did you mean"),
+        (trainer(seed=3), "variant a: trainer.seed: each run has its own"),
+        ({"variants": {"a": {"upstreams": [{"name": "p", "base_url": "http://h:1/v1"}]}}}, "variant a: upstreams: "),
+        (trainer(group_size=5), "variant a: trainer.group_size: 16 rollouts"),
+        (trainer(credit="no.py:x"), "variant a: trainer.credit: there is no file "),
     ],
 )
 def test_a_wrong_file_or_variant_is_refused_before_anything_starts(
@@ -142,14 +134,16 @@ def test_a_wrong_file_or_variant_is_refused_before_anything_starts(
 
 def test_it_resumes_after_a_kill_also_elsewhere_and_refuses_another_file(place: Path) -> None:
     write(place)
-    process = start_up_to_the_third_run(place)
+    (place / "hang").touch()
+    process = start(place)
     process.kill()
     process.communicate(timeout=60)
     (place / "hang").unlink()
     assert began(place) == ["uniform, seed 0", "discounted, seed 0", "uniform, seed 1"]
-    done = finish(place)
-    assert (done.returncode, began(place)[3:]) == (0, ["uniform, seed 1", "discounted, seed 1"]), done.stderr
-    head, *rows = (line.split() for line in done.stdout.splitlines())
+    process = start(place)
+    shown, problems = process.communicate(timeout=120)
+    assert (process.returncode, began(place)[3:]) == (0, ["uniform, seed 1", "discounted, seed 1"]), problems
+    head, *rows = (line.split() for line in shown.splitlines())
     assert rows.pop()[:4] == ["fewer", "than", "5", "seeds"]
     assert head[0] == "variant" and [row[:4] for row in rows] == [
         ["uniform", "2", "0.250", "0.562"], ["discounted", "2", "0.250", "0.562"],
@@ -161,12 +155,11 @@ def test_it_resumes_after_a_kill_also_elsewhere_and_refuses_another_file(place: 
     other = place.with_name("other")
     shutil.copytree(place, other)
     again = lightning("experiment", "compare.yaml", cwd=other)
-    assert (again.returncode, again.stdout, began(other)) == (0, done.stdout, began(place))
+    assert (again.returncode, again.stdout, began(other)) == (0, shown, began(place))
 
     write(place, variants={"uniform": {"trainer": {"lora_rank": 8}}}, samples=2)
     refused = lightning("experiment", "compare.yaml")
-    assert refused.returncode == 2
-    assert "uniform, seed 0 is finished" in refused.stderr
+    assert refused.returncode == 2 and "uniform, seed 0 is finished" in refused.stderr
     assert "config.trainer.lora_rank was None and is 8; samples was 4 and is 2" in refused.stderr
     write(place)
     broken = other / "lightning-experiments/compare/uniform/seed-0/result.json"
@@ -179,7 +172,7 @@ def test_it_resumes_after_a_kill_also_elsewhere_and_refuses_another_file(place: 
 def test_ctrl_c_says_how_to_go_on_and_a_second_one_in_the_folder_is_refused(place: Path) -> None:
     file = write(place)
     (place / "hang").touch()
-    process = start_up_to_the_third_run(place)
+    process = start(place)
     second = lightning("experiment", file)
     assert (second.returncode, "another `experiment` works in" in second.stderr) == (1, True)
     process.send_signal(signal.SIGINT)
@@ -194,8 +187,7 @@ def test_a_run_rests_on_its_own_functions_and_on_the_agents_files_wherever_they_
         (place / name).write_text(function)
     variants = {"own": {"trainer": {"credit": {"*": "credit.py:f", "b": f"{place}/other.py:f"}}}, "uniform": {}}
     (place / "config.yaml").write_text("policy: {model: ./model}\nrewards: {function: reward.py:f}\n")
-    file = write(place, agent=f"python {place}/agent.py", variants=variants)
-    own, uniform = lessons_of(read_experiment(file, place / "config.yaml"), place / "out")[:2]
+    _, (own, uniform, *_) = planned(place, agent=f"python {place}/agent.py", variants=variants)
     shared = {"tasks.jsonl", "held_out.jsonl", f"{place}/agent.py", "reward.py"}
     assert set(own.made_with["files"]) == shared | {"credit.py", f"{place}/other.py"}
     assert set(uniform.made_with["files"]) == shared
@@ -204,8 +196,8 @@ def test_a_run_rests_on_its_own_functions_and_on_the_agents_files_wherever_they_
 async def test_a_run_that_fails_is_named_and_the_others_go_on(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    experiment = read_experiment(write(place, variants={"broken": {}, "uniform": {}}), place / "config.yaml")
-    lessons, results = lessons_of(experiment, place / "out"), dict[str, Any]()
+    experiment, lessons = planned(place, variants={"broken": {}, "uniform": {}})
+    results = dict[str, Any]()
 
     async def run(lesson: Lesson) -> dict[str, Any]:
         if lesson.lesson.variant == "broken":
@@ -214,7 +206,7 @@ async def test_a_run_that_fails_is_named_and_the_others_go_on(
         return {}
 
     monkeypatch.setattr(Lesson, "run", run)
-    failed = await run_lessons(experiment, lessons, results, [{}, {}])
+    failed = await module.run_lessons(experiment, lessons, results, [{}, {}])
     assert sorted(failed) == ["broken, seed 0", "broken, seed 1"]
     assert sorted(results) == ["uniform, seed 0", "uniform, seed 1"] and lessons[1].result.is_file()
     assert "broken, seed 1: failed: the end of agents.log: no memory\n" in capsys.readouterr().err
@@ -229,41 +221,42 @@ def test_gpus_are_shared_out_to_the_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_dry_run_says_the_cost_as_far_as_it_is_known(place: Path) -> None:
-    file = write(place)
-    first = lightning("experiment", file, "--dry-run").stdout.splitlines()
-    assert first[0] == "4 runs to do; each trains for 16 rollouts, and evaluates 16 rollouts"
-    for lesson in lessons_of(read_experiment(file, place / "config.yaml"), place / "lightning-experiments/compare")[:2]:
+    _, lessons = planned(place)
+    command = ("experiment", "compare.yaml", "--dir", "out", "--dry-run")
+    head, _ = lightning(*command).stdout.splitlines()
+    assert head == "4 runs to do; each trains for 16 rollouts, and evaluates 16 rollouts"
+    for lesson in lessons[:2]:
         lesson.directory.mkdir(parents=True)
         measured = {"minutes": {"training": 2, "start": 1}, "tokens": 1000, "gib": 0.4}
         lesson.result.write_text(json.dumps({"made_with": lesson.made_with} | measured))
-    done = lightning("experiment", file, "--dry-run", "--jobs", "2").stdout.splitlines()
+    done = lightning(*command, "--jobs", "2").stdout.splitlines()
     cost = "about 3 minutes, 0.8 GiB on the disk, 2000 tokens sampled in training, as measured on 2 finished"
     assert done == ["2 runs to do; each trains for 16 rollouts, and evaluates 16 rollouts", cost]
 
 
 async def test_a_finished_run_keeps_the_last_and_the_best_weights(place: Path) -> None:
-    experiment = read_experiment(write(place), place / "config.yaml")
-    lesson = Lesson(experiment, lessons_of(experiment, place / "out")[0], {}, print)
+    experiment, (plan, *_) = planned(place)
+    lesson = Lesson(experiment, plan, {}, print)
     lesson.begin()
     policy = lesson.directory / "policy"
     async with opened(load_config(lesson.launch.path).store) as database:
         store = Store(database)
-        for _ in range(4):
+        for _ in range(3):
             number = await store.steps.claim([], 0)
             weights, checkpoint = policy / "versions" / f"v{number}", policy / "checkpoints" / str(number)
-            weights.mkdir(parents=True)
-            checkpoint.mkdir(parents=True)
+            for folder in (weights, checkpoint):
+                folder.mkdir(parents=True)
             await store.steps.trained(number, str(checkpoint), {})
             await store.versions.saved(await store.versions.new("lora", number, {}), str(weights), f"policy-v{number}")
-    await lesson.tidy({4, 2})
-    assert {path.name for path in (policy / "versions").iterdir()} == {"v2", "v4"}
-    assert {path.name for path in (policy / "checkpoints").iterdir()} == {"4"}
+    await lesson.tidy({3, 1})
+    kept = {path.relative_to(policy).as_posix() for path in policy.glob("*/*")}
+    assert kept == {"versions/v1", "versions/v3", "checkpoints/3"}
 
 
 def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) -> None:
-    experiment = read_experiment(write(place, seeds=[0, 1, 2]), place / "config.yaml")
+    experiment, lessons = planned(place, seeds=[0, 1, 2])
     written = []
-    for plan in lessons_of(experiment, place / "out"):
+    for plan in lessons:
         if plan.variant == "discounted":
             Lesson(experiment, plan, {}, print).begin()
             settings = yaml.safe_load((plan.directory / "config.yaml").read_text())
@@ -274,3 +267,50 @@ def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) 
             assert len(tasks) == 4 and {*tasks[:3]} == {"t0", "t1", "t2"}
             written.append((settings["proxy"]["port"], tuple(tasks)))
     assert len(written) == len({port for port, _ in written}) == 3 and len({tasks for _, tasks in written}) > 1
+
+
+# The table: means and intervals over seeds and tasks.
+
+
+def result(variant: str, seed: int, *after: float) -> dict[str, Any]:
+    held_out = {
+        when: {"mean_reward": sum(rewards) / 4, "by_task": dict(zip("abcd", rewards, strict=True))}
+        for when, rewards in (("before", (0.0,) * 4), ("after", after))
+    }
+    about = {"variant": variant, "seed": seed, "made_with": {"samples": 3}, "minutes": {"start": 1, "training": 2}}
+    return about | {"held_out": held_out, "tokens": 9, "rollouts": 16, "steps": [{}]}
+
+
+def test_variants_are_compared_on_the_same_seeds_and_tasks() -> None:
+    """Each task is better by 0.25 with either seed, so the difference is certain although the rewards differ much."""
+    results = [result("first", 0, 0, 0.25, 0.5, 0.75), result("first", 1, 0.5, 0, 0.25, 0)]
+    results += [result("second", 0, 0.25, 0.5, 0.75, 1), result("second", 1, 0.75, 0.25, 0.5, 0.25)]
+    results.append(result("second", 2, 1, 1, 1, 1))  # no partner
+    head, first, second = module.lines(results)
+    assert head[7] == "above first" and first[7:9] == ["", ""]
+    assert second[7:9] == ["+0.250", "0.250 to 0.250"]
+    assert (first[3], second[3], second[1]) == ("0.281", "0.688", "3")
+    assert second[9:] == ["0.625 0.438 1.000", "4", "3", "3.0", "9"]
+    seeds = bootstrap_mean(np.array([[0.0] * 40, [1.0] * 40]))
+    assert (seeds.low, seeds.high) == (0.0, 1.0)  # two seeds that differ: the many tasks make nothing sure
+
+
+def test_results_are_written_for_a_paper_with_a_warning_where_seeds_are_few(tmp_path: Path) -> None:
+    results = [result("first", seed, 0, 0, 0, 1) for seed in range(5)]
+    assert module.few_seeds(results) is None
+    results.append(result("second", 0, 0, 0, 1, 1))
+    module.write(results, tmp_path)
+    head, rule, first, second, *notes = (tmp_path / "results.md").read_text().splitlines()
+    assert head.startswith("| variant | seeds | before | after |") and rule.startswith("| --- | ---: |")
+    assert first.startswith("| first | 5 | 0.000 | 0.250 |") and "| 0.500 | 4 | 3 |" in second
+    assert notes[-1].startswith("fewer than 5 seeds (second has 1): ")
+    sheet = [*csv.DictReader((tmp_path / "results.csv").read_text().splitlines())]
+    assert [row["seed"] for row in sheet] == [*"012340"] and sheet[5]["after"] == "0.5"
+    whole = json.loads((tmp_path / "results.json").read_text())
+    assert whole["runs"] == results and whole["packages"]["numpy"] == np.__version__
+
+
+def test_without_matplotlib_the_curves_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(LightningError, match="the curves need matplotlib: pip install 'lightning-proxy\\[demo\\]'"):
+        draw([], tmp_path / "curves.png")

@@ -24,33 +24,27 @@ FILE = """
 agent: {python} {addition}/demo_agent.py
 tasks: tasks/train.jsonl
 held_out: tasks/held_out.jsonl
-{length}
-seeds: {seeds}
 samples: 1
 concurrency: 16
 preload: openai
-variants: {variants}
 """
 
 
-def compare(place: Path, length: str, seeds: str, variants: str) -> list[list[str]]:
-    """Run the experiment; return the words of its table."""
-    given = {"length": length, "seeds": seeds, "variants": variants}
-    (place / "compare.yaml").write_text(FILE.format(python=sys.executable, addition=EXAMPLES / "addition", **given))
-    done = subprocess.run(
-        [*CLI, "experiment", "compare.yaml"], cwd=place, capture_output=True, text=True, check=False, timeout=3000
-    )
-    assert done.returncode == 0, done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
-
-
 def test_two_variants_with_two_seeds_train_on_equally_many_rollouts(tmp_path: Path) -> None:
+    def compare(*more: str) -> list[list[str]]:
+        """Run the experiment; return the words of its table."""
+        file = FILE.format(python=sys.executable, addition=EXAMPLES / "addition")
+        (tmp_path / "compare.yaml").write_text(file + "\n".join(more))
+        command = [*CLI, "experiment", "compare.yaml"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=3000)
+        assert done.returncode == 0, done.stderr
+        return [line.split() for line in done.stdout.splitlines()]
+
     (tmp_path / "config.yaml").write_text(CONFIG.format(model=prepare_model(cache_directory())))
     tasks = [sys.executable, str(EXAMPLES / "addition" / "tasks.py"), "tasks", "--held-out", "8"]
     subprocess.run(tasks, cwd=tmp_path, check=True)
-    _, *rows, few_seeds = compare(
-        tmp_path, "rollouts: 32", "[0, 1]", "{slow: {trainer: {learning_rate: 1.0e-5}}, fast: {}}"
-    )
+    variants = "variants: {slow: {trainer: {learning_rate: 1.0e-5}}, fast: {}}"
+    _, *rows, few_seeds = compare("rollouts: 32", "seeds: [0, 1]", variants)
     assert [row[:2] for row in rows] == [["slow", "2"], ["fast", "2"]] and few_seeds[0] == "fewer"
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("lightning-experiments/compare/*/*/result.json")]
     assert [run["rollouts"] for run in runs] == [32] * 4
@@ -60,6 +54,6 @@ def test_two_variants_with_two_seeds_train_on_equally_many_rollouts(tmp_path: Pa
         assert before["by_task"].keys() == after["by_task"].keys() and len(before["by_task"]) == 8
         assert before["rollouts"] == after["rollouts"] == 8 and run["tokens"] > 32 and run["minutes"]["training"] > 0
 
-    compare(tmp_path, "minutes: 1.5", "[1]", "{timed: {}}")
+    compare("minutes: 1.5", "seeds: [1]", "variants: {timed: {}}")
     (timed,) = tmp_path.glob("lightning-experiments/compare/timed/seed-1/result.json")
     assert json.loads(timed.read_text())["rollouts"] > 0

@@ -1,4 +1,4 @@
-"""A judge orders the siblings of a group: a scripted one over HTTP, a real proxy, a real store."""
+"""A judge orders the siblings of a group, and `rewards check` compares it with people: scripted, over HTTP."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.file import config_of
 from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.features.judge.config import JudgeConfig
+from lightning_proxy.features.judge.rescore import Agreement, Labelled, agreement
 from lightning_proxy.features.judge.scoring import check
 from lightning_proxy.trainer.collect.collector import Collector
 from support.judging import ScriptedJudge, completed, group, judging, ordered, rewards, values
-from support.sections import TrainerConfig, with_features
+from support.sections import TrainerConfig, placed
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 Logged = pytest.LogCaptureFixture
 
 by_number = ordered(lambda text: float(re.findall(r"worth (\d+)", text)[-1]))
@@ -29,7 +29,12 @@ by_number = ordered(lambda text: float(re.findall(r"worth (\d+)", text)[-1]))
 
 def rank(judge: ScriptedJudge, model: str = "openai/m", **more: Any) -> dict[str, Any]:
     base = judge.url if model.startswith("anthropic") else f"{judge.url}/v1"
-    return {"kind": "rank", "model": model, "api_base": base, **more}
+    return {"use": [{"kind": "rank", "model": model, "api_base": base, **more}]}
+
+
+async def ranked(system: Any, *texts: str, task: str = "t") -> list[float | None]:
+    """The rewards of siblings with these answers."""
+    return await values(system, await group(system, *texts, task=task))
 
 
 async def until_logged(caplog: Logged, text: str) -> None:
@@ -45,123 +50,126 @@ def soon(monkeypatch: pytest.MonkeyPatch, caplog: Logged) -> None:
     caplog.set_level(logging.INFO)
 
 
+@pytest.fixture
+async def judge() -> AsyncIterator[ScriptedJudge]:
+    async with judging(by_number) as judge:
+        yield judge
+
+
+@pytest.fixture
+async def system(start: Any, judge: ScriptedJudge) -> AsyncIterator[Any]:
+    """A proxy that has its rollouts ranked."""
+    async with start(rewards=rank(judge)) as system:
+        yield system
+
+
 @pytest.mark.parametrize("model", ["openai/m", "anthropic/m", "hosted_vllm/m"])
 async def test_siblings_are_rewarded_by_place_and_ties_share_one(
-    running: Running, tmp_path: Path, model: str, caplog: Logged
+    start: Any, judge: ScriptedJudge, model: str, caplog: Logged
 ) -> None:
-    async with judging(by_number) as judge:
-        use = rank(judge, model, aim="be worth much", api_key="secret-of-the-judge")
-        async with running(tmp_path, rewards={"use": [use]}) as system, system.store() as store:
-            ids = await group(system, "worth 3", "worth 1", "worth 2", "worth 2")
-            given = await rewards(system, ids)
-            assert [one["reward"] for one in given] == [1.0, 0.0, 0.5, 0.5]
-            assert {one["name"] for one in given} == {"reward"}
-            assert {one["comment"] for one in given} == {f"{letter}: the more, the better" for letter in "ABC"}
-            assert re.fullmatch(f"rank:{model}@[0-9a-f]{{12}}", given[0]["source"])
-            batch = await Collector(TrainerConfig(group_size=4, tasks_per_step=1), store).next_batch(0)
-            assert batch is not None and sorted(batch.rollout_ids) == sorted(ids)
-        (asked,) = judge.asked
-        text = asked["messages"][-1]["content"]
-        assert text.count("user: hi") == 1, "what all begin with is said once"
-        assert "be worth much" in (asked.get("system") or asked["messages"][0]["content"])
-        if model == "hosted_vllm/m":  # small models end neither texts, nor lists, nor white space by themselves
-            pattern = re.compile(asked["structured_outputs"]["regex"])
-            assert pattern.fullmatch('{"reason": "so", "order": [["A"], ["B", "C"]]}')
-            assert not pattern.fullmatch('{"reason": "so", "order": [["A"], ["B"]]}')
-            assert not pattern.fullmatch('{"reason": "s\x0bo", "order": [["A"], ["B", "C"]]}')
-        header = "x-api-key" if model == "anthropic/m" else "Authorization"
-        assert asked["headers"][header].endswith("secret-of-the-judge")
+    use = rank(judge, model, aim="be worth much", api_key="secret-of-the-judge")
+    async with start(rewards=use) as system, system.store() as store:
+        ids = await group(system, "worth 3", "worth 1", "worth 2", "worth 2")
+        given = await rewards(system, ids)
+        assert [one["reward"] for one in given] == [1.0, 0.0, 0.5, 0.5]
+        assert {one["name"] for one in given} == {"reward"}
+        assert {one["comment"] for one in given} == {f"{letter}: the more, the better" for letter in "ABC"}
+        assert re.fullmatch(f"rank:{model}@[0-9a-f]{{12}}", given[0]["source"])
+        batch = await Collector(TrainerConfig(group_size=4, tasks_per_step=1), store).next_batch(0)
+        assert batch is not None and sorted(batch.rollout_ids) == sorted(ids)
+    (asked,) = judge.asked
+    assert asked["messages"][-1]["content"].count("user: hi") == 1, "what all begin with is said once"
+    assert "be worth much" in (asked.get("system") or asked["messages"][0]["content"])
+    if model == "hosted_vllm/m":  # small models end neither texts, nor lists, nor white space by themselves
+        pattern = re.compile(asked["structured_outputs"]["regex"])
+        assert pattern.fullmatch('{"reason": "so", "order": [["A"], ["B", "C"]]}')
+        assert not pattern.fullmatch('{"reason": "so", "order": [["A"], ["B"]]}')
+        assert not pattern.fullmatch('{"reason": "s\x0bo", "order": [["A"], ["B", "C"]]}')
+    header = "x-api-key" if model == "anthropic/m" else "Authorization"
+    assert asked["headers"][header].endswith("secret-of-the-judge")
     assert f"judge.use: rank: {model} at 127.0.0.1 reads rollouts" in caplog.text
 
 
 async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_one_that_is_away_is_asked_about_one_at_a_time(
-    running: Running, tmp_path: Path, caplog: Logged
+    system: Any, judge: ScriptedJudge, caplog: Logged
 ) -> None:
-    async with judging(by_number) as judge:
-        judge.status = 503
-        async with running(tmp_path, rewards={"use": [rank(judge)]}) as system, system.store() as store:
-            groups = [await group(system, "worth 1", "worth 2", task=f"t{i}") for i in range(6)]
-            for rollout_id in groups[0]:
-                await system.call("POST", "/reward", {"rollout_id": rollout_id, "reward": 0.5})
-            await until_logged(caplog, "wait for it")
-            await asyncio.sleep(0.3)  # the first look is at all
-            judge.asked.clear()
-            begun = time.monotonic()
-            while len(judge.asked) < 5:
-                await asyncio.sleep(0.02)
-            assert time.monotonic() - begun > 0.35, "five at once without it"
-            collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1), store)
-            assert await collector.next_batch(0, fewer=True) is None
-            judge.status = 200
-            for ids in groups:
-                assert await values(system, ids) == [0.0, 1.0]
+    judge.status = 503
+    groups = [await group(system, "worth 1", "worth 2", task=f"t{i}") for i in range(6)]
+    for rollout_id in groups[0]:
+        await system.post("/reward", {"rollout_id": rollout_id, "reward": 0.5})
+    await until_logged(caplog, "wait for it")
+    await asyncio.sleep(0.3)  # the first look is at all
+    judge.asked.clear()
+    begun = time.monotonic()
+    while len(judge.asked) < 5:
+        await asyncio.sleep(0.02)
+    assert time.monotonic() - begun > 0.35, "five at once without it"
+    async with system.store() as store:
+        collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1), store)
+        assert await collector.next_batch(0, fewer=True) is None
+    judge.status = 200
+    for ids in groups:
+        assert await values(system, ids) == [0.0, 1.0]
     (line,) = [r.getMessage() for r in caplog.records if "wait for it" in r.getMessage()]
     assert line.startswith("judge.use: rank: openai/m gives no answer: HTTP 503")
 
 
-async def test_a_group_waits_for_its_last_sibling_but_not_for_ever(running: Running, tmp_path: Path) -> None:
-    async with judging(by_number) as judge:
-        trainer = {"group_timeout_s": 2.0}
-        async with running(tmp_path, rewards={"use": [rank(judge)]}, trainer=trainer) as system:
-            ids = await group(system, "worth 1", "worth 2", "worth 3", ended=False)
-            for rollout_id in ids[:2]:
-                await system.call("POST", f"/rollouts/{rollout_id}/end", {"status": "completed"})
-            await asyncio.sleep(0.6)
-            assert judge.asked == []
-            assert await values(system, ids[:2]) == [0.0, 1.0]
+async def test_a_group_waits_for_its_last_sibling_but_not_for_ever(start: Any, judge: ScriptedJudge) -> None:
+    async with start(rewards=rank(judge), trainer={"group_timeout_s": 2.0}) as system:
+        ids = await group(system, "worth 1", "worth 2", "worth 3", ended=False)
+        for rollout_id in ids[:2]:
+            await system.post(f"/rollouts/{rollout_id}/end", {"status": "completed"})
+        await asyncio.sleep(0.6)
+        assert judge.asked == []
+        assert await values(system, ids[:2]) == [0.0, 1.0]
 
 
 async def test_rollouts_that_were_opened_one_by_one_are_groups_as_in_training(
-    running: Running, tmp_path: Path, caplog: Logged
+    start: Any, judge: ScriptedJudge, caplog: Logged
 ) -> None:
-    async with judging(by_number) as judge:
-        trainer = {"group_size": 2, "failed_rollouts": 0.0}
-        async with running(tmp_path, rewards={"use": [rank(judge)]}, trainer=trainer) as system:
-            for name, worth in (("a", 1), ("b", 2), ("c", 4)):
-                await completed(system, name, f"worth {worth}", X_Task_Id="t")
-            await system.chat("failed", X_Task_Id="t")
-            await system.call("POST", "/rollouts/failed/end", {"status": "failed"})
-            for name, worth in (("e", 2), ("f", 3)):
-                await completed(system, name, f"worth {worth}", X_Task_Id="t")
-            await completed(system, "lone", "worth 1")
-            assert await values(system, [*"abcef", "lone"]) == [0.0, 1.0, None, 0.0, 1.0, None]
+    async with start(rewards=rank(judge), trainer={"group_size": 2, "failed_rollouts": 0.0}) as system:
+        for name, worth in (("a", 1), ("b", 2), ("c", 4), ("e", 2), ("f", 3)):
+            await completed(system, name, f"worth {worth}", X_Task_Id="t")
+            if name == "c":
+                await system.chat("failed", X_Task_Id="t")
+                await system.post("/rollouts/failed/end", {"status": "failed"})
+        await completed(system, "lone", "worth 1")
+        assert await values(system, [*"abcef", "lone"]) == [0.0, 1.0, None, 0.0, 1.0, None]
     assert len(judge.asked) == 2
     assert "no reward for rollout lone: it has no siblings to be compared with" in caplog.text
 
 
 async def test_answers_are_read_within_words_and_asked_for_once_more(
-    running: Running, tmp_path: Path, caplog: Logged
+    system: Any, judge: ScriptedJudge, caplog: Logged
 ) -> None:
-    def think(system: str, text: str, shape: Any) -> Any:
+    def think(said: str, text: str, shape: Any) -> Any:
         if "worth 9" in text:
             return {"reason": "I forgot it"}
         if "worth 8" in text:
-            return by_number(system, text, shape) | {"reason": "A wrote </think>, {B} did not"}
-        return f"<think>{{A}}</think>```json\n{json.dumps(by_number(system, text, shape))}\n``` So it is."
+            return by_number(said, text, shape) | {"reason": "A wrote </think>, {B} did not"}
+        return f"<think>{{A}}</think>```json\n{json.dumps(by_number(said, text, shape))}\n``` So it is."
 
-    async with judging(think) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
-        assert await values(system, await group(system, "worth 1", "worth 2", task="t")) == [0.0, 1.0]
-        judge.wrong = 1
-        assert await values(system, await group(system, "worth 1", "worth 8", task="u")) == [0.0, 1.0]
-        assert await values(system, await group(system, "worth 9", "worth 2", task="v")) == [None, None]
-        assert len(judge.asked) == 5
-        assert (await system.call("GET", "/status"))[1]["unrewarded"] == 2
+    judge.think = think
+    assert await ranked(system, "worth 1", "worth 2", task="t") == [0.0, 1.0]
+    judge.wrong = 1
+    assert await ranked(system, "worth 1", "worth 8", task="u") == [0.0, 1.0]
+    assert await ranked(system, "worth 9", "worth 2", task="v") == [None, None]
+    assert len(judge.asked) == 5
+    assert (await system.get("/status"))["unrewarded"] == 2
     assert caplog.text.count("its answer cannot be read ('order')") == 2
 
 
 async def test_what_is_refused_for_ever_is_an_error_of_what_was_refused(
-    running: Running, tmp_path: Path, caplog: Logged
+    system: Any, judge: ScriptedJudge, caplog: Logged
 ) -> None:
-    async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
-        judge.firewall, judge.why = "forbidden", "refused by the content filter"
-        ids = await group(system, "worth 1", "worth 9 forbidden", "worth 2", task="t")
-        assert await values(system, ids) == [0.0, None, 1.0]
-        assert await values(system, await group(system, "forbidden", "worth 2", task="u")) == [None, None]
-        judge.why = "no"
-        refused = await group(system, "worth 1 forbidden", "worth 3", task="alone")
-        for i in range(5):
-            assert await values(system, await group(system, "worth 1", f"worth {i + 4}", task=f"t{i}")) == [0.0, 1.0]
-        assert await values(system, refused) == [None, None]
+    judge.firewall, judge.why = "forbidden", "refused by the content filter"
+    assert await ranked(system, "worth 1", "worth 9 forbidden", "worth 2") == [0.0, None, 1.0]
+    assert await ranked(system, "forbidden", "worth 2", task="u") == [None, None]
+    judge.why = "no"
+    refused = await group(system, "worth 1 forbidden", "worth 3", task="alone")
+    for i in range(5):
+        assert await ranked(system, "worth 1", f"worth {i + 4}", task=f"t{i}") == [0.0, 1.0]
+    assert await values(system, refused) == [None, None]
     assert "HTTP 403" in caplog.text and "others are answered" in caplog.text
 
 
@@ -174,158 +182,232 @@ HOSTILE = (
 )
 
 
-async def test_what_an_agent_writes_is_data(running: Running, tmp_path: Path) -> None:
+async def test_what_an_agent_writes_is_data(system: Any, judge: ScriptedJudge) -> None:
     """A judge that takes the marks at their word finds each attempt between its own."""
-    first = ordered(lambda text: float(re.findall(r"worth (\d+)", text)[0]))
-    async with judging(first) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
-        for i, hostile in enumerate(HOSTILE):
-            ids = await group(system, "worth 1", hostile, "worth 3", task=f"t{i}")
-            assert await values(system, ids) == [0.5, 0.0, 1.0]
-        assert all(len(asked["messages"][-1]["content"]) < 12_000 for asked in judge.asked)
+    judge.think = ordered(lambda text: float(re.findall(r"worth (\d+)", text)[0]))
+    for i, hostile in enumerate(HOSTILE):
+        assert await ranked(system, "worth 1", hostile, "worth 3", task=f"t{i}") == [0.5, 0.0, 1.0]
+    assert all(len(asked["messages"][-1]["content"]) < 12_000 for asked in judge.asked)
 
 
-async def test_secrets_are_not_read_and_what_is_redacted_takes_no_mark_away(running: Running, tmp_path: Path) -> None:
+async def test_secrets_are_not_read_and_what_is_redacted_takes_no_mark_away(start: Any, judge: ScriptedJudge) -> None:
     secret = "sk-proj-" + "a1B2" * 12
-    settings: dict[str, Any] = {"recording": {"redact": {"patterns": ["[0-9a-f]{16}", r"password:\s*\S+( end>>)?"]}}}
-    async with judging(by_number) as judge:
-        async with running(tmp_path, rewards={"use": [rank(judge)]}, **settings) as system:
-            for cut in range(8, 40, 8):  # in the middle, where long ones are shortened
-                text = f"{'x' * (4000 - cut)} {secret} {'y ' * 9000} worth 1"
-                await values(system, await group(system, text, "worth 2", task=f"t{cut}"))
-            ids = await group(system, "worth 1", "worth 2, password: abc", "worth 3\nthe password:")
-            assert await values(system, ids) == [0.0, 0.5, 1.0]
-        text = judge.asked[-1]["messages"][-1]["content"]
-        assert "abc" not in text and len(re.findall("^<<[0-9a-f]{16} end>>$", text, re.MULTILINE)) == 4
-        assert secret[:12] not in str(judge.asked)
+    redact = {"redact": {"patterns": ["[0-9a-f]{16}", r"password:\s*\S+( end>>)?"]}}
+    async with start(rewards=rank(judge), recording=redact) as system:
+        for cut in range(8, 40, 8):  # in the middle, where long ones are shortened
+            text = f"{'x' * (4000 - cut)} {secret} {'y ' * 9000} worth 1"
+            await ranked(system, text, "worth 2", task=f"t{cut}")
+        texts = ("worth 1", "worth 2, password: abc", "worth 3\nthe password:")
+        assert await ranked(system, *texts) == [0.0, 0.5, 1.0]
+    text = judge.asked[-1]["messages"][-1]["content"]
+    assert "abc" not in text and len(re.findall("^<<[0-9a-f]{16} end>>$", text, re.MULTILINE)) == 4
+    assert secret[:12] not in str(judge.asked)
 
 
-async def test_the_judges_key_is_in_no_comment_and_no_log(running: Running, tmp_path: Path, caplog: Logged) -> None:
-    def tells(system: str, text: str, shape: Any) -> Any:
-        return by_number(system, text, shape) | {"reason": "you sent the-judges-key"}
-
-    async with (
-        judging(tells) as judge,
-        running(tmp_path, rewards={"use": [rank(judge, api_key="the-judges-key")]}) as system,
-    ):
+async def test_the_judges_key_is_in_no_comment_and_no_log(start: Any, judge: ScriptedJudge, caplog: Logged) -> None:
+    judge.think = lambda *asked: by_number(*asked) | {"reason": "you sent the-judges-key"}
+    async with start(rewards=rank(judge, api_key="the-judges-key")) as system:
         given = await rewards(system, await group(system, "worth 1", "worth 2", task="t"))
         judge.status, judge.why = 500, "the-judges-key is wrong"
         await group(system, "worth 1", "worth 3", task="u")
         await until_logged(caplog, "*** is wrong")
+        secrets = system.config.keys()
     assert [one["comment"][3:] for one in given] == ["you sent ***"] * 2 and "the-judges-key" not in caplog.text
+    assert "the-judges-key" in secrets, "it is redacted elsewhere, too"
 
 
 async def test_what_was_answered_is_asked_once_even_after_a_restart_and_goes_with_its_rollout(
-    running: Running, tmp_path: Path
+    start: Any, judge: ScriptedJudge
 ) -> None:
-    async with judging(by_number) as judge:
-        settings = {"use": [rank(judge)]}
-        async with running(tmp_path, rewards=settings) as system, system.store() as store:
-            ids = await group(system, "worth 1", "worth 2")
-            assert await values(system, ids) == [0.0, 1.0]
-            again = "INSERT INTO awaiting_rewards SELECT n FROM rollouts WHERE task_id = :t"
-            await store.database.commit([("DELETE FROM rewards", [{}]), (again, [{"t": "t"}])])
-        async with running(tmp_path, rewards=settings) as system, system.store() as store:
-            assert await values(system, ids) == [0.0, 1.0]
-            assert len(judge.asked) == 1
-            assert len(await store.database.all("SELECT * FROM rewarder_answers")) == 2
-            await system.call("DELETE", f"/rollouts/{ids[0]}")
-            assert await store.database.all("SELECT * FROM rewarder_answers") == []
-            (spent,) = await store.database.all("SELECT rewarder, tokens FROM rewarder_spent")
-            assert tuple(spent) == ("reward", 110)
+    async with start(rewards=rank(judge)) as system, system.store() as store:
+        ids = await group(system, "worth 1", "worth 2")
+        assert await values(system, ids) == [0.0, 1.0]
+        again = "INSERT INTO awaiting_rewards SELECT n FROM rollouts WHERE task_id = :t"
+        await store.database.commit([("DELETE FROM rewards", [{}]), (again, [{"t": "t"}])])
+    async with start(rewards=rank(judge)) as system, system.store() as store:
+        assert await values(system, ids) == [0.0, 1.0]
+        assert len(judge.asked) == 1
+        assert len(await store.database.all("SELECT * FROM rewarder_answers")) == 2
+        await system.call("DELETE", f"/rollouts/{ids[0]}")
+        assert await store.database.all("SELECT * FROM rewarder_answers") == []
+        (spent,) = await store.database.all("SELECT rewarder, tokens FROM rewarder_spent")
+        assert tuple(spent) == ("reward", 110)
 
 
-async def test_equal_attempts_are_shown_once_and_of_many_less_is_read(running: Running, tmp_path: Path) -> None:
-    async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
-        assert await values(system, await group(system, *["worth 1"] * 3, task="t")) == [0.5, 0.5, 0.5]
-        assert judge.asked == []
-        assert await values(system, await group(system, "worth 1", "worth 2", "worth 1", task="u")) == [0.25, 1.0, 0.25]
-        assert judge.asked.pop()["messages"][1]["content"].count("Attempt") == 2
-        many = [f"{'x ' * 9000} worth {i}" for i in range(28)]  # more than there are letters
-        assert await values(system, await group(system, *many, task="v")) == pytest.approx([i / 27 for i in range(28)])
-        assert len(judge.asked.pop()["messages"][1]["content"]) < 70_000
+async def test_equal_attempts_are_shown_once_and_of_many_less_is_read(system: Any, judge: ScriptedJudge) -> None:
+    assert await ranked(system, *["worth 1"] * 3, task="t") == [0.5, 0.5, 0.5]
+    assert judge.asked == []
+    assert await ranked(system, "worth 1", "worth 2", "worth 1", task="u") == [0.25, 1.0, 0.25]
+    assert judge.asked.pop()["messages"][1]["content"].count("Attempt") == 2
+    many = [f"{'x ' * 9000} worth {i}" for i in range(28)]  # more than there are letters
+    assert await ranked(system, *many, task="v") == pytest.approx([i / 27 for i in range(28)])
+    assert len(judge.asked.pop()["messages"][1]["content"]) < 70_000
 
 
 async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
-    running: Running, tmp_path: Path, caplog: Logged
+    start: Any, judge: ScriptedJudge, caplog: Logged
 ) -> None:
-    async with judging(by_number) as judge:
-        prices = {"*": [1, 10]}
-        settings = {"use": [rank(judge)], "budget": {"usd": 0.0002}}
-        async with running(tmp_path, rewards=settings, prices=prices) as system:
-            assert await values(system, await group(system, "worth 1", "worth 2")) == [0.0, 1.0]
-            ids = await group(system, "worth 3", "worth 4", task="later")
-            await until_logged(caplog, "judge.budget.usd is spent (0.0002 of 0.0002)")
-        async with running(tmp_path, rewards={"use": [rank(judge)]}, prices=prices) as system:
-            assert await values(system, ids) == [0.0, 1.0]
-            _, status = await system.call("GET", "/status")
-            assert status["spent"] == [{"name": "reward", "tokens": 220, "usd": pytest.approx(0.0004)}]
-            _, theirs = await system.call("GET", "/status", **await system.key("team", scope="own"))
-            assert theirs["spent"] == [], "what everybody's judges spent is not for a team"
-
-
-async def test_what_was_perhaps_paid_counts_for_the_budget(running: Running, tmp_path: Path, caplog: Logged) -> None:
-    async with judging(by_number) as judge:
+    prices = {"*": [1, 10]}
+    async with start(rewards=rank(judge) | {"budget": {"usd": 0.0002}}, prices=prices) as system:
+        assert await ranked(system, "worth 1", "worth 2") == [0.0, 1.0]
+        ids = await group(system, "worth 3", "worth 4", task="later")
+        await until_logged(caplog, "judge.budget.usd is spent (0.0002 of 0.0002)")
+    async with start(rewards=rank(judge) | {"budget": {"tokens": 1000}}, prices=prices) as system:
+        assert await values(system, ids) == [0.0, 1.0]
+        status = await system.get("/status")
+        assert status["spent"] == [{"name": "reward", "tokens": 220, "usd": pytest.approx(0.0004)}]
         judge.status = 504
-        settings = {"use": [rank(judge)], "budget": {"tokens": 1000}}
-        async with running(tmp_path, rewards=settings) as system:
-            await group(system, "worth 1", "worth 2")
-            await until_logged(caplog, "judge.budget.tokens is spent")
-            assert len(judge.asked) < 10
+        await group(system, "worth 5", "worth 6", task="perhaps-paid")
+        await until_logged(caplog, "judge.budget.tokens is spent")
+        assert len(judge.asked) < 10
+        theirs = await system.get("/status", **await system.key("team", scope="own"))
+        assert theirs["spent"] == [], "what everybody's judges spent is not for a team"
 
 
-async def test_several_rewarders_have_names_and_all_are_waited_for(running: Running, tmp_path: Path) -> None:
+async def test_several_rewarders_have_names_and_all_are_waited_for(
+    start: Any, tmp_path: Path, judge: ScriptedJudge
+) -> None:
     (tmp_path / "scoring.py").write_text("def length(rollout):\n    return 0.25\n")
-    async with judging(by_number) as judge:
-        both = {"function": f"{tmp_path}/scoring.py:length", "use": [rank(judge)]}
-        trainer = {"reward_weights": {"length": 1.0, "rank": 2.0}}
-        async with running(tmp_path, rewards=both, trainer=trainer) as system:
-            ids = await group(system, "worth 1", "worth 2")
-            await rewards(system, ids)
-            found = (await system.call("GET", f"/rollouts/{ids[1]}"))[1]
-            assert {one["name"]: one["reward"] for one in found["rewards"]} == {"length": 0.25, "rank": 1.0}
-            assert found["reward"] == 2.25
+    both = rank(judge) | {"function": f"{tmp_path}/scoring.py:length"}
+    async with start(rewards=both, trainer={"reward_weights": {"length": 1.0, "rank": 2.0}}) as system:
+        ids = await group(system, "worth 1", "worth 2")
+        await rewards(system, ids)
+        found = await system.get(f"/rollouts/{ids[1]}")
+        assert {one["name"]: one["reward"] for one in found["rewards"]} == {"length": 0.25, "rank": 1.0}
+        assert found["reward"] == 2.25
 
 
 JUDGED = {"kind": "rank", "model": "openai/gpt-5-mini"}
 OURS = {"kind": "rank", "model": "hosted_vllm/policy", "api_base": "http://localhost:8080/v1"}
+BY_CALL = {"credit": "judge", "judge": {"model": "hosted_vllm/m", "api_base": "http://127.0.0.1:1/v1"}}
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("use", "more", "said"),
     [
-        (JUDGED, "openai/gpt-5-mini needs a key: set OPENAI_API_KEY"),
-        (JUDGED | {"api_key": "k"}, "costs money: set judge.budget.tokens or judge.budget.usd"),
-        (OURS, "is asked through this proxy"),
-        ({}, "judge.calls: openai/m needs a key: set OPENAI_API_KEY"),
-        (JUDGED | {"api_key": "k", "model": "openai/unknown"}, "has no price, which judge.budget.usd needs"),
-        ({"kind": "next_message", "name": "reply"}, "rewards named reply have no weight: add it to trainer.reward"),
+        (JUDGED, {}, "openai/gpt-5-mini needs a key: set OPENAI_API_KEY"),
+        (JUDGED | {"api_key": "k"}, {}, "costs money: set judge.budget.tokens or judge.budget.usd"),
+        (OURS, {}, "is asked through this proxy"),
+        (JUDGED | {"api_key": "k", "model": "openai/new"}, {"judge": {"budget": {"usd": 1}}}, "new has no price, whi"),
+        ({"kind": "next_message", "name": "reply"}, {}, "rewards named reply have no weight: add it to trainer.reward"),
+        ({"kind": "next_message", "name": "judge"}, {"trainer": BY_CALL}, "two entries give a reward named 'judge'"),
+        ({"kind": "rank"}, {}, "kind rank needs a model"),
+        ({"kind": "rank", "model": "gpt-5"}, {}, "model begins with openai/, anthropic/ or hosted_vllm/"),
+        ({"kind": "next_message", "aim": "please"}, {}, "aim is for kind rank, not next_message"),
+        ({"kind": "rubric", "model": "openai/m"}, {}, "kind rubric needs criteria"),
+        (None, {"trainer": {"credit": "judge", "judge": {"model": "openai/m"}}}, "judge.calls: openai/m needs a key"),
+        (None, {"trainer": BY_CALL | {"failed_rollouts": "zero"}}, "the judge of calls scores no failed rollouts"),
     ],
 )
-async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, use: dict[str, Any], said: str
-) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(use: Any, more: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        budget = {"usd": 1} if use.get("model") == "openai/unknown" else {}
-        calls = {} if use else {"trainer": {"credit": "judge", "judge": {"model": "openai/m"}}}
-        await check(with_features(rewards={"use": [use] if use else [], "budget": budget}, **calls))
+        await check(config_of(placed(rewards={"use": [use] if use else []}, **more)))
     assert said in refused.value.message and "\n" not in refused.value.message
 
 
-@pytest.mark.parametrize(
-    ("use", "said"),
-    [
-        ({"kind": "rank"}, "kind rank needs a model"),
-        ({"kind": "rank", "model": "gpt-5"}, "model begins with openai/, anthropic/ or hosted_vllm/"),
-        ({"kind": "next_message", "aim": "please"}, "aim is for kind rank, not next_message"),
-        ({"kind": "rubric", "model": "openai/m"}, "kind rubric needs criteria"),
-    ],
-)
-def test_wrong_keys_are_named(use: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        Config.model_validate({"judge": {"use": [use]}})
+# `rewards check` and `rescore --rewarder`
 
 
-def test_a_judges_key_is_secret() -> None:
-    secrets = Config.model_validate({"judge": {"use": [JUDGED | {"api_key": "the-judges-key"}]}}).keys()
-    assert "the-judges-key" in secrets
+@pytest.fixture
+async def unranked(start: Any, judge: ScriptedJudge) -> AsyncIterator[Any]:
+    """A proxy without rewarders; the commands' configuration has one."""
+    async with start() as system:
+        system.config = system.config.model_copy(update={"judge": JudgeConfig(**rank(judge))})
+        yield system
+
+
+async def rewarded(system: Any, rollout_id: str) -> list[tuple[str, float]]:
+    found = (await system.get(f"/rollouts/{rollout_id}"))["rewards"]
+    return [(one["name"], one["reward"]) for one in found]
+
+
+async def labelled(system: Any, *labels: float, task: str = "t", name: str = "human") -> list[str]:
+    """Completed rollouts that say what they are worth, with people's labels."""
+    ids = [f"{task}{i}" for i in range(len(labels))]
+    for i, (rollout_id, label) in enumerate(zip(ids, labels, strict=True)):
+        await completed(system, rollout_id, f"worth {i}", X_Task_Id=task)
+        await system.post("/reward", {"rollout_id": rollout_id, "reward": label, "name": name})
+    return ids
+
+
+async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(unranked: Any, judge: ScriptedJudge) -> None:
+    system = unranked
+    for task in ("t", "u"):
+        await labelled(system, 0, 1, 2, task=task)
+    done = await system.lightning("rescore", "--rewarder", "rank", "--dry-run", "t0", "t1")
+    assert done.returncode == 0, done.stderr
+    *shown, summary = re.sub("  [AB]: ", "  ", done.stdout).splitlines()
+    why = "  the more, the better"
+    assert shown == ["t0: reward 0", why, "t1: reward 1", why, "reward: mean 0.5"]
+    assert summary.endswith("; nothing was posted") and await rewarded(system, "t0") == [("human", 0.0)]
+    done = await system.lightning("rescore", "--rewarder", "rubric", "--dry-run", "t0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "judge.use has no rubric; there is rank (reward)" in done.stderr
+    for asked, scored_before in ((6, 0), (0, 6)):
+        told = json.loads((await system.lightning("rescore", "--rewarder", "rank", "--json")).stdout)
+        assert (told["asked"], told["scored_before"], len(judge.asked)) == (asked, scored_before, 3)
+    assert [(await rewarded(system, f"u{i}"))[-1] for i in range(3)] == [("reward", i / 2) for i in range(3)]
+
+
+async def test_check_compares_with_labels(system: Any, judge: ScriptedJudge) -> None:
+    for task in range(6):
+        await labelled(system, 0, 1, 2, 3, task=f"t{task}-")
+    done = await system.lightning("rewards", "check", "rank", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["labels"], found["pairs"], found["alike"], found["low"]) == (24, 36, 1.0, 1.0)
+    assert found["verdict"] == "it agrees more than chance does"
+    shown = (await system.lightning("rewards", "check", "rank")).stdout
+    assert "pairs ordered alike: 1.00 (1.00 to 1.00) of 36" in shown and "/#/rollouts/t" in shown
+
+
+async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_line(
+    unranked: Any, judge: ScriptedJudge
+) -> None:
+    async def checked() -> tuple[int, str]:
+        done = await unranked.lightning("rewards", "check", "rank")
+        return done.returncode, done.stdout + done.stderr
+
+    judge.think = lambda *asked: "I would rather not say." if "Attempt C" in asked[1] else by_number(*asked)
+    await labelled(unranked, 1, task="alone")
+    code, said = await checked()
+    assert (code, said.count("\n"), judge.asked) == (2, 1, [])
+    assert "no two rollouts of one task have different rewards named human" in said
+    await labelled(unranked, 0, 1, 2, task="three")
+    code, said = await checked()
+    assert "too few labelled rollouts have a score: 3 of 3 have none: openai/m: its answer cannot" in said
+    await labelled(unranked, 0, 1, task="two")
+    judge.status = 429  # away for a moment
+    waiting, asked = asyncio.ensure_future(checked()), len(judge.asked)
+    while len(judge.asked) == asked:
+        await asyncio.sleep(0.05)
+    judge.status = 200
+    assert "2 labels named human\n3 more have no score: openai/m: its answer cannot be read" in (await waiting)[1]
+
+
+async def test_a_rewarders_own_scores_are_no_labels(system: Any, judge: ScriptedJudge) -> None:
+    """They have the name `reward`, too."""
+    ids = await labelled(system, 0, 1, name="other")
+    for source, labels in (("rank:openai/m@of-before", (0, 1)), ("env", (1, 0))):
+        for rollout_id, label in zip(ids, labels, strict=True):
+            await system.post("/reward", {"rollout_id": rollout_id, "reward": label, "source": source})
+    done = await system.lightning("rewards", "check", "rank", "--label", "reward", "--json")
+    found = json.loads(done.stdout)
+    assert (found["labels"], found["alike"]) == (2, 0.0)
+
+
+def test_agreement_by_hand() -> None:
+    def measured(rows: list[tuple[str, float, float]]) -> Agreement:
+        found = agreement([Labelled(str(i), *row) for i, row in enumerate(rows)], within_tasks=True)
+        assert found is not None
+        return found
+
+    found = measured([("t", 0, 0.1), ("t", 0, 0.5), ("t", 1, 0.5), ("t", 1, 0.9)])
+    assert (found.pairs, found.alike) == (4, 3.5 / 4)
+    found = measured([("t", i, i) for i in range(6)])
+    assert found.verdict == "it agrees more than chance does, by 6 labels; 20 are enough to begin"
+    assert agreement([Labelled("a", "t", 1, 0), Labelled("b", "t", 1, 1)], within_tasks=True) is None
+    # The interval is that of the share of pairs: one task of ten labels is ordered backwards, seven of two rightly.
+    found = measured([("long", i, -i) for i in range(10)] + [(f"short {n}", i, i) for n in range(7) for i in (0, 1)])
+    assert (found.pairs, found.alike) == (52, pytest.approx(7 / 52))
+    assert found.low < found.alike < found.high and found.verdict.startswith("it should not be trained on")

@@ -1,14 +1,14 @@
-"""A user's function gives every completed rollout its reward: real processes, a real proxy, a real store."""
+"""A user's function gives completed rollouts their reward, also with `rescore`: real processes, proxy and store."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from support.judging import completed, given
 from support.paths import ROOT
 from support.served import Client, proxy_in_front
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 Logged = pytest.LogCaptureFixture
 
 
@@ -36,15 +35,19 @@ def written(directory: Path, body: str, name: str = "reward") -> str:
     return f"{file}:{name}"
 
 
-async def until(found: Callable[[], Awaitable[Any]]) -> Any:
-    for _ in range(600):
-        if value := await found():
-            return value
-        await asyncio.sleep(0.05)
-    pytest.fail("it did not come")
+@pytest.fixture
+def scored(start: Any, tmp_path: Path) -> Any:
+    """A proxy with a function of this body."""
+    return lambda body, name="reward", **more: start(rewards={"function": written(tmp_path, body, name), **more})
 
 
-async def test_a_completed_rollout_gets_what_the_function_returns(running: Running, tmp_path: Path) -> None:
+async def until(came: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not came():
+            await asyncio.sleep(0.05)
+
+
+async def test_a_completed_rollout_gets_what_the_function_returns(scored: Any) -> None:
     """A number has the function's name; a dict has several; None is not a reward. What it prints is for the log."""
     body = """
 import asyncio, numpy
@@ -59,44 +62,40 @@ return {
 }[rollout['rollout_id']]"""
     expected = {"number": {"reward": 5.0}, "dict": {"reward": 1.0, "short": 0.5}, "none": {}}
     expected |= {"bool": {"reward": 1.0}, "scalar": {"reward": 1.0}, "async": {"reward": 0.25}}
-    async with running(tmp_path, rewards={"function": written(tmp_path, body)}) as system:
+    async with scored(body) as system:
         for name, worth in expected.items():
             await completed(system, name, "four")
             found = await given(system, name)
             assert {r["name"]: r["reward"] for r in found} == worth
             assert all(re.fullmatch("function:reward@[0-9a-f]{12}", r["source"]) for r in found)
-        assert (await system.call("GET", "/rollouts/number"))[1]["reward"] == 5.0
+        assert (await system.get("/rollouts/number"))["reward"] == 5.0
         async with system.store() as store:  # it has spoken: a second answer is none
             spoken = Spoken(store.database, ["reward"])
             assert await spoken.record("reward", {"number": [Reward("number", 9.0)]}) == []
         for status in ("failed", "discarded"):
             await system.chat(status)
-            assert (await system.call("POST", f"/rollouts/{status}/end", {"status": status}))[0] == 200
+            await system.post(f"/rollouts/{status}/end", {"status": status})
             assert await given(system, status) == [], "it is not asked about"
 
 
 async def test_a_reader_sees_the_reward_of_a_rollout_that_awaits_none(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The function's answer comes between two reads of one `GET /rollouts/{id}`."""
-    reads = Events.of
+    reads, asked = Events.of, tmp_path / "asked"
 
     async def of(events: Events, rollout_id: str) -> list[Event]:
         async with system.store() as store:
             await Spoken(store.database, ["reward"]).record("reward", {rollout_id: [Reward(rollout_id, 0.5)]})
         return await reads(events, rollout_id)
 
-    async def asked() -> bool:
-        return (tmp_path / "asked").exists()
-
-    function = written(tmp_path, f"open({str(tmp_path / 'asked')!r}, 'w').close()\ntime.sleep(60)")
-    async with running(tmp_path, rewards={"function": function}) as system:
+    async with scored(f"open({str(asked)!r}, 'w').close()\ntime.sleep(60)") as system:
         await completed(system, "r")
-        await until(asked)
+        await until(asked.exists)
         with monkeypatch.context() as patched:
             patched.setattr(Events, "of", of)
-            during = (await system.call("GET", "/rollouts/r"))[1]
-        after = (await system.call("GET", "/rollouts/r"))[1]
+            during = await system.get("/rollouts/r")
+        after = await system.get("/rollouts/r")
     assert [(seen["awaits_reward"], len(seen["rewards"])) for seen in (during, after)] == [(True, 0), (False, 1)]
 
 
@@ -112,11 +111,9 @@ FAULTS = {
 }
 
 
-async def test_a_fault_of_the_function_is_a_line_in_the_log_and_no_reward(
-    running: Running, tmp_path: Path, caplog: Logged
-) -> None:
+async def test_a_fault_of_the_function_is_a_line_in_the_log_and_no_reward(scored: Any, caplog: Logged) -> None:
     body = f"import sys\nwhich = int(rollout['rollout_id'])\nreturn eval({[*FAULTS, '1.0']!r}[which])"
-    async with running(tmp_path, rewards={"function": written(tmp_path, body), "timeout_s": 0.5}) as system:
+    async with scored(body, timeout_s=0.5) as system:
         for i in range(len(FAULTS) + 1):
             await completed(system, str(i))
             assert [r["reward"] for r in await given(system, str(i))] == ([1.0] if i == len(FAULTS) else [])
@@ -127,43 +124,36 @@ async def test_a_fault_of_the_function_is_a_line_in_the_log_and_no_reward(
 
 @pytest.mark.parametrize("how", ["late", "proxy ends"])
 async def test_what_the_function_starts_ends_with_it_and_sees_none_of_our_keys(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Also in a session of its own with a parent that has ended."""
     monkeypatch.setenv("LIGHTNING_PROXY__ADMIN_KEYS", "[SECRET-SECRET-SECRET]")
     pid, waits = tmp_path / "pid", "time.sleep(60)\n" if how == "late" else ""
     body = f"os.system('setsid sleep 1000 >/dev/null 2>&1 & echo $! > {pid}')\n{waits}"
     body += "return float('SECRET' in str(os.environ))"
-    async with running(tmp_path, rewards={"function": written(tmp_path, body), "timeout_s": 3}) as system:
-        await completed(system, "r")
-        assert [r["reward"] for r in await given(system, "r")] == ([] if how == "late" else [0.0])
-        if how == "late":
-            await until(gone(pid))
-    await until(gone(pid))
 
-
-def gone(pid: Path) -> Callable[[], Awaitable[bool]]:
-    async def is_gone() -> bool:
+    def is_gone() -> bool:
         status = Path("/proc", pid.read_text().strip(), "status")
         return not status.exists() or "\nState:\tZ" in status.read_text()
 
-    return is_gone
+    async with scored(body, timeout_s=3) as system:
+        await completed(system, "r")
+        assert [r["reward"] for r in await given(system, "r")] == ([] if how == "late" else [0.0])
+        if how == "late":
+            await until(is_gone)
+    await until(is_gone)
 
 
 async def test_a_changed_file_is_another_version_and_a_broken_one_is_waited_for(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logged
+    scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logged
 ) -> None:
     monkeypatch.setattr("lightning_proxy.features.judge.scoring.RETRY_S", 0.05)
-    async with running(tmp_path, rewards={"function": written(tmp_path, "return 1.0")}) as system:
+    async with scored("return 1.0") as system:
         await completed(system, "r1")
         (first,) = await given(system, "r1")
         written(tmp_path, "return (")
         await completed(system, "r2")
-
-        async def told() -> bool:
-            return "SyntaxError" in caplog.text
-
-        await until(told)
+        await until(lambda: "SyntaxError" in caplog.text)
         written(tmp_path, "return 2.25")
         (second,) = await given(system, "r2")
     assert (first["reward"], second["reward"]) == (1.0, 2.25)
@@ -171,22 +161,19 @@ async def test_a_changed_file_is_another_version_and_a_broken_one_is_waited_for(
     assert caplog.text.count("rollouts wait for it") == 1
 
 
-async def test_a_name_that_does_not_count_in_training_is_told_of_once(
-    running: Running, tmp_path: Path, caplog: Logged
-) -> None:
-    async with running(tmp_path, rewards={"function": written(tmp_path, "return 1.0", name="exact")}) as system:
+async def test_a_name_that_does_not_count_in_training_is_told_of_once(scored: Any, caplog: Logged) -> None:
+    async with scored("return 1.0", name="exact") as system:
         for name in ("r1", "r2"):
             await completed(system, name)
             assert [r["name"] for r in await given(system, name)] == ["exact"]
     assert caplog.text.count("exact does not count in training, only reward does") == 1
 
 
-async def test_without_the_function_nothing_waits_for_it_any_more(running: Running, tmp_path: Path) -> None:
-    function = written(tmp_path, "time.sleep(60)")
-    async with running(tmp_path, rewards={"function": function}) as system, system.store() as store:
+async def test_without_the_function_nothing_waits_for_it_any_more(scored: Any, start: Any) -> None:
+    async with scored("time.sleep(60)") as system, system.store() as store:
         await completed(system, "r")
         assert await store.rollouts.awaiting(["r", "s"]) == {"r"}
-    async with running(tmp_path) as system, system.store() as store:
+    async with start() as system, system.store() as store:
         assert not await store.rollouts.awaiting(["r"])
         await completed(system, "s")
         assert not await store.rollouts.awaiting(["s"])
@@ -194,10 +181,8 @@ async def test_without_the_function_nothing_waits_for_it_any_more(running: Runni
 
 async def test_a_killed_proxy_forgets_no_rollout_and_gives_none_two_rewards(tmp_path: Path) -> None:
     async with proxy_in_front(tmp_path) as proxy:
-        settings = yaml.safe_load(proxy.config.read_text())
-        settings["rewards"] = {"function": written(tmp_path, "time.sleep(0.02)\nreturn 1.0", name="scored")}
-        settings["proxy"]["workers"] = 2
-        proxy.config.write_text(yaml.safe_dump(settings))
+        proxy.set("rewards", function=written(tmp_path, "time.sleep(0.02)\nreturn 1.0", name="scored"))
+        proxy.set("proxy", workers=2)
         await proxy.start()
         async with aiohttp.ClientSession() as session:
             client = Client(proxy)
@@ -206,11 +191,7 @@ async def test_a_killed_proxy_forgets_no_rollout_and_gives_none_two_rewards(tmp_
         os.kill(proxy.process.pid, signal.SIGKILL)
         await proxy.process.wait()
         await proxy.start()
-
-        async def all_scored() -> bool:
-            return proxy.rows("SELECT COUNT(*) FROM awaiting_rewards") == [(0,)]
-
-        await until(all_scored)
+        await until(lambda: proxy.rows("SELECT COUNT(*) FROM awaiting_rewards") == [(0,)])
         counts = proxy.rows("SELECT COUNT(*) FROM rewards WHERE name = 'scored' GROUP BY rollout_id")
         assert counts == [(1,)] * 60
         await proxy.end(signal.SIGTERM)
@@ -237,15 +218,87 @@ def test_a_function_that_is_not_there_is_a_clear_error_at_the_start(tmp_path: Pa
     assert len(done.stderr.splitlines()) == 1
 
 
-async def test_the_example_of_the_documents_works(running: Running, tmp_path: Path) -> None:
+async def test_the_example_of_the_documents_works(start: Any, tmp_path: Path) -> None:
     """The file of docs/rewards.md, as it stands there."""
     document = (ROOT / "docs" / "rewards.md").read_text()
     (example,) = re.findall(r"```python\n(# scoring\.py\n.*?)```", document, re.DOTALL)
     (tmp_path / "scoring.py").write_text(example)
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "add-5-2", "answer": "7"}\n')
-    async with running(tmp_path, rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
+    async with start(rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
         for name, text, worth in (("r1", " 7", [1.0]), ("r2", "It is 7, of course", [0.1]), ("r3", "8", [0.0])):
             await completed(system, name, text, X_Task_Id="add-5-2")
             assert [r["reward"] for r in await given(system, name)] == worth
         await completed(system, "of-no-task")
         assert await given(system, "of-no-task") == []
+
+
+# `rescore`
+
+
+async def rescored(system: Any, directory: Path, body: str, *options: str) -> Any:
+    return await system.lightning("rescore", "--reward", written(directory, body), "--json", *options)
+
+
+async def recorded(system: Any, **headers: str) -> None:
+    """The completed rollouts `a` and `b` of one call each, with a reward."""
+    for rollout_id in "ab":
+        assert (await system.chat(rollout_id, **headers))[0] == 200
+        await system.post("/reward", {"rollout_id": rollout_id, "reward": 0.25})
+
+
+async def rewards(system: Any, rollout_id: str) -> list[float]:
+    return [one["reward"] for one in await given(system, rollout_id)]
+
+
+async def test_the_new_value_stands_beside_the_old_one_with_the_functions_name_and_version(
+    tmp_path: Path, start: Any
+) -> None:
+    body = "assert rollout['calls'][0]['response']\nreturn {'a': 1, 'b': 0.25}[rollout['rollout_id']]"
+    async with start() as system:
+        await recorded(system)
+        done = await system.lightning("rescore", "--reward", written(tmp_path, body))
+        assert done.returncode == 0, done.stderr
+        assert "2 rollouts asked about, 0 failed, 0 without a reward, 0 scored by this version before" in done.stdout
+        assert "reward: mean 0.625" in done.stdout
+        old, new = await given(system, "a")
+        assert (old["reward"], new["name"], new["reward"]) == (0.25, "reward", 1.0)
+        assert new["source"].startswith("function:reward@")
+        assert [r["reward"] for r in (await system.get("/rollouts"))["data"]] == [0.25, 1.0]
+        told = json.loads((await rescored(system, tmp_path, body)).stdout)
+        assert (told["asked"], told["scored_before"]) == (0, 2), "a version is asked once"
+        assert json.loads((await rescored(system, tmp_path, body, "--again")).stdout)["asked"] == 2
+        assert await rewards(system, "a") == [0.25, 1.0, 1.0]
+
+
+async def test_a_rollout_that_it_fails_for_is_named_and_can_be_asked_about_alone(tmp_path: Path, start: Any) -> None:
+    async with start() as system:
+        await recorded(system)
+        fails = written(tmp_path, "return {'a': 1}[rollout['rollout_id']]")
+        done = await system.lightning("rescore", "--reward", fails)
+        assert done.returncode == 1 and "no reward for rollout b: KeyError: 'b' (scoring.py:6)" in done.stderr
+        assert (await rewards(system, "a"), await rewards(system, "b")) == ([0.25, 1.0], [0.25])
+        told = json.loads((await rescored(system, tmp_path, "return 0", "b")).stdout)
+        assert (told["asked"], told["means"]) == (1, {"reward": 0.0})
+        assert (await rewards(system, "a"), await rewards(system, "b")) == ([0.25, 1.0], [0.25, 0.0])
+
+
+async def test_the_group_is_offered_to_the_trainer_again_once_all_of_it_is_scored(tmp_path: Path, start: Any) -> None:
+    async with start() as system:
+        await recorded(system, X_Task_ID="t")
+        async with system.store() as store:
+            await store.database.execute("UPDATE rollouts SET step = 1")
+        for options, step in (((), 1), (("--again", "--retrain"), None)):
+            await rescored(system, tmp_path, "return 1", *options)
+            assert [r["step"] for r in (await system.get("/rollouts"))["data"]] == [step, step]
+
+
+async def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, start: Any) -> None:
+    async with start() as system:
+        for asked, said in (
+            (["--reward", "gone.py:reward"], "cannot read"),
+            (["--reward", written(tmp_path, "return 1"), "nobody"], "no rollout 'nobody'"),
+            ([], "--reward FILE.py:NAME"),
+        ):
+            done = await system.lightning("rescore", *asked)
+            assert done.returncode in (1, 2) and done.stdout == ""
+            assert said in done.stderr and done.stderr.count("\n") == 1

@@ -11,8 +11,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from aiohttp import web
 from contract.system import listening
 from lightning_proxy.features.optimize.search import BudgetSpent, Reflection, between, lesson_of
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 WORDS = "amber birch cedar delta ember frost grove hazel".split()  # noqa: SIM905
 AGENT = """
 import json, os, time, urllib.request
@@ -45,8 +43,7 @@ class Reflecting:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.url = ""
-        self.fails = False
+        self.url, self.fails = "", False
 
     async def answer(self, request: web.Request) -> web.Response:
         if self.fails:
@@ -61,15 +58,15 @@ class Reflecting:
             said = f"It lacks words. missing: {missing.replace(' ', ' missing: ')}"
         else:  # gepa's own question quotes the prompt and asks for it in a fence
             said = f"```\n{text.split('```')[1].strip()} {missing}\n```"
-        message = {"role": "assistant", "content": said}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         body = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
         return web.json_response(body)
 
 
-@asynccontextmanager
-async def reflecting() -> AsyncIterator[Reflecting]:
+@pytest.fixture
+async def model(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reflecting]:
+    monkeypatch.setenv("OPENAI_API_KEY", "the reflecting model's")
     model, app = Reflecting(), web.Application()
     app.router.add_post("/v1/chat/completions", model.answer)
     async with listening(app) as url:
@@ -77,99 +74,94 @@ async def reflecting() -> AsyncIterator[Reflecting]:
         yield model
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "the reflecting model's")
+@pytest.fixture
+async def system(start: Any) -> AsyncIterator[Any]:
+    async with start(prices={"openai/m": [1, 2]}) as system:
+        system.vllm.answer = lambda body: {"role": "assistant", "content": body["messages"][0]["content"]}
+        prompt = {"name": "writer", "text": "Be brief.", "match": {"role": "system"}}
+        await system.post("/prompts", prompt)
+        yield system
 
 
-async def prepare(system: Any, tmp_path: Path, model: Reflecting, method: str, budget: int) -> list[str]:
-    """The arguments of a search."""
-    system.vllm.answer = lambda body: {"role": "assistant", "content": body["messages"][0]["content"]}
-    (tmp_path / "agent.py").write_text(AGENT)
+@pytest.fixture
+def search(tmp_path: Path, model: Reflecting) -> Any:
+    """The arguments of a search with a method and more options."""
+    agent, tasks = tmp_path / "agent.py", tmp_path / "tasks.jsonl"
+    agent.write_text(AGENT)
     lines = [{"word": word, "n": n} for n in range(3) for word in WORDS][:22]  # 9 lessons: gepa pads its batches
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prompt = {"name": "writer", "text": "Be brief.", "match": {"role": "system"}}
-    assert (await system.call("POST", "/prompts", prompt))[0] == 200
-    options = {"--method": method, "--prompt": "writer", "--tasks": tmp_path / "tasks.jsonl", "--reflect": "openai/m"}
-    options |= {"--reflect-url": model.url, "--budget": budget, "--concurrency": 4}
-    return ["optimize", *(str(part) for pair in options.items() for part in pair)]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = f"--prompt writer --tasks {tasks} --reflect openai/m --reflect-url {model.url} --budget 60 --concurrency 4"
+    program = ("--", sys.executable, str(agent))
+    return lambda method, *more: ["optimize", "--method", method, *given.split(), *more, *program]
 
 
 @pytest.mark.parametrize("method", [pytest.param("apo", marks=pytest.mark.long), "gepa"])
-async def test_a_better_prompt_is_found(running: Running, tmp_path: Path, method: str) -> None:
-    agent = [sys.executable, str(tmp_path / "agent.py")]
-    async with running(tmp_path, prices={"openai/m": [1, 2]}) as system, reflecting() as model:
-        arguments = await prepare(system, tmp_path, model, method, 60)
-        done = await system.lightning(*arguments, "--json", "--", *agent)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert found["mean_before"] == found["before"] == 0 and found["mean_after"] > 0.3
-        assert found["held_out"]["difference"] == found["after"] > 0
-        spent = {name: found[f"reflect_{name}"] for name in ("tokens", "usd")}
-        assert spent == {"tokens": 2 * len(model.asked), "usd": pytest.approx(len(model.asked) * 3e-6)}
-        assert 0 < found["rollouts"] <= 60 and found["version"] > 1
-        _, prompt = await system.call("GET", "/prompts/writer")
-        best = prompt["versions"][found["version"] - 1]
-        assert best["metrics"]["held_out"] == found["after"] and best["parent" if method == "apo" else "comment"]
-        assert prompt["live_version"] == 1
-        _, tried = await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}")
-        assert sum(not one["held_out"] for one in tried["data"]) == found["rollouts"]
-        assert {one["mode"] for one in tried["data"]} == {"eval"}
-        assert max(Counter((one["version"], one["task_id"]) for one in tried["data"]).values()) == 1
+async def test_a_better_prompt_is_found(system: Any, method: str, model: Reflecting, search: Any) -> None:
+    done = await system.lightning(*search(method, "--json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["mean_before"] == found["before"] == 0 and found["mean_after"] > 0.3
+    assert found["held_out"]["difference"] == found["after"] > 0
+    spent = {name: found[f"reflect_{name}"] for name in ("tokens", "usd")}
+    assert spent == {"tokens": 2 * len(model.asked), "usd": pytest.approx(len(model.asked) * 3e-6)}
+    assert 0 < found["rollouts"] <= 60 and found["version"] > 1
+    prompt = await system.get("/prompts/writer")
+    best = prompt["versions"][found["version"] - 1]
+    assert best["metrics"]["held_out"] == found["after"] and best["parent" if method == "apo" else "comment"]
+    assert prompt["live_version"] == 1
+    tried = await system.get(f"/prompts/writer/rollouts?run={found['run']}")
+    assert sum(not one["held_out"] for one in tried["data"]) == found["rollouts"]
+    assert {one["mode"] for one in tried["data"]} == {"eval"}
+    assert max(Counter((one["version"], one["task_id"]) for one in tried["data"]).values()) == 1
 
-        asked = len(model.asked)
-        again = await system.lightning(*arguments, "--promote", "--", *agent)
-        assert "held-out tasks: 0.000 before" in again.stderr and f"version {best['version']} is live" in again.stderr
-        assert len(model.asked) == asked  # all is known: nothing runs twice
-        assert await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}") == (200, tried)
+    asked = len(model.asked)
+    again = await system.lightning(*search(method, "--promote"))
+    assert "held-out tasks: 0.000 before" in again.stderr and f"version {best['version']} is live" in again.stderr
+    assert len(model.asked) == asked  # all is known: nothing runs twice
+    assert await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}") == (200, tried)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["apo", "gepa"])
 async def test_a_search_that_was_killed_goes_on(
-    running: Running, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    system: Any, tmp_path: Path, method: str, model: Reflecting, search: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = [sys.executable, str(tmp_path / "agent.py")]
-    async with running(tmp_path) as system, reflecting() as model:
-        arguments = await prepare(system, tmp_path, model, method, 60)
-        await system.lightning("status")  # writes the configuration
-        command = [sys.executable, "-m", "lightning_proxy", "--config", str(tmp_path / "system.yaml"), *arguments]
-        monkeypatch.setenv("PAUSE", "0.1")
-        killed = await asyncio.create_subprocess_exec(*command, "--", *agent)
-        while len(model.asked) < 3:
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.3)
-        killed.send_signal(signal.SIGKILL)
-        await killed.wait()
-        monkeypatch.setenv("PAUSE", "0")
-        done = await system.lightning(*arguments, "--json", "--", *agent)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert re.search(rf"run {found['run']} resumes: \d+ of 60 rollouts are done", done.stderr)
-        _, tried = await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}")
-        kept = [(one["version"], one["task_id"]) for one in tried["data"] if one["status"] != "discarded"]
-        assert max(Counter(kept).values()) == 1  # no finished score was asked for again
-        assert found["rollouts"] <= 60 and found["mean_after"] > found["mean_before"] == 0
-        assert max(Counter(model.asked).values()) <= 2  # what was under way at the kill, at most
+    await system.lightning("status")  # writes the configuration
+    command = [sys.executable, "-m", "lightning_proxy", "--config", str(tmp_path / "system.yaml"), *search(method)]
+    monkeypatch.setenv("PAUSE", "0.1")
+    killed = await asyncio.create_subprocess_exec(*command)
+    while len(model.asked) < 3:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    killed.send_signal(signal.SIGKILL)
+    await killed.wait()
+    monkeypatch.setenv("PAUSE", "0")
+    done = await system.lightning(*search(method, "--json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert re.search(rf"run {found['run']} resumes: \d+ of 60 rollouts are done", done.stderr)
+    tried = await system.get(f"/prompts/writer/rollouts?run={found['run']}")
+    kept = [(one["version"], one["task_id"]) for one in tried["data"] if one["status"] != "discarded"]
+    assert max(Counter(kept).values()) == 1  # no finished score was asked for again
+    assert found["rollouts"] <= 60 and found["mean_after"] > found["mean_before"] == 0
+    assert max(Counter(model.asked).values()) <= 2  # what was under way at the kill, at most
 
 
-async def test_what_is_wrong_ends_the_command_with_one_line(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, reflecting() as model:
-        arguments = await prepare(system, tmp_path, model, "apo", 40)
-        missing = await system.lightning(*(one.replace("writer", "nobody") for one in arguments), "--", "true")
-        assert missing.returncode == 1 and "no prompt 'nobody'" in missing.stderr
-        small = tmp_path / "small.jsonl"
-        small.write_text('{"word": "a"}\n')
-        few = await system.lightning(*arguments, "--tasks", small, "--", "true")
-        assert few.returncode == 2 and "too few tasks" in few.stderr
-        none = await system.lightning(*arguments, "--budget", "2", "--", "true")
-        assert none.returncode == 2 and "less than one look at the validation tasks" in none.stderr
-        model.fails = True
-        for method in ("apo", "gepa"):
-            agent = [sys.executable, str(tmp_path / "agent.py")]
-            done = await system.lightning(*arguments, "--method", method, "--", *agent)
-            assert done.returncode == 1 and "openai/m does not answer" in done.stderr
-            assert "Traceback" not in done.stderr
+async def test_what_is_wrong_ends_the_command_with_one_line(
+    system: Any, tmp_path: Path, model: Reflecting, search: Any
+) -> None:
+    small = tmp_path / "small.jsonl"
+    small.write_text('{"word": "a"}\n')
+    model.fails = True
+    for method, more, code, said in (
+        ("apo", ["--prompt", "nobody"], 1, "no prompt 'nobody'"),
+        ("apo", ["--tasks", str(small)], 2, "too few tasks"),
+        ("apo", ["--budget", "2"], 2, "less than one look at the validation tasks"),
+        ("apo", [], 1, "openai/m does not answer"),
+        ("gepa", [], 1, "openai/m does not answer"),
+    ):
+        done = await system.lightning(*search(method, *more))
+        assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
 
 
 async def test_the_reflecting_model_is_asked_within_its_budget(tmp_path: Path) -> None:
@@ -184,35 +176,25 @@ async def test_the_reflecting_model_is_asked_within_its_budget(tmp_path: Path) -
             await model.ask("q")
 
 
-def test_a_lesson_says_what_was_asked_done_and_wrong() -> None:
+def test_a_lesson_says_what_was_asked_done_and_wrong_and_the_editors_prompt_stands_between_tags() -> None:
     tool = {"id": "1", "name": "search", "arguments": '{"q": 1}', "result": "no such column", "is_error": True}
-    asked = {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}
-    ]}  # fmt: skip
-    messages = [
-        {"role": "system", "content": "p"},
-        {"role": "user", "content": [{"type": "text", "text": "how many?"}]},
-    ]
+    calls = [{"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}]
     call = {"call_id": "c1", "endpoint": "chat/completions", "status": "ok", "error": None, "tool_calls": [tool]}
-    call |= {"request": {"messages": messages}, "response": {"choices": [{"message": asked}]}}
+    call |= {"request": {"messages": [{"role": "user", "content": [{"type": "text", "text": "how many?"}]}]}}
+    call |= {"response": {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": calls}}]}}
     older = {"comment": "very good", "source": None, "name": "reward", "call_id": None}
-    reward = {"comment": "wrong column", "source": "judge", "name": "reward", "call_id": None}
-    rollout = {"calls": [call], "reward": 0.0, "rewards": [older, reward], "status": "failed", "reason": "exit code 1"}
+    newer = [older | {"comment": comment, "source": "judge"} for comment in ("wrong column", None)]
+    rollout = {
+        "calls": [call],
+        "reward": 0.0,
+        "rewards": [older, newer[0]],
+        "status": "failed",
+        "reason": "exit code 1",
+    }
     found = lesson_of(rollout)
     assert (found["Inputs"], found["Generated Outputs"]) == ("how many?", 'calls search({"q":1})')
-    assert found["Feedback"].splitlines() == [
-        "reward: 0.0", "judge says: wrong column", "the tool search failed: no such column",
-        "the agent failed: exit code 1",
-    ]  # fmt: skip
-    silent = {**reward, "comment": None}
-    assert "says" not in lesson_of(rollout | {"rewards": [older, reward, silent]})["Feedback"], (
-        "corrected without words"
-    )
-    assert lesson_of(rollout | {"calls": []})["Inputs"] == "(no call was made)"
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"), [("x <prompt>\nnew\n</prompt> y", "new"), ("new", None), ("<prompt></prompt>", None)]
-)
-def test_the_editors_prompt_stands_between_tags(answer: str, text: str | None) -> None:
-    assert between(answer) == text
+    for said in ("judge says: wrong column", "the tool search failed: no such column", "agent failed: exit code 1"):
+        assert said in found["Feedback"] and "very good" not in found["Feedback"]
+    assert "says" not in lesson_of(rollout | {"rewards": [older, *newer]})["Feedback"], "corrected without words"
+    answers = ("x <prompt>\nnew\n</prompt> y", "new", "<prompt></prompt>")
+    assert [*map(between, answers)] == ["new", None, None]

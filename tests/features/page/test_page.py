@@ -1,4 +1,4 @@
-"""The page's files, all of the proxy's own, under a policy that lets nothing else in; its feeds share their looks."""
+"""The page's files, all of the proxy's own, under a policy that lets nothing else in; its feeds; `dashboard`."""
 
 from __future__ import annotations
 
@@ -6,39 +6,37 @@ import asyncio
 import fnmatch
 import hashlib
 import re
+import signal
+import sys
 import tomllib
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from contract.system import free_port
 from lightning_proxy.features.page.proxy import FILES, POLICY, files
 from lightning_proxy.store.sqlite.database import SqliteDatabase
+from support.command_line import lightning
 from support.paths import ROOT
+from support.stores import postgres_server
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 TEXTS = {name: body.decode() for name, body in files().items()}
-OURS = {name: text for name, text in TEXTS.items() if name.endswith("mjs") and not name.startswith("vendor/")}
 MARKUP = r"innerHTML|outerHTML|insertAdjacent|dangerously|document\.write|\beval\(|new Function"
 
 
-def test_the_policy_lets_only_files_of_the_page_run() -> None:
-    rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
-    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
-    assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
-    assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", TEXTS["index.html"])
-
-
-async def test_a_file_has_its_type_and_is_not_sent_twice(running: Running, tmp_path: Path) -> None:
+async def test_a_file_has_its_type_and_policy_and_is_not_sent_twice(start: Any) -> None:
+    assert "; form-action 'none'" in POLICY  # tests/contract has the rest
     types = {"app.mjs": "text/javascript", "page.css": "text/css", "icon.svg": "image/svg+xml"}
-    async with running(tmp_path) as system:
+    async with start() as system:
         for name, media_type in types.items():
             async with system.session.get(f"{system.url}/page/{name}") as answer:
                 assert answer.content_type == media_type
                 assert answer.headers["Content-Security-Policy"] == POLICY
-                assert answer.headers["X-Content-Type-Options"] == "nosniff"
                 assert await answer.read() == (FILES / name).read_bytes()
             known = {"If-None-Match": answer.headers["ETag"]}
             async with system.session.get(f"{system.url}/page/{name}", headers=known) as answer:
@@ -53,25 +51,14 @@ def test_the_distribution_has_every_file_of_the_page() -> None:
         assert any(fnmatch.fnmatch(name, one) and name.count("/") == one.count("/") for one in patterns), name
 
 
-def test_all_that_a_file_loads_or_names_is_a_file_of_the_page() -> None:
+def test_no_file_names_another_host_and_our_modules_take_no_text_as_markup_or_code() -> None:
+    assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", TEXTS["index.html"])
     for name, text in TEXTS.items():
-        asked = re.findall(r'(?:from|import)\s*"([^"]+)";', text) if name.endswith("mjs") else []
-        linked = re.findall(r'(?:src|href)="page/([^"]+)"', text) if name.endswith("html") else []
-        assert [one for one in asked if not one.startswith("./")] == [], name
-        assert {(Path(name).parent / one).as_posix() for one in asked} | set(linked) <= TEXTS.keys(), name
         if not name.endswith(".txt"):
             hosts = re.findall(r"(?:https?:)?//[\w-]+\.[\w.-]+[\w/]*", text)
             assert [one for one in hosts if "//www.w3.org/" not in one] == [], name
-
-
-def test_our_modules_take_no_text_as_markup_or_code_and_export_nothing_that_nobody_uses() -> None:
-    for name, text in OURS.items():
-        assert not re.search(MARKUP, text), name
-        for imported in re.findall(r"\w+", " ".join(re.findall(r"import \{([^}]*)\} from", text))):
-            assert len(re.findall(rf"\b{imported}\b", text)) > 1, f"{name}: {imported}"
-        for exported in re.findall(r"export (?:async )?(?:const|function|class) (\w+)", text):
-            others = (other for at, other in OURS.items() if at != name)
-            assert any(re.search(rf"\b{exported}\b", other) for other in others), f"{name}: {exported}"
+        if name.endswith("mjs") and not name.startswith("vendor/"):
+            assert not re.search(MARKUP, text), name
 
 
 def test_other_people_s_files_are_those_that_are_listed() -> None:
@@ -82,9 +69,7 @@ def test_other_people_s_files_are_those_that_are_listed() -> None:
 
 
 @pytest.mark.sqlite
-async def test_many_feeds_look_at_the_store_as_often_as_one(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_feeds_look_at_the_store_as_often_as_one(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks, quick = 0, SqliteDatabase.quick
 
     async def counted(database: SqliteDatabase, *args: Any) -> Any:
@@ -93,7 +78,7 @@ async def test_many_feeds_look_at_the_store_as_often_as_one(
         return await quick(database, *args)
 
     monkeypatch.setattr(SqliteDatabase, "quick", counted)
-    async with running(tmp_path) as system, AsyncExitStack() as stack:
+    async with start() as system, AsyncExitStack() as stack:
         found = []
         for feeds in (1, 40):
             for _ in range(feeds):
@@ -103,3 +88,64 @@ async def test_many_feeds_look_at_the_store_as_often_as_one(
             await asyncio.sleep(2)
             found.append(looks - before)
         assert found[1] < 3 * found[0]
+
+
+# `dashboard`: the page over a store alone. tests/contract checks that it changes nothing.
+
+
+@asynccontextmanager
+async def dashboard(session: aiohttp.ClientSession, store: Any, where: Any) -> AsyncIterator[tuple[Process, Any]]:
+    """Its process, and what gets a path from it. `where`: the store as it is shown."""
+    argv = ("-m", "lightning_proxy", "dashboard", "--store", str(store), "--port", str(free_port()))
+    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=PIPE, stderr=PIPE)
+    assert process.stdout is not None
+    try:
+        said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+        found = re.search(r"(http://[^/]+)/#/\?key=(\S+)", said)
+        assert found is not None and said.startswith(f"{where}: "), said
+        address, headers = found[1], {"Authorization": f"Bearer {found[2]}", "Connection": "close"}
+
+        async def get(path: str) -> Any:
+            async with asyncio.timeout(30):
+                while True:
+                    with suppress(aiohttp.ClientConnectionError):  # it does not listen yet
+                        async with session.get(address + path, headers=headers) as answer:
+                            return await answer.json()
+                    await asyncio.sleep(0.1)
+
+        yield process, get
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+            await asyncio.wait_for(process.communicate(), 30)
+            assert process.returncode == 0
+
+
+@pytest.mark.sqlite
+async def test_a_store_in_use_can_be_looked_at_and_one_that_nobody_used_until_somebody_does(
+    start: Any, tmp_path: Path
+) -> None:
+    store = tmp_path / "store.db"
+    async with start() as system:
+        await system.chat("r1")
+        async with dashboard(system.session, store, store) as (_, get):
+            await system.chat("r2")
+            assert [one["rollout_id"] for one in (await get("/rollouts"))["data"]] == ["r2", "r1"]
+            assert (await get("/readyz"))["status"] == "alone"
+    async with aiohttp.ClientSession() as session, dashboard(session, store, store) as (process, _):
+        async with start() as system:
+            await system.chat("r3")
+            _, said = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 1 and b"is in use again" in said
+
+
+@pytest.mark.sqlite  # it has a server of its own
+async def test_a_store_on_a_server_can_be_looked_at(start: Any) -> None:
+    with postgres_server() as server:
+        store = server.new_database()
+        where = store.replace("lightning@", "").partition("?")[0]
+        missing = await asyncio.to_thread(lightning, "dashboard", "--store", store, "--port", str(free_port()))
+        assert missing.returncode == 2 and f"store {where} cannot be opened: it is empty" in missing.stderr
+        async with start(store={"url": store}) as system, dashboard(system.session, store, where) as (_, get):
+            await system.chat("r1")
+            assert [one["rollout_id"] for one in (await get("/rollouts"))["data"]] == ["r1"]

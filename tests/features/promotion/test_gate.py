@@ -1,11 +1,12 @@
-"""New rollouts are split between candidate and live version, and their rewards decide."""
+"""New rollouts are split between candidate and live version, and their rewards decide; whose rewards do."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import pytest
 
 from contract.system import listening
 from lightning_proxy.features.promotion import gate
+from lightning_proxy.features.promotion.commands import line_of
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.proxy.gateway import routing
 from lightning_proxy.store.versions import PolicyVersions
 
-GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
-GROUPS = {"group_size": 4}
+ADMIN = {"Authorization": "Bearer admin"}
+BOTH_WAYS = pytest.mark.parametrize("publish", ["lora", "merged"])
 
 
 @pytest.fixture(autouse=True)
@@ -28,229 +30,181 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "WATCH_S", 0.1)
 
 
-async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
-    async with asyncio.timeout(30):
-        while not (found := await condition()):
-            await asyncio.sleep(0.02)
-    return found
-
-
 @asynccontextmanager
-async def gated(running: Any, tmp_path: Path, publish: str, **policy: Any) -> AsyncIterator[Any]:
+async def gated(start: Any, publish: str = "lora", size: int = 4, most: int = 40, **proxy: Any) -> AsyncIterator[Any]:
     """A proxy with a closed gate; merged, with a second server for the candidate."""
-    settings = {"publish": publish, "policy": GATED | policy, "trainer": GROUPS}
+    policy = {"promotion": "gated", "gate": {"max_rollouts": most}}
+    settings = {"publish": publish, "policy": policy, "trainer": {"group_size": size}, **proxy}
     if publish == "lora":
-        async with running(tmp_path, **settings) as system:
+        async with start(**settings) as system:
             yield system
         return
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     async with (
-        running(tmp_path, replicas=[f"http://127.0.0.1:{port}/v1"], **settings) as system,
-        listening((second := type(system.vllm)(tmp_path)).app, port),
+        start(replicas=[f"http://127.0.0.1:{port}/v1"], **settings) as system,
+        listening((second := type(system.vllm)(system.vllm.root)).app, port),
     ):
         system.second = second
         yield system
 
 
-async def served(system: Any, rollout: str, task: str | None = None, **headers: str) -> int:
-    """The version that answered a call of the rollout, which is what its header says."""
-    said = {"X_Task_Id": task} if task else {}
-    status, answer = await system.chat(rollout, **said, **headers)
-    assert status == 200, answer
-    _, detail = await system.call("GET", f"/rollouts/{rollout}")
-    call = detail["calls"][-1]
-    text = answer["choices"][0]["message"]["content"]
-    version: int = call["policy_version"]
-    assert (f"v{version}" in text) == (version > 0), text
+async def candidate(system: Any) -> int:
+    """A version that is tested from now on, and served."""
+    async with system.store() as store:
+        version: int = await system.candidate(store, system.vllm.root)
+    if system.config.policy.publish == "merged":
+        await has(system, system.second, version)
+    async with asyncio.timeout(30):
+        while system.config.policy.publish == "lora" and f"policy-v{version}" not in system.vllm.adapters:
+            await asyncio.sleep(0.02)
     return version
 
 
-async def ready(system: Any, publish: str, version: int) -> None:
-    """Wait until the candidate can be served."""
-
-    async def is_served() -> bool:
-        if publish == "lora":
-            return f"policy-v{version}" in system.vllm.adapters
-        return bool(system.second.label.startswith(f"{version}-")) and not await downs(system)
-
-    await until(is_served)
+async def has(system: Any, server: Any, version: int) -> None:
+    """Wait until a server has the merged weights, and none is down."""
+    async with asyncio.timeout(30):
+        while not server.label.startswith(f"{version}-") or await downs(system):
+            await asyncio.sleep(0.02)
 
 
 async def downs(system: Any) -> list[str]:
-    found: list[str] = (await system.call("GET", "/readyz"))[1].get("down", [])
+    found: list[str] = (await system.get("/readyz")).get("down", [])
     return found
 
 
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_siblings_are_split_over_both_versions_and_each_keeps_its_own(
-    running: Any, tmp_path: Path, publish: str
-) -> None:
-    async with gated(running, tmp_path, publish) as system:
+async def served(system: Any, rollout: str, task: str | None = None, **headers: str) -> int:
+    """The version that answered a call of the rollout."""
+    status, answer = await system.chat(rollout, **({"X_Task_Id": task} if task else {}), **headers)
+    assert status == 200, answer
+    found = re.search(r"\bv(\d+)\b", answer["choices"][0]["message"]["content"])
+    return int(found[1]) if found else 0
+
+
+async def of_four(system: Any, name: str, task: str | None = None, **headers: str) -> set[int]:
+    """The versions that answered four rollouts."""
+    return {await served(system, f"{name}{i}", task, **headers) for i in range(4)}
+
+
+async def rewarded(system: Any, tasks: int, reward: Callable[[int], float]) -> None:
+    """Whole groups of rollouts, each rewarded by the version that answered it."""
+    for name, task in ((f"t{task}-{i}", f"t{task}") for task in range(tasks) for i in range(4)):
+        body = {"rollout_id": name, "reward": reward(await served(system, name, task))}
+        await system.post("/reward", body)
+
+
+async def seen(system: Any, version: int = 1, **key: str) -> Any:
+    answer = await system.get("/policy/versions", **key)
+    return next(one for one in answer["data"] if one["version"] == version)
+
+
+async def decided(system: Any, version: int = 1, **key: str) -> Any:
+    """The version, once its test is decided."""
+    async with asyncio.timeout(30):
+        while (found := await seen(system, version, **key))["promotion"]["status"] == "testing":
+            await asyncio.sleep(0.05)
+    return found
+
+
+@BOTH_WAYS
+async def test_siblings_are_split_over_both_versions_and_each_keeps_its_own(start: Any, publish: str) -> None:
+    async with gated(start, publish) as system:
+        assert await of_four(system, "before") == {0}
+        version = await candidate(system)
+        # What began before or is held out stays with the live version, and is not compared.
+        assert await of_four(system, "before") == {0}
+        assert await of_four(system, "held", X_Rollout_Mode="eval") == {0}
+        assert await of_four(system, "off", X_Recording="off") == {0}
         async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, publish, version)
+            tests = Promotions(store.database)
+            assert await tests.observed((await tests.now()).promotion) == []
         names = [(f"{task}-{i}", task) for task in ("a", "b", "c") for i in range(4)]
         first = {name: await served(system, name, task) for name, task in names}
         for task in ("a", "b", "c"):
             assert Counter(v for name, v in first.items() if name.startswith(task)) == {0: 2, version: 2}
         assert {name: await served(system, name, task) for name, task in names} == first
         for name, version_of_it in first.items():
-            calls = (await system.call("GET", f"/rollouts/{name}"))[1]["calls"]
+            calls = (await system.get(f"/rollouts/{name}"))["calls"]
             assert [call["policy_versions"] for call in calls] == [[version_of_it]] * 2
-        _, opened = await system.call("POST", "/rollouts", {"task_id": "d", "n": 4})  # their calls name no task
+        opened = await system.post("/rollouts", {"task_id": "d", "n": 4})  # their calls name no task
         assert Counter([await served(system, one["rollout_id"]) for one in opened]) == {0: 2, version: 2}
         lone = [await served(system, f"lone{i}") for i in range(6)]
         assert [sorted(lone[i : i + 2]) for i in (0, 2, 4)] == [[0, version]] * 3
 
 
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_rollouts_that_began_before_or_are_held_out_stay_with_the_live_version(
-    running: Any, tmp_path: Path, publish: str
-) -> None:
-    async with gated(running, tmp_path, publish) as system:
-        assert {await served(system, f"before{i}") for i in range(4)} == {0}
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, publish, version)
-        assert {await served(system, f"before{i}") for i in range(4)} == {0}
-        assert {await served(system, f"held{i}", X_Rollout_Mode="eval") for i in range(4)} == {0}
-        unrecorded = [await system.chat(f"off{i}", X_Recording="off") for i in range(4)]
-        assert {"v" in answer["choices"][0]["message"]["content"].split()[-1] for _, answer in unrecorded} <= {False}
-        async with system.store() as store:
-            assert await Promotions(store.database).observed((await Promotions(store.database).now()).promotion) == []
-
-
-async def rewarded(system: Any, tasks: int, reward: Callable[[int, int], float]) -> Counter[int]:
-    """Whole groups of rollouts, each rewarded by the version that answered it and its number."""
-    seen = Counter[int]()
-    for task in range(tasks):
-        for i in range(4):
-            rollout = f"t{task}-{i}"
-            version = await served(system, rollout, f"t{task}")
-            seen[version] += 1
-            await system.call("POST", "/reward", {"rollout_id": rollout, "reward": reward(version, i)})
-    return seen
-
-
-async def decided(system: Any, version: int) -> dict[str, Any]:
-    """The version, once its test is decided."""
-
-    async def look() -> dict[str, Any] | None:
-        _, answer = await system.call("GET", "/policy/versions")
-        found = next(one for one in answer["data"] if one["version"] == version)
-        return found if found["promotion"]["status"] != "testing" else None
-
-    found: dict[str, Any] = await until(look)
-    return found
-
-
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_a_candidate_that_is_worse_is_taken_back_by_itself(running: Any, tmp_path: Path, publish: str) -> None:
-    async with gated(running, tmp_path, publish) as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, publish, version)
-        await rewarded(system, 10, lambda v, _: 0.0 if v == version else 1.0)
-        found = await decided(system, version)
-        assert (found["status"], found["live"]) == ("rejected", False)
-        assert found["error"].startswith("reward is worse: -1.000 on average of ")
+@BOTH_WAYS
+@pytest.mark.parametrize("better", [False, True])
+async def test_rewards_decide_whether_a_candidate_goes_live_or_back(start: Any, publish: str, better: bool) -> None:
+    async with gated(start, publish, most=200) as system:
+        version = await candidate(system)
+        await rewarded(system, 12, lambda v: float((v == version) == better))
+        found, outcome = await decided(system, version), "promoted" if better else "rejected"
+        assert (found["status"], found["live"]) == ("live" if better else "rejected", better)
         test = found["promotion"]
-        assert (test["status"], test["against"], test["reason"]) == ("rejected", 0, found["error"])
-        assert test["evidence"]["metrics"]["reward"]["verdict"] == "worse"
-        assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
+        assert (test["status"], test["against"]) == (outcome, 0)
+        if not better:
+            assert found["error"].startswith("reward is worse: -1.000 on average of ")
+            assert test["reason"] == found["error"]
+            assert test["evidence"]["metrics"]["reward"]["verdict"] == "worse"
+        now = version if better else 0
+        assert (await system.get("/policy"))["live_version"] == now
         if publish == "merged":
-            await until(lambda: _has_label(system.second, "0-"))
-            await until(lambda: _none_down(system))
-        assert {await served(system, f"after{i}") for i in range(4)} == {0}
+            await has(system, system.vllm if better else system.second, now)
+        assert await of_four(system, "after") == {now}
 
 
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_a_candidate_that_is_better_goes_live(running: Any, tmp_path: Path, publish: str) -> None:
-    async with gated(running, tmp_path, publish, gate={"max_rollouts": 200}) as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, publish, version)
-        await rewarded(system, 12, lambda v, _: 1.0 if v == version else 0.0)
-        found = await decided(system, version)
-        assert (found["status"], found["live"], found["promotion"]["status"]) == ("live", True, "promoted")
-        if publish == "merged":
-            await until(lambda: _has_label(system.vllm, f"{version}-"))
-            await until(lambda: _none_down(system))
-        assert {await served(system, f"after{i}") for i in range(4)} == {version}
-
-
-async def _has_label(server: Any, label: str) -> bool:
-    return bool(server.label.startswith(label))
-
-
-async def _none_down(system: Any) -> bool:
-    return not await downs(system)
-
-
-async def test_a_promotion_by_hand_ends_the_test_and_says_so(running: Any, tmp_path: Path) -> None:
-    publish = "merged"
-    async with gated(running, tmp_path, publish) as system:
+async def test_a_promotion_by_hand_ends_the_test_and_says_so(start: Any, tmp_path: Path) -> None:
+    async with gated(start, "merged") as system:
         async with system.store() as store:
             earlier = await system.earlier_version(store, tmp_path)
-            version = await system.candidate(store, tmp_path)
-        await ready(system, publish, version)
-        assert (await system.call("POST", "/policy/promote", {"version": earlier}))[0] == 200
-        _, answer = await system.call("GET", "/policy/versions")
-        found = answer["data"][version]
+        version = await candidate(system)
+        await system.post("/policy/promote", {"version": earlier})
+        found = await seen(system, version)
         assert (found["status"], found["promotion"]["status"]) == ("ready", "ended")
         assert found["promotion"]["reason"] == f"version {earlier} was made live during the test"
-        await until(lambda: _none_down(system))
-        assert {await served(system, f"r{i}") for i in range(4)} == {earlier}
+        await has(system, system.second, earlier)
+        assert await of_four(system, "r") == {earlier}
 
 
-async def test_no_more_than_the_bound_of_rollouts_are_compared(running: Any, tmp_path: Path) -> None:
-    async with gated(running, tmp_path, "lora", gate={"max_rollouts": 4}) as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, "lora", version)
-        assert Counter([await served(system, f"r{i}", "t") for i in range(12)]) == {0: 10, version: 2}
-        for i in range(4):
-            reward = 0.0 if await served(system, f"r{i}", "t") == version else 1.0
-            await system.call("POST", "/reward", {"rollout_id": f"r{i}", "reward": reward})
+async def test_no_more_than_the_bound_of_rollouts_are_compared(start: Any) -> None:
+    async with gated(start, most=4) as system:
+        version = await candidate(system)
+        assert Counter([await served(system, f"t0-{i}", "t0") for i in range(12)]) == {0: 10, version: 2}
+        await rewarded(system, 1, lambda v: float(v != version))
         found = await decided(system, version)
         assert found["status"] == "rejected"
         assert found["error"].startswith("undecided at max_rollouts, more than half a drop: reward: -1.000")
 
 
 @pytest.mark.parametrize("down", ["candidate", "live"])
-async def test_while_one_version_has_no_server_the_other_answers(running: Any, tmp_path: Path, down: str) -> None:
-    async with gated(running, tmp_path, "merged") as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, "merged", version)
-        names = [f"r{i}" for i in range(4)]
-        assert sorted([await served(system, name, "t") for name in names]) == [0, 0, version, version]
+async def test_while_one_version_has_no_server_the_other_answers(start: Any, down: str) -> None:
+    async with gated(start, "merged") as system:
+        version = await candidate(system)
+        assert await of_four(system, "r", "t") == {0, version}
         server = system.second if down == "candidate" else system.vllm
         server.label, server.refuses = "lost", "/pause"
-        await until(lambda: downs(system))
-        other = 0 if down == "candidate" else version
-        assert {await served(system, name, "t") for name in names} == {other}
+        async with asyncio.timeout(30):
+            while not await downs(system):
+                await asyncio.sleep(0.02)
+        assert await of_four(system, "r", "t") == {0 if down == "candidate" else version}
 
 
-async def test_a_gate_that_is_opened_ends_the_test(running: Any, tmp_path: Path) -> None:
-    async with gated(running, tmp_path, "lora") as system, system.store() as store:
-        version = await system.candidate(store, tmp_path)
-    async with running(tmp_path, publish="lora") as system:
-        found = (await system.call("GET", "/policy/versions"))[1]["data"][version]
+async def test_a_gate_that_is_opened_ends_the_test(start: Any) -> None:
+    async with gated(start) as system:
+        version = await candidate(system)
+    async with start(publish="lora") as system:
+        found = await seen(system, version)
         assert (found["status"], found["promotion"]["status"]) == ("ready", "ended")
         assert found["promotion"]["reason"] == "promotion.mode was set to immediate"
-        assert {await served(system, f"r{i}", "t") for i in range(4)} == {0}
+        assert await of_four(system, "r", "t") == {0}
 
 
 async def test_a_decision_between_two_readings_names_no_version_that_did_not_answer(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with gated(running, tmp_path, "merged") as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        await ready(system, "merged", version)
+    async with gated(start, "merged") as system:
+        version = await candidate(system)
         read, reads = PolicyVersions.live_now, 0
 
         async def decided_after(self: PolicyVersions) -> Any:
@@ -267,3 +221,133 @@ async def test_a_decision_between_two_readings_names_no_version_that_did_not_ans
         await asyncio.sleep(0.3)  # no look of its own is under way
         monkeypatch.setattr(PolicyVersions, "live_now", decided_after)
         assert await served(system, "r", "t") == version
+        (call,) = (await system.get("/rollouts/r"))["calls"]
+        assert call["policy_version"] == version
+
+
+async def test_a_test_is_shown_while_it_is_under_way_and_after_it(start: Any) -> None:
+    async with gated(start, size=2) as system:
+
+        async def told(*command: str) -> str:
+            return " ".join((await system.lightning(*command)).stdout.split())
+
+        version = await candidate(system)
+        policy = await system.get("/policy")
+        assert (policy["promotion"], policy["test"]["version"]) == ("gated", version)
+        for i in range(4):
+            await served(system, f"r{i}", f"t{i // 2}")
+            await system.post("/reward", {"rollout_id": f"r{i}", "reward": 0.5})
+        while (evidence := (await system.get("/policy"))["test"]["evidence"]).get("groups") != 2:
+            pass
+        assert evidence["metrics"]["reward"]["difference"] == 0.0
+        for command in (("policy", "list"), ("status",)):
+            shown = f"testing version {version} against 0: 4 of at most 40 rollouts; reward +0.00 (2 pairs, undecided)"
+            assert shown in await told(*command)
+        assert (await system.call("POST", "/policy/rollback"))[0] == 409
+        await system.post("/policy/promote", {"version": 0})
+        ended = f"the test of version {version} against 0 was ended: version 0 was made live during the test"
+        assert ended in await told("policy", "list")
+        assert (await seen(system, version))["promotion"]["evidence"] == evidence, "its numbers are kept"
+
+
+# Only an admin's key, and one made with `keys create --evaluator`, decides which version goes live.
+
+Begun = list[tuple[str, int, dict[str, str]]]
+
+
+@pytest.fixture
+async def tested(start: Any) -> AsyncIterator[Any]:
+    """A proxy with keys that tests version 1 against version 0."""
+    async with gated(start, size=2, api_keys=["agent"], admin_keys=["admin"]) as system:
+        assert await candidate(system) == 1
+        yield system
+
+
+async def began(system: Any, opener: dict[str, str], own_keys: bool = False, n: int = 40) -> Begun:
+    """Rollouts that take part in the test, each with its version and the key that is used for it."""
+    found: Begun = []
+    for i in range(n // 2):
+        for one in await system.post("/rollouts", {"task_id": f"t{i}", "n": 2}, **opener):
+            name, key = one["rollout_id"], {"Authorization": f"Bearer {one['api_key']}"} if own_keys else opener
+            found.append((name, await served(system, name, **key), key))
+    return found
+
+
+async def reward(system: Any, rollouts: Begun, key: dict[str, str] | None = None, good: int = 1) -> None:
+    """1 for rollouts of the version `good`, 0 for others. `key`: of the sender, else each rollout's."""
+    for name, version, own in rollouts:
+        body = {"rollout_id": name, "reward": float(version == good)}
+        await system.post("/reward", body, **(own if key is None else key))
+
+
+async def outcome(system: Any) -> tuple[str, float]:
+    test = (await decided(system, **ADMIN))["promotion"]
+    return test["status"], test["evidence"]["metrics"]["reward"]["difference"]
+
+
+@pytest.mark.parametrize("scope", ["own rollout's", "configured"])
+async def test_a_key_that_is_no_evaluators_decides_nothing(tested: Any, scope: str) -> None:
+    key = {"Authorization": "Bearer agent"} if scope == "configured" else await tested.key("a", scope="own")
+    evaluator = await tested.key("e", evaluator=True)
+    for opener, good in ((key, 1), (evaluator, 0)):  # the first does not use up the bound of the test either
+        found = await began(tested, opener, own_keys=good == 1 and "rollout" in scope)
+        assert Counter(version for _, version, _ in found) == {0: 20, 1: 20}
+        await reward(tested, found, good=good)
+        if opener is key:
+            await asyncio.sleep(1.5)  # the gate has looked at all that there is
+            test = (await seen(tested, **ADMIN))["promotion"]
+            assert (test["status"], test["evidence"].get("rollouts", 0)) == ("testing", 0)
+            assert "0 of at most 40 rollouts that an admin's or an evaluator's key opened" in line_of(test).plain
+    assert await outcome(tested) == ("rejected", -1.0)
+
+
+@pytest.mark.parametrize("who", ["admin", "own evaluator", "evaluator's rollout"])
+async def test_an_admins_and_an_evaluators_rewards_decide(tested: Any, who: str) -> None:
+    scope = "own" if who.startswith("own") else "all"
+    key = ADMIN if who == "admin" else await tested.key("e", evaluator=True, scope=scope)
+    await reward(tested, await began(tested, key, own_keys="rollout" in who))
+    assert await outcome(tested) == ("promoted", 1.0)
+
+
+async def test_an_evaluators_word_about_a_tenants_rollouts_counts_and_the_tenants_own_does_not(tested: Any) -> None:
+    tenant, evaluator = await tested.key("t", scope="own"), await tested.key("e", evaluator=True)
+    found = await began(tested, tenant)
+    await reward(tested, found, evaluator, good=0)
+    await reward(tested, found, tenant, good=1)  # the newest value, but no evidence
+    assert await outcome(tested) == ("rejected", -1.0)
+
+
+async def test_a_tenants_rollout_is_no_evidence_once_the_evaluators_word_is_taken_back(tested: Any) -> None:
+    async with tested.store() as store:
+        tests = Promotions(store.database)
+        test = await tests.under_way()
+        assert test is not None
+        (name, _, _), _ = await began(tested, await tested.key("t", scope="own"), n=2)
+        counts = []
+        for value in (1, 0):
+            body = {"rollout_id": name, "reward": value, "name": "human"}
+            given = (await tested.post("/reward", body, **ADMIN))["reward_id"]
+            counts.append(len(await tests.observed(test)))
+            assert (await tested.call("DELETE", f"/rollouts/{name}/rewards/{given}", **ADMIN))[0] == 204
+            counts.append(len(await tests.observed(test)))
+        assert counts == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("status", ["failed", "discarded"])
+async def test_a_rollout_that_another_key_ended_has_not_failed(tested: Any, status: str) -> None:
+    other, evaluator = await tested.key("o"), await tested.key("e", evaluator=True)
+    found = await began(tested, evaluator)
+    for name in (name for name, version, _ in found if version == 1):
+        await tested.post(f"/rollouts/{name}/end", {"status": status}, **other)
+    await reward(tested, found, evaluator)
+    test = (await decided(tested, **ADMIN))["promotion"]
+    assert (test["status"], test["evidence"]["candidate"]["failed"]) == ("promoted", 0)
+
+
+async def test_a_tenant_does_not_shift_the_sides_of_an_evaluators_rollouts(tested: Any) -> None:
+    tenant, sides = await tested.key("t", scope="own"), Counter[int]()
+    for i in range(8):
+        for key in (tenant, ADMIN, ADMIN):
+            opened = await tested.post("/rollouts", {"task_id": "t"}, **key)
+            sides[await served(tested, opened[0]["rollout_id"], **key)] += key is ADMIN
+        assert sides[0] == sides[1] == i + 1

@@ -1,38 +1,49 @@
-"""Which rollouts a test takes and who decides it, with several proxies on one store, and what a look leaves alone."""
+"""Which rollouts a test takes and who decides it, with several proxies on one store, and after a kill."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from contract.system import CLI
+from lightning_proxy.cli import app
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.features.promotion import gate
 from lightning_proxy.features.promotion.gate import Gate
 from lightning_proxy.features.promotion.promotions import Promotion, Promotions
-from lightning_proxy.store.opening import open_database, opened
+from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import Collapse
 from support.calls import ANSWERED
+from support.paths import TESTS
+from support.served import proxy_in_front
 from support.stores import store_url
 
 Tested = tuple[Config, Store, Promotion]
 
 
-def config_of(tmp_path: Path, group_size: int) -> Config:
+def config_of(url: str, group_size: int) -> Config:
     return Config.model_validate({
-        "store": {"url": store_url(tmp_path)}, "policy": {"publish": "lora"}, "promotion": {"mode": "gated"},
+        "store": {"url": url}, "policy": {"publish": "lora"}, "promotion": {"mode": "gated"},
         "trainer": {"group_size": group_size},
     })  # fmt: skip
 
 
 async def begun(store: Store) -> Promotion:
     version = await store.versions.new("lora", 1, {})
+    await store.versions.saved(version, "/nowhere", f"policy-v{version}")
     tests = Promotions(store.database)
     await tests.begin(version, 1, 0)
     test = await tests.under_way()
@@ -40,35 +51,39 @@ async def begun(store: Store) -> Promotion:
     return test
 
 
-@pytest.fixture
-async def tested(tmp_path: Path) -> AsyncIterator[Tested]:
-    """A test with enough rewards to promote its candidate."""
-    config = config_of(tmp_path, 2)
+@asynccontextmanager
+async def filled(url: str, *, worse: bool = False) -> AsyncIterator[Tested]:
+    """A test with enough rewards for a decision."""
+    config = config_of(url, 2)
     async with opened(config.store) as database:
         store = Store(database)
         test, tests = await begun(store), Promotions(database)
         for n in range(40):
             version = await tests.assign(test, RolloutName(f"r{n}", f"t{n // 2}"), config)
             await database.commit([(ANSWERED, [{"rollout_id": f"r{n}", "version": version}])])
-            await store.rewards.post([Reward(f"r{n}", float(version == test.version))], None, b"")
+            await store.rewards.post([Reward(f"r{n}", float((version == test.version) != worse))], None, b"")
         yield config, store, test
 
 
+@pytest.fixture
+async def tested(tmp_path: Path) -> AsyncIterator[Tested]:
+    async with filled(store_url(tmp_path)) as tested:
+        yield tested
+
+
 async def test_siblings_that_begin_at_once_at_two_proxies_are_split_evenly(tmp_path: Path) -> None:
-    config = config_of(tmp_path, 8)
-    databases = [await open_database(config.store) for _ in range(2)]
-    test = await begun(Store(databases[0]))
+    config = config_of(store_url(tmp_path), 8)
+    async with opened(config.store) as one, opened(config.store) as other:
+        test = await begun(Store(one))
 
-    async def began(n: int) -> int:
-        """Each begins at both."""
-        return await Promotions(databases[n % 2]).assign(test, RolloutName(f"r{n // 2}", "t"), config)
+        async def began(n: int) -> int:
+            """Each begins at both."""
+            return await Promotions((one, other)[n % 2]).assign(test, RolloutName(f"r{n // 2}", "t"), config)
 
-    found = await asyncio.gather(*map(began, range(32)))
-    assert found[::2] == found[1::2]
-    assert Counter(found[::2]) == {0: 8, test.version: 8}
-    assert sorted(one.place for one in await Promotions(databases[0]).observed(test)) == list(range(16))
-    for database in databases:
-        await database.close()
+        found = await asyncio.gather(*map(began, range(32)))
+        assert found[::2] == found[1::2]
+        assert Counter(found[::2]) == {0: 8, test.version: 8}
+        assert sorted(seen.place for seen in await Promotions(one).observed(test)) == list(range(16))
 
 
 async def test_no_candidate_goes_live_while_publication_is_stopped_for_a_collapse(
@@ -76,10 +91,9 @@ async def test_no_candidate_goes_live_while_publication_is_stopped_for_a_collaps
 ) -> None:
     config, store, _ = tested
     live, tests = await store.versions.live(), Promotions(store.database)
-    stop = Collapse("kl", "it rose", time.time(), live.live_at, 0)  # type: ignore[arg-type]
 
     async def stopped() -> Collapse:
-        return stop
+        return Collapse("kl", "it rose", time.time(), live.live_at, 0)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
         patched.setattr(store.steps, "collapse", stopped)
@@ -142,3 +156,66 @@ async def test_what_a_rollout_is_observed_by_is_read_off_its_calls_and_rewards(t
     assert [bool(seen[f"r{n}"].alone) for n in (0, 1, 2, 3, 5)] == [True, False, False, True, False]
     assert [one for one in seen if seen[one].unrewarded] == ["r3"] and seen["r3"].rewards == ()
     assert seen["r4"].status == "completed", "no key that gives evidence has said that it failed"
+
+
+@pytest.mark.long
+@pytest.mark.sqlite
+@pytest.mark.parametrize("moment", ["before", "inside"])
+@pytest.mark.parametrize("worse", [True, False])
+async def test_a_decision_survives_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, worse: bool
+) -> None:
+    """The next proxy decides, by the same numbers."""
+    monkeypatch.setenv("KILL_AT", moment)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    async with proxy_in_front(tmp_path, (sys.executable, __file__)) as proxy:
+        proxy.set("promotion", mode="gated")
+        proxy.set("trainer", group_size=2)
+        async with filled(f"sqlite:///{proxy.store}", worse=worse):
+            pass
+        start = asyncio.create_task(proxy.start())
+        async with asyncio.timeout(60):
+            while proxy.process is None:
+                await asyncio.sleep(0.05)
+            assert await proxy.process.wait() == -signal.SIGKILL
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        assert proxy.rows("SELECT status, decided_at FROM promotions") == [("testing", None)]
+        assert proxy.rows("SELECT status FROM policy_versions ORDER BY version") == [("live",), ("candidate",)]
+        proxy.program = CLI
+        await proxy.start()
+        async with asyncio.timeout(60):
+            while not (decided := proxy.rows("SELECT status, evidence FROM promotions WHERE status <> 'testing'")):
+                await asyncio.sleep(0.1)
+        ((status, evidence),) = decided
+        assert status == ("rejected" if worse else "promoted")
+        assert json.loads(evidence)["metrics"]["reward"]["pairs"] == 20
+        live = proxy.rows("SELECT version FROM policy_log ORDER BY n DESC LIMIT 1")
+        assert live == [(0 if worse else 1,)]
+
+
+def killed_when_deciding() -> None:
+    """`lightning-proxy`, killed with SIGKILL when its gate decides: KILL_AT=before, or inside the transaction."""
+    decide = Promotions.decide
+
+    async def killed(self: Promotions, *args: Any) -> bool:
+        if os.environ["KILL_AT"] == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write = self._db.write
+
+        async def half(work: Any, size: int = 0) -> Any:
+            async def then_die(db: Any) -> None:
+                await work(db)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            return await write(then_die, size)
+
+        self._db.write = half  # type: ignore[assignment, method-assign]
+        return await decide(self, *args)
+
+    Promotions.decide = killed  # type: ignore[assignment, method-assign]
+    app()
+
+
+if __name__ == "__main__":
+    killed_when_deciding()

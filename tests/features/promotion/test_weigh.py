@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,31 +50,26 @@ def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any
     section = {"mode": "gated", "max_rollouts": 1000, "metrics": margins or {"reward": 0.1}}
     weights = changed.pop("reward_weights", {"reward": 1.0})
     trainer = {"group_size": size, "group_timeout_s": 50.0, "reward_weights": weights}
-    policy = {"publish": "lora"}
-    return Config.model_validate({"policy": policy, "promotion": section | changed, "trainer": trainer})
+    return Config.model_validate({"policy": {"publish": "lora"}, "promotion": section | changed, "trainer": trainer})
 
 
 def seen(task: str | None, place: int, reward: float | None, size: int = 4, **changed: Any) -> Observed:
     """A rollout that ended at 20 with this reward."""
-    version = choose(TEST, task, place, size, 0.5)
-    rewards = () if reward is None else (Reward(f"{task}-{place}", reward, created_at=21.0),)
+    name, rewards = f"{task}-{place}", () if reward is None else (Reward("r", reward, created_at=21.0),)
     told: dict[str, Any] = {
-        "rollout_id": f"{task}-{place}", "task_id": task, "opened_by": "", "place": place, "version": version,
-        "status": "completed", "created_at": 10.0, "ended_at": 20.0, "alone": True, "rewards": rewards,
+        "rollout_id": name, "task_id": task, "opened_by": "", "place": place, "alone": True, "rewards": rewards,
+        "version": choose(TEST, task, place, size, 0.5), "status": "completed", "created_at": 10.0, "ended_at": 20.0,
         "tool_errors": 0.0, "truncated": 0.0, "unrewarded": 0.0, "answer_tokens": 10.0, "latency": 5.0,
     }  # fmt: skip
     return Observed(**told | changed)
 
 
-def groups(count: int, candidate: float, live: float, size: int = 4, **changed: Any) -> list[Observed]:
+def groups(count: int, candidate: float, live: float, **changed: Any) -> list[Observed]:
     """Whole groups in which each version has one reward. `changed`: of the candidate's."""
     found = []
-    for task in (f"t{i}" for i in range(count)):
-        for place in range(size):
-            is_candidate = choose(TEST, task, place, size, 0.5) == 2
-            found.append(
-                seen(task, place, candidate if is_candidate else live, size, **(changed if is_candidate else {}))
-            )
+    for task, place in ((f"t{i}", place) for i in range(count) for place in range(4)):
+        is_candidate = choose(TEST, task, place, 4, 0.5) == 2
+        found.append(seen(task, place, candidate if is_candidate else live, **(changed if is_candidate else {})))
     return found
 
 
@@ -89,13 +85,9 @@ def test_a_group_is_one_pair_whatever_its_siblings_are() -> None:
     assert (reward(weighed)["candidate"], reward(weighed)["live"]) == (pytest.approx(0.6), pytest.approx(0.5))
 
 
-def test_a_candidate_that_is_no_worse_goes_live() -> None:
+def test_a_candidate_that_is_no_worse_goes_live_and_one_that_is_worse_is_taken_back() -> None:
     weighed = weigh(TEST, groups(120, 0.5, 0.5), rules(), NOW)
-    assert weighed.outcome == "promoted"
-    assert "a drop of 0.1 is excluded" in weighed.reason
-
-
-def test_a_candidate_that_is_worse_is_taken_back() -> None:
+    assert weighed.outcome == "promoted" and "a drop of 0.1 is excluded" in weighed.reason
     weighed = weigh(TEST, groups(40, 0.2, 0.6), rules(), NOW)
     assert weighed.outcome == "rejected"
     assert weighed.reason.startswith("reward is worse: -0.400 on average of 40 pairs")
@@ -121,41 +113,37 @@ def test_a_metric_that_no_rollout_has_a_value_of_lets_nothing_go_live() -> None:
     assert weighed.reason.endswith("more than half a drop: style: no pair has a value")
 
 
-def test_groups_count_in_the_order_in_which_they_began() -> None:
-    late = groups(3, 0.5, 0.5)
-    late[4] = seen("t1", 0, None)  # waits for its reward; the group after it has all of its own
-    assert weigh(TEST, late, rules(), 30.0).evidence["groups"] == 1
-    assert weigh(TEST, late, rules(), 120.0).evidence["groups"] == 3
-
-
 def test_a_failed_rollout_has_the_lowest_reward() -> None:
-    crashes = groups(40, 1.0, 0.5, status="failed")
-    weighed = weigh(TEST, crashes, rules(), NOW)
+    weighed = weigh(TEST, groups(40, 1.0, 0.5, status="failed"), rules(), NOW)
     assert (weighed.outcome, reward(weighed)["candidate"]) == ("rejected", 0.0)
     assert weighed.evidence["candidate"]["failed"] == 80
 
 
-def test_rollouts_without_a_reward_hold_nothing_up_for_longer_than_the_timeout() -> None:
-    late = [*groups(3, 0.5, 0.5)[:-1], seen("t2", 3, None)]
-    assert weigh(TEST, late, rules(), 30.0).evidence["groups"] == 2
-    weighed = weigh(TEST, late, rules(), 20.0 + 100.0)
+WHOLE = groups(3, 0.5, 0.5)
+NOT_REWARDED, RUNNING = seen("t1", 0, None), seen("t2", 3, None, status="running", ended_at=None)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "before", "counted", "at"),
+    [
+        ([*WHOLE[:4], NOT_REWARDED, *WHOLE[5:]], 119.0, 1, 120.0),  # the group after it has all of its own
+        ([*WHOLE[:-1], seen("t2", 3, None)], 119.0, 2, 120.0),
+        ([*WHOLE[:-1], RUNNING], 109.0, 2, 110.0),
+        (WHOLE[:-1], 59.0, 2, 60.0),  # the sibling that is missing is waited for as long as the trainer does
+    ],
+)
+def test_groups_count_in_the_order_in_which_they_began_and_nothing_is_waited_for_longer_than_its_timeout(
+    rollouts: list[Observed], before: float, counted: int, at: float
+) -> None:
+    assert weigh(TEST, rollouts, rules(), before).evidence["groups"] == counted
+    weighed = weigh(TEST, rollouts, rules(), at)
     assert (weighed.evidence["groups"], reward(weighed)["pairs"]) == (3, 3)
-    never_ends = [*groups(3, 0.5, 0.5)[:-1], seen("t2", 3, None, status="running", ended_at=None)]
-    assert weigh(TEST, never_ends, rules(), 109.0).evidence["groups"] == 2
-    assert weigh(TEST, never_ends, rules(), 110.0).evidence["groups"] == 3
-
-
-def test_a_group_waits_for_its_siblings_for_as_long_as_the_trainer_does() -> None:
-    short = groups(3, 0.5, 0.5)[:-1]
-    assert weigh(TEST, short, rules(), 59.0).evidence["groups"] == 2
-    assert weigh(TEST, short, rules(), 60.0).evidence["groups"] == 3
 
 
 def test_a_sibling_that_comes_when_its_group_has_counted_changes_nothing() -> None:
-    short = groups(3, 0.5, 0.5)[:-1]
-    before = weigh(TEST, short, rules(), NOW)
     late = seen("t2", 3, None, status="running", created_at=70.0, ended_at=None)
-    assert reward(weigh(TEST, [*short, late], rules(), NOW)) == reward(before)
+    found = [reward(weigh(TEST, [*WHOLE[:-1], *more], rules(), NOW)) for more in ([], [late])]
+    assert found[0] == found[1]
 
 
 def test_rollouts_without_a_task_are_compared_in_pairs() -> None:
@@ -195,14 +183,10 @@ def test_a_policy_that_games_its_reward_is_stopped_by_another_metric(name: str, 
 
 
 def test_a_policy_that_games_a_judge_is_stopped_by_what_people_say() -> None:
-    def posted(is_candidate: bool) -> tuple[Reward, ...]:
-        return Reward("r", 1.0 if is_candidate else 0.0), Reward("r", -1.0 if is_candidate else 1.0, name="human")
-
-    size = 2
-    told = [
-        seen(f"t{n}", place, None, size, rewards=posted(choose(TEST, f"t{n}", place, size, 0.5) == 2))
-        for n in range(40) for place in range(size)
-    ]  # fmt: skip
-    assert weigh(TEST, told, rules(size=size), NOW).outcome == "promoted"
-    weighed = weigh(TEST, told, rules({"reward": 0.1, "human": 0.1}, size, reward_range=[-1, 1]), NOW)
+    told = []
+    for one in groups(20, 0.0, 0.0):
+        worth = 1.0 if one.version == 2 else 0.0
+        told.append(replace(one, rewards=(Reward("r", worth), Reward("r", 1.0 - 2 * worth, name="human"))))
+    assert weigh(TEST, told, rules(), NOW).outcome == "promoted"
+    weighed = weigh(TEST, told, rules({"reward": 0.1, "human": 0.1}, reward_range=[-1, 1]), NOW)
     assert (weighed.outcome, weighed.reason[:23]) == ("rejected", "human is worse: -1.000 ")

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
+from lightning_proxy.features.prompts.proxy import find, put, text_at
+
 OWN = "You are a writer."
 BETTER = "You are a careful writer. Count your words."
+BLOCK = {"type": "text", "text": "be brief"}
+USER = {"role": "user", "content": "hi"}
+SYSTEM, DEVELOPER = {"role": "system", "content": "be brief"}, {"role": "developer", "content": [BLOCK]}
+INPUT = {"role": "developer", "content": [BLOCK | {"type": "input_text"}]}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "request_", "role", "place"),
+    [
+        ("chat/completions", {"messages": [SYSTEM, USER]}, "system", ("messages", 0, "content")),
+        ("chat/completions", {"messages": [USER, DEVELOPER]}, "system", ("messages", 1, "content", 0, "text")),
+        ("chat/completions", {"messages": [SYSTEM | {"content": [BLOCK, BLOCK]}]}, "system", None),
+        ("chat/completions", {"messages": [USER]}, "system", None),
+        ("chat/completions", {"messages": "hi"}, "user", None),
+        ("chat/completions", {"messages": ["hi", USER | {"content": "be brief"}]}, "user", ("messages", 1, "content")),
+        ("messages", {"system": "be brief", "messages": [USER]}, "system", ("system",)),
+        ("messages", {"system": [BLOCK], "messages": [USER]}, "system", ("system", 0, "text")),
+        ("responses", {"instructions": "be brief", "input": "hi"}, "system", ("instructions",)),
+        ("responses", {"input": [INPUT]}, "system", ("input", 0, "content", 0, "text")),
+        ("responses", {"input": "be brief"}, "user", ("input",)),
+        ("responses", {"previous_response_id": "r", "input": "be brief"}, "user", None),
+        ("completions", {"prompt": "be brief"}, "user", ("prompt",)),
+        ("completions", {"prompt": [1, 2]}, "user", None),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_found_and_replaced(endpoint: str, request_: dict[str, Any], role: Any, place: Any) -> None:
+    assert find(endpoint, request_, role) == place
+    if place is not None:
+        before = repr(request_)
+        assert text_at(request_, place) == "be brief"
+        changed = put(request_, place, "be long")
+        assert text_at(changed, place) == "be long" and put(changed, place, "be brief") == request_
+        assert repr(request_) == before
 
 
 async def ask(system: Any, text: str = OWN, *more: Any, **headers: str) -> str:
@@ -26,19 +58,15 @@ async def ask(system: Any, text: str = OWN, *more: Any, **headers: str) -> str:
 
 
 async def add(system: Any, text: str, **more: Any) -> None:
-    status, answer = await system.call("POST", "/prompts", {"name": "writer", "text": text, **more})
-    assert status == 200, answer
+    await system.post("/prompts", {"name": "writer", "text": text, **more})
 
 
-async def test_calls_are_shown_the_version_that_their_rollout_began_with(running: Running, tmp_path: Path) -> None:
-    seen: list[str] = []
+async def test_calls_are_shown_the_version_that_their_rollout_began_with(start: Any) -> None:
+    async with start() as system:
 
-    def answer(body: Any) -> dict[str, str]:
-        seen.append(body["messages"][0]["content"])
-        return {"role": "assistant", "content": f"answer {len(seen)}"}
+        def seen() -> list[str]:
+            return [asked["messages"][0]["content"] for asked in system.vllm.requests]
 
-    async with running(tmp_path) as system:
-        system.vllm.answer = answer
         named = {"X_Agent_Name": "writer"}
         await ask(system, X_Rollout_Id="before", **named)
         await add(system, OWN, match={"agent": "writer"})
@@ -46,45 +74,82 @@ async def test_calls_are_shown_the_version_that_their_rollout_began_with(running
         await asyncio.sleep(0.6)
         await ask(system, X_Rollout_Id="before", **named)
         await ask(system, X_Rollout_Id="after", **named)
-        assert seen == [OWN, OWN, BETTER], "what began before there was a prompt goes on as it began"
-        seen.clear()
+        assert seen() == [OWN, OWN, BETTER], "what began before there was a prompt goes on as it began"
+        system.vllm.answer = lambda _: {"role": "assistant", "content": "an answer"}
         unnamed = await ask(system)  # matched by the agent's own text
-        said = {"role": "assistant", "content": "answer 1"}
+        said = {"role": "assistant", "content": "an answer"}
         assert await ask(system, OWN, said, {"role": "user", "content": "again"}) == unnamed
         await ask(system, "You are somebody else.")
-        assert seen == [BETTER, BETTER, "You are somebody else."]
-        _, detail = await system.call("GET", f"/rollouts/{unnamed}")
+        assert seen()[3:] == [BETTER, BETTER, "You are somebody else."]
+        detail = await system.get(f"/rollouts/{unnamed}")
         assert [one["sent"] for one in detail["prompts"]] == [OWN, OWN]
 
 
-async def test_a_prompt_tells_and_binds_nothing_of_another_keys_rollouts(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
+async def test_a_prompt_tells_and_binds_nothing_of_another_keys_rollouts(start: Any) -> None:
+    async with start() as system:
         await add(system, OWN, match={"agent": "writer"})
         ann, bob = [await system.key(name, scope="own") for name in ("ann", "bob")]
-        _, (opened,) = await system.call("POST", "/rollouts", {}, **ann)
+        (opened,) = await system.post("/rollouts", {}, **ann)
         theirs = {"X-Rollout-Id": opened["rollout_id"]}
         assert (await system.call("GET", "/prompts/writer", **bob, **theirs))[0] == 404
         async with system.store() as store:
             assert await store.database.all("SELECT * FROM rollout_prompts") == []
-        assert (await system.call("GET", "/prompts/writer", **ann, **theirs))[0] == 200
-        await system.call("POST", "/reward", {"rollout_id": opened["rollout_id"], "reward": 0.5}, **ann)
-        seen = [(await system.call("GET", "/prompts/writer", **key))[1]["versions"][0]["rewards"] for key in (ann, bob)]
-        assert seen == [{"train": {"mean": 0.5, "rollouts": 1}}, {}]
+        await system.get("/prompts/writer", **ann, **theirs)
 
 
 @pytest.mark.sqlite
 @pytest.mark.parametrize("redact", [{"patterns": ["zebra"]}, {"fields": ["request.messages.*.content"]}])
 async def test_what_the_agent_sent_is_redacted_and_goes_with_its_rollout(
-    running: Running, tmp_path: Path, redact: dict[str, list[str]]
+    start: Any, redact: dict[str, list[str]]
 ) -> None:
-    async with running(tmp_path, recording={"redact": redact}) as system:
+    async with start(recording={"redact": redact}) as system:
         await add(system, OWN, match={"agent": "writer"})
         await ask(system, "the zebra's own", X_Rollout_Id="r1", X_Agent_Name="writer")
-        _, detail = await system.call("GET", "/rollouts/r1")
+        detail = await system.get("/rollouts/r1")
         (placed,) = detail["prompts"]
         assert "zebra" not in str(detail) and ("own" in placed["sent"]) == ("patterns" in redact)
-        await system.call("POST", "/rollouts/r1/end", {"status": "discarded"})
+        await system.post("/rollouts/r1/end", {"status": "discarded"})
         assert (await system.call("DELETE", "/rollouts/r1"))[0] == 204
         rows = "SELECT * FROM call_prompts UNION ALL SELECT *, 1, 1, 1 FROM rollout_prompts"
         async with system.store() as store:
             assert await store.database.all(rows) == []
+
+
+async def test_prompts_are_added_shown_and_promoted_by_commands(start: Any, tmp_path: Path) -> None:
+    own, better = tmp_path / "own.txt", tmp_path / "better.txt"
+    own.write_text("Be brief.\nBe kind.")
+    better.write_text("Be brief.\nBe exact.")
+    async with start() as system:
+
+        async def typed(*words: object) -> str:
+            return str((await system.lightning("prompts", *words)).stdout)
+
+        assert (await typed("list")).startswith("no prompts yet: ")
+        assert await typed("add", "writer", own, "--agent", "writer") == "prompt writer version 1; it is live\n"
+        assert await typed("add", "writer", better, "--comment", "exact") == "prompt writer version 2; 1 is live\n"
+        assert await typed("show", "writer", "--version", "2") == "Be brief.\nBe exact.\n"
+        assert await typed("promote", "writer", "2") == "prompt writer version 2 is live\n"
+        shown = (await typed("list")).splitlines()
+        assert [line.split()[:3] for line in shown[1:]] == [["writer", "1", "writer"], ["writer", "2", "*"]]
+        assert await typed("rollback", "writer") == "prompt writer version 1 is live\n"
+        missing = await system.lightning("prompts", "show", "nobody")
+        assert (missing.returncode, "no prompt 'nobody'" in missing.stderr) == (1, True)
+
+
+HOSTILE = "<img src=x onerror=window.hurt=1>"
+
+
+@pytest.mark.feature("page")
+async def test_the_page_shows_versions_with_their_rewards_and_what_differs(start: Any, tmp_path: Path) -> None:
+    from support.views import drawn  # reads the page
+
+    async with start() as system:
+        await add(system, f"{OWN}\n{HOSTILE}", match={"agent": "writer"})
+        better = f"{OWN}\nCount your words. {HOSTILE}"
+        await add(system, better, parent=1, comment=HOSTILE, metrics={HOSTILE: 0.5})
+        (opened,) = await system.post("/rollouts", {"task_id": "t1", "prompts": {"writer": 2}})
+        await system.post("/reward", {"rollout_id": opened["rollout_id"], "reward": 0.75})
+        listed, version = await drawn(system, tmp_path, "prompts", "prompts/writer/2")
+    assert "version 20.75 of 1" in listed["text"] and "version 1live" in listed["text"]
+    assert {"del", "ins"} <= {*version["tags"]} and "img" not in version["tags"]
+    assert f"{better}\n" in version["text"] and f"comment{HOSTILE}" in version["text"]
