@@ -325,7 +325,7 @@ async def labelled(system: Any, *labels: float, task: str = "t", name: str = "hu
     """Completed rollouts that say what they are worth, with people's labels."""
     ids = [f"{task}{i}" for i in range(len(labels))]
     for i, (rollout_id, label) in enumerate(zip(ids, labels, strict=True)):
-        await completed(system, rollout_id, f"worth {i}", X_Task_Id=task)
+        await completed(system, rollout_id, f"{task}: worth {i}", X_Task_Id=task)
         await system.post("/reward", {"rollout_id": rollout_id, "reward": label, "name": name})
     return ids
 
