@@ -1,7 +1,5 @@
 """JSON text comes back as it was: numbers of any size and length, lone surrogates, deep nesting."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

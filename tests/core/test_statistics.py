@@ -1,7 +1,5 @@
 """How sure a mean is, by hand; how often the evidence is wrong and how soon it is right, by simulation and by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from statistics import fmean, median

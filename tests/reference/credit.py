@@ -3,8 +3,6 @@
 Nothing here comes from the product. A rollout's reward of a name is its own, or else the sum of its calls'.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

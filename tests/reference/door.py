@@ -11,8 +11,6 @@ Out come advantages: one for each call, None where a call is not trained on.
 A lesson of fine-tuning is a row (sft), {"chosen", "rejected"} (dpo) or {"row", "up"} (kto).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path

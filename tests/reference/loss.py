@@ -3,8 +3,6 @@
 Rows and settings are as in `door.py`. Nothing here comes from the product.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

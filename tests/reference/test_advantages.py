@@ -1,7 +1,5 @@
 """Advantages are those of an independent computation, for each strategy and baseline; and of sums done by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

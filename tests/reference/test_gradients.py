@@ -1,7 +1,5 @@
 """Gradients are those of an independent float64 computation: every loss, weighting, mask and term; sft, dpo, kto."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path

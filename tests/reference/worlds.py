@@ -1,7 +1,5 @@
 """Random rows: conversations of several answers with tools' results between them, and rollouts that fork."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

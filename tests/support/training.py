@@ -136,7 +136,8 @@ class Bench:
 
     def __init__(self, given: dict[str, Any], database: Database, vllm: Any, servers: list[HonestServer]) -> None:
         self._given, self.config, self.vllm = given, with_features(**given), vllm
-        self.server, *self.replicas = servers
+        self.server: Any = servers[0]
+        self.replicas: Any = servers[1:]
         self.store = Store(database)
         self.random = random.Random(0)
 

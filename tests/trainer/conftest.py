@@ -1,7 +1,5 @@
 """The training loop on a small model, and rewarded rollouts without a trainer."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +11,11 @@ from support.training import Start
 
 
 @pytest.fixture
-def bench(base: Path, tmp_path: Path) -> Start:
-    """`async with bench("lora", …) as b:`"""
+def bench(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """`async with bench("lora", …) as b:`; nobody is waited for long."""
+    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.serving.swap.LEAVE_S", 0.05)
+    monkeypatch.setattr("lightning_proxy.serving.swap.DRAIN_POLL_S", 0.01)
     return partial(training.bench, base, tmp_path)
 
 

@@ -1,7 +1,5 @@
 """The training loop: what a step takes, what it drops, when it begins, and what it reports; its features."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
@@ -15,13 +13,12 @@ import pytest
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.core.records import Choice, Reward
+from lightning_proxy.core.records import Reward
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.plugins import Run, TrainerHooks, TrainerPlugin, check, open_plugins
 from lightning_proxy.trainer.report.metric_schema import METRICS, all_metrics
 from lightning_proxy.trainer.types import Batch
 from lightning_proxy.trainer.waiting import GuideError
-from support.models import VOCABULARY
 from support.training import Start
 
 
@@ -58,18 +55,6 @@ async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_noth
         assert not await loop.train_once()  # without `once` it waits for more
 
 
-async def test_tokens_of_another_tokenizer_end_no_step(bench: Start) -> None:
-    async with bench() as b:
-        await b.groups("t1")
-        for i in range(4):
-            other = await b.record("t2", Choice(0, (VOCABULARY,) * i + (3,), (-1.0,) * (i + 1), "stop"), 0)
-            await b.store.rewards.post([Reward(other, float(i))], None, b"")
-        await b.train()
-        step = await b.last()
-        assert (step.metrics["calls"], step.metrics["calls_other_tokens"], step.metrics["skipped"]) == (5, 3, 0)
-        assert "not the model's tokens" in str((await b.store.rollouts.get(other)).dropped)
-
-
 async def test_a_warm_ups_first_step_publishes_no_version_and_the_next_one_does(bench: Start) -> None:
     async with bench(lr_scheduler="constant_with_warmup", warmup_steps=2) as b:
         await b.train("t1", "t2")
@@ -81,9 +66,7 @@ async def test_a_warm_ups_first_step_publishes_no_version_and_the_next_one_does(
         assert (await b.live())[:2] == (1, 2)
 
 
-async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(
-    bench: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_round_takes_only_what_waited_when_it_began(bench: Start, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with bench(schedule={"when": "rollouts", "every_rollouts": 9}) as b:
         await b.groups("t1", "t2")
@@ -104,7 +87,6 @@ async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(
 async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
     bench: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     asked = list[int]()
 
     async def away_twice(batch: Batch) -> Batch:

@@ -1,10 +1,6 @@
 """The plan's arithmetic against training passes on tensors that have sizes and no values."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_proxy.trainer.plan import FLOAT32, pass_memory, shape_of
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
@@ -76,37 +72,26 @@ class SavesWhatFlexSaves(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-@contextmanager
-def as_flex(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    with patch.context() as patched:
-        patched.setattr(tree_attention, "flex", lambda q, k, v, *_: SavesWhatFlexSaves.apply(q, k, v))
-        patched.setattr(tree_attention.TreeMask, "block_mask", None)
-        patched.setattr(tree_attention, "_has_flex_attention", lambda device: True)
-        yield
-
-
 def peak_of_a_pass(
-    config: dict[str, Any], tokens: int, trainer: TrainerConfig, patch: pytest.MonkeyPatch, *, autocast: bool = True
+    config: dict[str, Any], tokens: int, trainer: TrainerConfig, patch: pytest.MonkeyPatch, *, autocast: bool
 ) -> int:
     """Return the bytes that a pass over one row of so many tokens adds to weights (and adapter) at its peak.
 
     Without `autocast`, everything is float32, as on a CPU.
     """
-    with as_flex(patch):
-        with torch.device("meta"):
-            dtype = torch.bfloat16 if trainer.weights == "lora" and autocast else torch.float32
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
-            adapted = get_peft_model(model, lora_config(trainer, model)) if trainer.weights == "lora" else model
-        use_tree_attention(model)
-        prepare_layers(model, trainer)
-        adapted.train()
-        return _measured(model, tokens, patch, autocast)
-
-
-def _measured(model: PreTrainedModel, tokens: int, patch: pytest.MonkeyPatch, autocast: bool) -> int:
+    patch.setattr(tree_attention, "flex", lambda q, k, v, *_: SavesWhatFlexSaves.apply(q, k, v))
+    patch.setattr(tree_attention.TreeMask, "block_mask", None)
+    patch.setattr(tree_attention, "_has_flex_attention", lambda device: True)
+    with torch.device("meta"):
+        dtype = torch.bfloat16 if trainer.weights == "lora" and autocast else torch.float32
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+        adapted = get_peft_model(model, lora_config(trainer, model)) if trainer.weights == "lora" else model
+    use_tree_attention(model)
+    prepare_layers(model, trainer)
+    adapted.train()
     from_numpy = torch.from_numpy
-    with FakeTensorMode() as fake, Peak() as peak, patch.context() as patched:
-        patched.setattr(torch, "from_numpy", lambda array: fake.from_tensor(from_numpy(array)))
+    with FakeTensorMode() as fake, Peak() as peak:
+        patch.setattr(torch, "from_numpy", lambda array: fake.from_tensor(from_numpy(array)))
         _move(model)
         stays = peak.now
         sample = fully_scored(tuple(range(tokens + 1)), "default")

@@ -1,7 +1,5 @@
 """The plan and the learning rate: chosen where the configuration says nothing, and refused in one line if unfit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -56,20 +54,17 @@ def test_gpus_go_to_those_that_they_are_configured_for(tmp_path: Path) -> None:
         planned(tmp_path, "Qwen3-4B", "1x24", vllm={"devices": [1]})
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "said"),
-    [
+def test_what_cannot_fit_is_refused_in_one_line(tmp_path: Path) -> None:
+    for name, gpus, said in (
         ("Qwen2.5-7B", "1x24", {}),
         ("Qwen3-32B", "1x80", {}),
         ("Qwen3-4B", "1x24", {"vllm": {"max_model_len": 40960}}),
         ("Qwen3-4B", "1x24", {"vllm": {"gpu_memory_utilization": 0.7}}),
         ("Qwen3-4B", "1x24", {"trainer": {"gradient_checkpointing": False, "max_tokens_per_batch": 8192}}),
-    ],
-)
-def test_what_cannot_fit_is_refused_in_one_line(tmp_path: Path, name: str, gpus: str, said: Any) -> None:
-    with pytest.raises(ConfigError) as refused:
-        planned(tmp_path, name, gpus, **said)
-    assert "does not fit" in refused.value.message and "\n" not in refused.value.message
+    ):
+        with pytest.raises(ConfigError, match="does not fit") as refused:
+            planned(tmp_path, name, gpus, **said)
+        assert "\n" not in refused.value.message
 
 
 def test_without_a_gpu_or_sizes_there_are_defaults(tmp_path: Path) -> None:
@@ -81,8 +76,7 @@ def test_without_a_gpu_or_sizes_there_are_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "tokens", "checkpointing"),
-    [(64.0, 2048, "auto"), (32.0, 8192, True), (24.0, 2048, True), (8.0, 1, True)],
+    ("gib", "tokens", "checkpointing"), [(64.0, 2048, "auto"), (32.0, 8192, True), (24.0, 2048, True), (8.0, 1, True)]
 )
 def test_without_a_gpu_the_machines_memory_bounds_a_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float, tokens: int, checkpointing: bool | str
@@ -97,20 +91,18 @@ def test_without_a_gpu_the_machines_memory_bounds_a_pass(
     assert (kept.max_tokens_per_batch, kept.gradient_checkpointing) == (512, False)
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-        ({"model_type": "jamba"}, "jamba"),
-        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention"]}, "attention sinks"),
-        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder"),
-        ({"model_type": "vl", "text_config": {"layer_types": ["linear_attention"]}}, "linear_attention"),
-    ],
-)
-def test_a_model_that_is_known_not_to_train_is_refused_by_name(config: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        check_model(config)
+def test_a_model_that_is_known_not_to_train_is_refused_by_name() -> None:
+    models: list[tuple[str, dict[str, Any]]] = [
+        ("awq", {"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}),
+        ("linear_attention", {"model_type": "next", "layer_types": ["linear_attention", "full_attention"]}),
+        ("jamba", {"model_type": "jamba"}),
+        ("attention sinks", {"model_type": "gpt_oss", "layer_types": ["sliding_attention"]}),
+        ("encoder", {"model_type": "t5", "is_encoder_decoder": True}),
+        ("linear_attention", {"model_type": "vl", "text_config": {"layer_types": ["linear_attention"]}}),
+    ]
+    for named, config in models:
+        with pytest.raises(ConfigError, match=named):
+            check_model(config)
 
 
 def test_cards_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

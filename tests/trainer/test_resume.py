@@ -1,7 +1,5 @@
 """What a killed or stopped trainer leaves behind, and that the next one goes on from there; one works at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import threading
@@ -23,9 +21,7 @@ from support.stores import END_LOCKS, Server, postgres_server
 from support.training import Start
 
 
-async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_told(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_reaches_trackers_once_also_after_a_kill(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench() as b:
         await b.groups("t1", "t2")
         loop, told = b.loop(), []
@@ -45,7 +41,6 @@ async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_t
 async def test_a_store_that_is_locked_for_long_is_waited_for(
     bench: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
-    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.05)
     async with bench(busy_timeout_s=0.1) as b:
         rollouts = await b.groups("t1", "t2")
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
@@ -71,10 +66,7 @@ async def test_a_store_that_is_locked_for_long_is_waited_for(
         assert (await b.live())[1:] == (last.step, True)
 
 
-async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_base(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
+async def test_a_first_step_done_again_begins_with_the_base(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench() as b:
         await b.groups("t1", "t2")
         loop, began, failures = b.loop(), [], [StoreUnavailable("the store cannot be read")]
@@ -106,9 +98,6 @@ async def test_a_start_without_a_step_leaves_nothing_that_another_configuration_
         assert [(step.base, step.version) for step in await b.store.steps.all()] == [(0, 1), (0, 2)]
 
 
-# One trainer ----------------------------------------------------------------------------------------------------------
-
-
 def test_two_trainers_share_neither_a_store_nor_a_directory(tmp_path: Path) -> None:
     with lock.only_trainer(tmp_path / "a", tmp_path / "s.db"):
         (tmp_path / "link.db").symlink_to(tmp_path / "s.db")
@@ -128,9 +117,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-async def test_a_trainer_that_loses_its_lock_waits_while_another_has_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trainer_waits_while_another_has_its_lock(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(store=StoreConfig(url=server.new_database()))
     running, begun, again = 0, asyncio.Event(), asyncio.Semaphore(0)
 

@@ -1,7 +1,5 @@
 """Merged weights reach several servers one after the other, and agents never see any that were not verified."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import ClassVar
@@ -10,22 +8,15 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.core.errors import PublishError
-from lightning_proxy.serving import swap
 from lightning_proxy.serving.swap import LOADED
 from lightning_proxy.serving.vllm import LOADING
 from support.training import DeafServer, HonestServer, Start
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "LEAVE_S", 0.05)
-    monkeypatch.setattr(swap, "DRAIN_POLL_S", 0.01)
-
-
 class WatchedServer(HonestServer):
     """Notes the labels of all servers whenever one is asked for an answer, and what it was told to do."""
 
-    all: ClassVar[list[WatchedServer]] = []
+    all: ClassVar[list["WatchedServer"]] = []
     asked: ClassVar[list[tuple[int, list[str]]]] = []
     running = 0
 
@@ -56,7 +47,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[WatchedServer]:
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4])
-async def test_a_server_is_verified_before_agents_can_reach_it(
+async def test_servers_are_verified_before_agents_come(
     bench: Start, watched: type[WatchedServer], servers: int
 ) -> None:
     async with bench(server=watched, replicas=[watched] * (servers - 1)) as b:
@@ -88,25 +79,7 @@ async def test_weights_that_one_server_does_not_serve_are_taken_back_and_reach_n
         assert not b.server.paused
 
 
-class RefusingServer(HonestServer):
-    """Has an error of its own when it is told to load weights."""
-
-    async def handle(self, request: web.Request) -> web.Response:
-        if request.path == "/collective_rpc":
-            return web.json_response({"error": {"message": "out of memory"}}, status=500)
-        return await super().handle(request)
-
-
-async def test_a_server_that_fails_once_the_version_is_live_is_left_to_the_proxy(bench: Start) -> None:
-    async with bench(replicas=[RefusingServer]) as b:
-        await b.train("t1", "t2")
-        assert await b.live() == (1, 1, True) and len(await b.store.versions.all()) == 2
-        assert b.replicas[0].label == LOADING
-
-
-async def test_a_publishing_that_is_broken_off_leaves_the_live_weights(
-    bench: Start, watched: type[WatchedServer]
-) -> None:
+async def test_a_broken_off_publishing_leaves_the_live_weights(bench: Start, watched: type[WatchedServer]) -> None:
     async with bench(server=watched, replicas=[watched]) as b:
         await b.groups("t1", "t2")
         watched.all[0].running = 10**6

@@ -1,7 +1,5 @@
 """A server whose log-probabilities are not those of the weights that it should serve: a step sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA goes on attention and MLP of the language model: not on experts, routers and vision towers, unless named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Verifying: old weights are told from new ones by as many tokens as it takes, and by names where none suffice."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator
@@ -13,15 +11,8 @@ import pytest
 
 from lightning_proxy.core.errors import PublishError
 from lightning_proxy.serving.vllm import VllmServer
-from lightning_proxy.trainer.verify import (
-    MORE_ANSWERS,
-    MORE_TOKENS,
-    ROUNDS,
-    SURE,
-    VERIFIED_TOKENS,
-    Verification,
-    WeightEvidence,
-)
+from lightning_proxy.trainer import verify
+from lightning_proxy.trainer.verify import SURE, Verification, WeightEvidence
 from support.training import Bench, DeafServer, HonestServer, Start, require_seen_clearly
 
 NOISE = 0.05  # what bfloat16 does to a log-probability
@@ -31,10 +22,10 @@ PROMPTS = 4
 def found(moved: float, stale: bool, dice: random.Random) -> WeightEvidence:
     """What is found where two steps' weights are `moved` apart, and rounding is in all that is computed."""
     evidence = WeightEvidence()
-    for asked in range(ROUNDS):
+    for asked in range(verify.ROUNDS):
         if not evidence.may_become_clear:
             break
-        rows, length = (MORE_ANSWERS, MORE_TOKENS) if asked else (PROMPTS, VERIFIED_TOKENS)
+        rows, length = (verify.MORE_ANSWERS, verify.MORE_TOKENS) if asked else (PROMPTS, verify.VERIFIED_TOKENS)
         old = [[dice.gauss(-2, 1) for _ in range(length)] for _ in range(rows)]
         new = [[value + dice.gauss(0, moved) for value in row] for row in old]
         served, old, new = (
@@ -104,9 +95,7 @@ async def test_old_weights_are_noticed_below_the_tolerance(bench: Start, publish
 
 
 @pytest.mark.parametrize("rolled_back", [False, True])
-async def test_new_weights_are_compared_with_the_live_ones_after_a_restart_and_after_a_rollback(
-    bench: Start, rolled_back: bool
-) -> None:
+async def test_new_weights_are_compared_with_live_ones_after_a_rollback(bench: Start, rolled_back: bool) -> None:
     async with bench("merged", RoundingServer, policy=LOOSE, learning_rate=0.005) as b:
         loop = b.loop()
         for tasks in (("t1", "t2"), ("t3", "t4")):
@@ -126,9 +115,7 @@ async def test_new_weights_are_compared_with_the_live_ones_after_a_restart_and_a
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_where_answers_do_not_tell_names_do_and_that_is_said(
-    bench: Start, publish: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_where_answers_do_not_tell_names_do(bench: Start, publish: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with bench(publish, RoundingServer, policy=LOOSE, learning_rate=1e-6) as b:
         await b.train("t1", "t2")
@@ -144,9 +131,7 @@ async def test_where_answers_do_not_tell_names_do_and_that_is_said(
 @pytest.mark.parametrize(
     ("server", "said"), [(MisnamingServer, "from ['/elsewhere'], not from"), (ForgettingServer, "does not hold")]
 )
-async def test_a_wrong_name_or_file_is_noticed_where_answers_do_not_tell(
-    bench: Start, server: type[HonestServer], said: str
-) -> None:
+async def test_wrong_names_or_files_are_noticed_too(bench: Start, server: type[HonestServer], said: str) -> None:
     async with bench("lora", server, policy=LOOSE, learning_rate=1e-6) as b:
         with pytest.raises(PublishError) as error:
             await b.train("t1", "t2")
@@ -168,12 +153,6 @@ async def first_version(bench: Start, **settings: Any) -> AsyncIterator[tuple[Be
         yield b, loop
 
 
-async def answer_agents(b: Bench) -> None:
-    """The server's answers by version 1: two groups."""
-    for task in ("t3", "t4") * 4:
-        await b.sampled(task, version=1)
-
-
 @asynccontextmanager
 async def running(bench: Start) -> AsyncIterator[Bench]:
     """A trainer that runs and whose version 1 is live; in the end it is verified."""
@@ -193,20 +172,17 @@ async def running(bench: Start) -> AsyncIterator[Bench]:
         assert "verify_deviations" in (await b.last()).metrics and len(await b.store.steps.all()) == 1
 
 
-async def test_the_answers_of_agents_verify_a_version_and_vllm_is_not_asked(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_of_agents_verify_and_vllm_is_not_asked(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VllmServer, "sample", None)
     async with first_version(bench) as (b, loop):
-        await answer_agents(b)
+        for task in ("t3", "t4") * 4:
+            await b.sampled(task, version=1)
         assert await loop.train_once()
         assert (await b.store.versions.get(1)).verified and (await b.live())[0] == 2
         await require_seen_clearly(b.store, 1)
 
 
-async def test_a_trainer_that_waits_for_rollouts_verifies_meanwhile(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trainer_that_waits_for_rollouts_verifies(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VllmServer, "sample", None)
     monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 3600.0)
     async with running(bench) as b:
@@ -214,18 +190,14 @@ async def test_a_trainer_that_waits_for_rollouts_verifies_meanwhile(
             await b.sampled("t3", version=1)  # one group, and a step takes two
 
 
-async def test_a_version_that_answers_nobody_is_verified_by_asking_after_a_while(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_version_that_answers_nobody_is_asked_at_last(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 0.1)
     async with running(bench) as b:
         pass
     assert b.server.label.startswith("1-")
 
 
-async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_live(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_rollback_by_hand_during_verification_stays(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with first_version(bench) as (b, loop):
         sample = VllmServer.sample
 
@@ -242,14 +214,13 @@ async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_l
         assert versions == [(0, "live", True), (1, "ready", False), (2, "failed", False)]
 
 
-async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_is_no_proof_where_agents_got_old_weights(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async def tells_nothing(*_: Any) -> WeightEvidence:
         return WeightEvidence()
 
     monkeypatch.setattr(Verification, "_ask", tells_nothing)
     async with first_version(bench, server=DeafServer) as (b, loop):
-        await answer_agents(b)
+        for task in ("t3", "t4") * 4:
+            await b.sampled(task, version=1)
         with pytest.raises(PublishError, match="agents got answers from the previous weights"):
             await loop.train_once()

@@ -1,7 +1,5 @@
 """Training runs that collapse: publication stops, or goes back, also after a restart."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -43,9 +41,7 @@ async def test_a_policy_that_collapses_is_rolled_back_by_itself_if_so_configured
         assert steps[0].metrics["collapse"]["sign"] == "reward"
 
 
-async def test_a_step_that_was_stopped_is_committed_and_never_published(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stopped_step_is_committed_and_never_published(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(collapse={"max_kl": 1e-9}) as b:
         monkeypatch.setattr(collapse, "STEPS", 2)
         rollouts = await b.train("t1", "t2")
@@ -66,9 +62,7 @@ async def test_a_step_that_was_stopped_is_committed_and_never_published(
         assert "collapse" not in last.metrics, "one step in a row"
 
 
-async def test_a_collapse_that_shows_while_a_step_waits_to_be_published_stops_it(
-    bench: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_collapse_stops_a_step_that_waits_to_be_live(bench: Start, caplog: pytest.LogCaptureFixture) -> None:
     async with bench() as b:
         for task in ("t1", "t2"):
             for reward in (1.0,) * 9 + (0.0,):

@@ -1,7 +1,5 @@
 """Whose rewards stop training: an own-scoped key's never, a plain key's until an evaluator has rewarded."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,7 @@ class Tenants:
         await self.store.versions.saved(version, str(directory), "base")
         await self.store.versions.set_live(version, step, verified=True)
 
-    async def rewarded(
-        self, key: dict[str, str], version: int, rewards: list[float], n: int | None = None
-    ) -> list[str]:
+    async def rewarded(self, key: dict[str, str], version: int, rewards: list[float], n: int = 0) -> list[str]:
         """Rollouts that a key opened and rewards."""
         status, opened = await self.system.call("POST", "/rollouts", {"task_id": "t", "n": n or len(rewards)}, **key)
         assert status == 200
@@ -60,9 +56,7 @@ async def tenants(running: Any, tmp_path: Path) -> Any:
         yield Tenants(system, store)
 
 
-async def test_an_own_key_stops_nobody_and_status_says_that_its_rewards_do_not_count(
-    tenants: Tenants, tmp_path: Path
-) -> None:
+async def test_an_own_key_stops_nobody_and_status_says_what_does_not_count(tenants: Tenants, tmp_path: Path) -> None:
     own, plain = await tenants.system.key("own", scope="own"), await tenants.system.key("plain")
     assert await tenants.told(plain) is None, "there are no rewards"
     await tenants.rewarded(own, 0, GOOD)
@@ -104,9 +98,7 @@ async def test_plain_keys_count_until_an_evaluator_has_rewarded(tenants: Tenants
     assert await tenants.collapsed()
 
 
-async def test_rollouts_that_an_own_key_fails_or_opens_in_masses_hide_and_stop_nothing(
-    tenants: Tenants, tmp_path: Path
-) -> None:
+async def test_rollouts_that_an_own_key_fails_or_opens_hide_and_stop_nothing(tenants: Tenants, tmp_path: Path) -> None:
     own, judge = await tenants.system.key("own", scope="own"), await tenants.system.key("judge", evaluator=True)
     await tenants.rewarded(judge, 0, GOOD)
     await tenants.publish(tmp_path)

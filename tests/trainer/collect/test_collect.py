@@ -1,32 +1,20 @@
 """Which rollouts a step takes, and what their calls' advantages are: on a real store, without a trainer."""
 
-from __future__ import annotations
-
+import logging
+import time
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from lightning_proxy.core.records import Choice, Reward, RolloutName
-from lightning_proxy.core.tokens import NOT_FOLLOWED
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
 from support.rewarded import Traffic, advantages
 from support.sections import TrainerConfig
 
 EQUAL = "all rewards of the group are equal"
 AT_ONCE = {"group_timeout_s": 1e-9}
-
-
-async def test_calls_left_out_for_how_they_were_sampled_are_a_share_and_most_of_them_a_line(traffic: Traffic) -> None:
-    why = NOT_FOLLOWED + "a thinking budget forces the end of thinking; leave it out of the request"
-    await traffic.rollouts("t", {"left out 0": 1.0, "left out 1": 0.0}, calls=(0.0,) * 2, untrainable_reason=why)
-    await traffic.rollouts("u", {"plain 0": 1.0, "plain 1": 0.0})
-    batch = await traffic.taken(tasks_per_step=2)
-    assert (batch.metrics["calls_not_followed"], batch.metrics["not_followed_share"]) == (4, pytest.approx(2 / 3))
-    assert batch.left_out == f"67% of the calls are left out, 4 of them: {why}"
-    assert await traffic.dropped("left out 0", "plain 0") == [f"no trainable calls: {why}", None]
-    await traffic.rollouts("v", {"later 0": 1.0, "later 1": 0.0})
-    later = await traffic.taken()
-    assert (later.metrics["not_followed_share"], later.left_out) == (0, None)
 
 
 async def test_a_group_waits_for_its_own_siblings_and_no_reward_of_other_models_counts(traffic: Traffic) -> None:
@@ -63,9 +51,7 @@ async def test_a_loss_of_tools_results_takes_such_a_group_where_tools_answered(t
     assert set(await traffic.dropped("without 0", "without 1", "edited 0", "edited 1")) == {EQUAL}
 
 
-async def test_that_nothing_is_learned_is_said_once_with_what_to_try(
-    traffic: Traffic, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_that_nothing_is_learned_is_said_with_advice(traffic: Traffic, caplog: pytest.LogCaptureFixture) -> None:
     collector = traffic.collector()
     for i in range(12):
         await traffic.rollout(f"r{i}", f"t{i // 2}", 1.0)
@@ -74,11 +60,6 @@ async def test_that_nothing_is_learned_is_said_once_with_what_to_try(
     assert first.startswith("no step: nothing to learn from 2 rollouts of mean reward 1")
     assert standstill.startswith("nothing was learned from the newest 6 rollouts (mean reward 1): ")
     assert "trainer.entropy" in standstill
-    await traffic.rollouts("a", {"a0": 0.0, "a1": 1.0})
-    assert await collector.next_batch(0) is not None
-    await traffic.rollouts("b", {"b0": 1.0, "b1": 1.0})
-    assert await collector.next_batch(0) is None
-    assert caplog.messages[2:] == [first], "and again, after a step"
 
 
 async def test_with_dynamic_sampling_a_step_waits_for_groups_that_teach_something(traffic: Traffic) -> None:
@@ -227,17 +208,14 @@ UNUSABLE: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("end", "counted", "why"), UNUSABLE)
-async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
-    traffic: Traffic, end: dict[str, Any], counted: str, why: str
-) -> None:
-    await traffic.rollouts("t", {"a": 1.0, "b": 0.0})
-    await traffic.rollout("bad", "t", 0.5, **end)
-    batch = await traffic.taken(group_size=3, max_sample_tokens=50)
-    assert advantages(batch) == {"a-0": 0.5, "b-0": -0.5}
-    assert (batch.metrics[counted], batch.metrics["rollouts_dropped"], batch.metrics["rollouts_trained"]) == (1, 1, 2)
-    (reason,) = await traffic.dropped("bad")
-    assert reason is not None and why in reason
+async def test_an_unusable_rollout_costs_others_nothing(traffic: Traffic) -> None:
+    for task, (end, counted, why) in enumerate(UNUSABLE):
+        await traffic.rollouts(f"t{task}", {f"a{task}": 1.0, f"b{task}": 0.0})
+        await traffic.rollout(f"bad{task}", f"t{task}", 0.5, **end)
+        batch = await traffic.taken(group_size=3, max_sample_tokens=50)
+        assert advantages(batch) == {f"a{task}-0": 0.5, f"b{task}-0": -0.5}
+        assert [batch.metrics[name] for name in (counted, "rollouts_dropped", "rollouts_trained")] == [1, 1, 2]
+        assert why in str(await traffic.dropped(f"bad{task}"))
 
 
 async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_rewards(traffic: Traffic) -> None:
@@ -246,3 +224,77 @@ async def test_rollouts_that_called_no_model_teach_nothing_whatever_their_reward
         await traffic.post(Reward(name, value))
     assert await traffic.batch() is None
     assert set(await traffic.dropped("a", "b")) == {"no trainable calls"}
+
+
+# Several agents in a rollout ------------------------------------------------------------------------------------------
+
+PAIR = (("a", 1.0), ("b", 0.0))
+
+
+async def talk(
+    traffic: Traffic, name: str, final: float, calls: Sequence[tuple[str | None, tuple[int, ...]]],
+    versions: Mapping[str | None, int] | None = None,
+) -> None:  # fmt: skip
+    """A rollout of (agent, prompt) calls, each answered by the tokens 8 9; `versions` by agent, 0 by default."""
+    async with Recorder(traffic.store, merged=False) as recorder:
+        for i, (agent, prompt) in enumerate(calls):
+            request = {"messages": [{"role": "user", "content": f"{i}"}]}
+            rollout, version = RolloutName(name, "t", agent), (versions or {}).get(agent, 0)
+            start = CallStart(f"{name}-{i}", rollout, "chat/completions", "policy", version, request, time.time())
+            await recorder.start(start)
+            choice = Choice(0, (8, 9), (-1.0, -1.0), "stop")
+            await recorder.end(CallEnd(f"{name}-{i}", name, "ok", {}, 200, prompt, (choice,)))
+    await traffic.post(Reward(name, final))
+
+
+async def test_what_other_agents_said_is_context_of_a_trained_agents_row(traffic: Traffic) -> None:
+    calls = [("planner", (0, 1)), ("executor", (0, 1, 8, 9, 2)), ("planner", (0, 1, 8, 9, 2, 8, 9, 3))]
+    for name, final in PAIR:
+        await talk(traffic, name, final, calls)
+    batch = await traffic.taken(agents=["planner"])
+    row = batch.samples[0]
+    assert len(batch.samples) == 2 and row.call_ids == ("a-0", "a-2")
+    assert row.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
+    assert row.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
+    assert row.advantages == (0, 0, 0.5, 0.5, 0, 0, 0, 0, 0.5, 0.5)
+    assert batch.metrics["calls_of_others"] == 2
+
+
+async def test_how_stale_a_rollout_is_its_trained_agents_calls_say(traffic: Traffic) -> None:
+    for name, final in PAIR:  # the executor asks for the base model, by its own name
+        await talk(traffic, name, final, [("planner", (0, 1)), ("executor", (0, 2))], {"planner": 49})
+    batch = await traffic.taken(50, agents=["planner"])
+    assert (batch.metrics["staleness_mean"], batch.metrics["staleness_max"]) == (1, 1)
+
+
+async def test_rollouts_without_a_trained_agent_are_dropped(traffic: Traffic, caplog: pytest.LogCaptureFixture) -> None:
+    for name, final in PAIR:
+        await talk(traffic, name, final, [("planner", (0, 1)), (None, (0, 2))])
+    with caplog.at_level(logging.WARNING):
+        assert await traffic.batch(agents=["planer"]) is None
+    assert await traffic.dropped("a") == ["trainer.agents names none of its agents"]
+    assert "trainer.agents: no call of planer so far" in caplog.text
+    assert "agents seen: no name (calls without X-Agent-Name), planner" in caplog.text
+
+
+async def test_a_group_in_which_no_agent_has_a_sibling_is_dropped_for_that(traffic: Traffic) -> None:
+    await talk(traffic, "a", 1.0, [("planner", (0, 1))])
+    await talk(traffic, "b", 0.0, [("writer", (0, 1))])
+    assert await traffic.batch(agents=["planner", "writer"]) is None
+    assert await traffic.dropped("a") == ["no siblings with calls of the same agent"]
+
+
+async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_context(traffic: Traffic) -> None:
+    """Each asks with all that was said before: one row where they share an adapter, two where they do not."""
+    calls = [("writer", (0, 1)), ("checker", (0, 1, 8, 9, 2)), ("rewriter", (0, 1, 8, 9, 2, 8, 9, 3))]
+    for name, last, final in (("a", 3, 1.0), ("b", 3, 0.0), ("c", 1, 0.0)):
+        await talk(traffic, name, final, calls[:last])
+    found = await traffic.taken(adapters={"writer": ["writer", "rewriter"], "checker": ["checker"]}, group_size=3)
+    assert {(s.adapter, s.call_ids) for s in found.samples} == {
+        ("writer", ("a-0", "a-2")), ("checker", ("a-1",)), ("writer", ("b-0", "b-2")), ("checker", ("b-1",)),
+        ("writer", ("c-0",)),
+    }  # fmt: skip
+    (whole,) = (s for s in found.samples if s.call_ids == ("a-0", "a-2"))
+    assert whole.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
+    assert whole.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
+    assert (found.compared, found.compared_by_adapter) == (3, {"writer": 3, "checker": 2})

@@ -1,18 +1,26 @@
-"""Which rollouts are siblings: those opened together, else those of a task in the order of their opening."""
+"""Which rollouts are siblings: those opened together, else those of a task as they were opened. When a step begins."""
 
-from __future__ import annotations
-
+import time
 from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
+from zoneinfo import ZoneInfo
 
 import pytest
 
+from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.trainer import ScheduleConfig
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.core.records import Limits, Reward, RolloutName
 from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.collect import collector as collecting
 from lightning_proxy.trainer.collect import groups
 from lightning_proxy.trainer.collect.collector import Collector
+from lightning_proxy.trainer.collect.groups import Schedule
 from lightning_proxy.trainer.types import Batch
 from support.rewarded import Traffic, advantages
 from support.sections import TrainerConfig
@@ -123,9 +131,7 @@ async def test_a_running_baseline_has_no_rewards_of_another_tenant(traffic: Traf
     assert advantages(found) == {"b4-0": pytest.approx(0.8)}
 
 
-async def test_a_group_of_absurd_advantages_is_left_out_by_name_and_the_step_is_taken(
-    traffic: Traffic, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_group_of_absurd_advantages_is_left_out(traffic: Traffic, caplog: pytest.LogCaptureFixture) -> None:
     for name, reward in (("spoilt 0", 1.0), ("spoilt 1", -1.0), ("a", 1.0), ("b", 0.0)):
         await traffic.rollout(name, name[:6] if name.startswith("s") else "t", reward, reward_name=name[:6])
     settings: dict[str, Any] = {"reward_weights": {"spoilt": 1e300, "a": 1.0, "b": 1.0}, "tasks_per_step": 2}
@@ -151,9 +157,7 @@ async def fill(traffic: Traffic, count: int) -> None:
 
 
 @pytest.mark.parametrize("waiting", [0, 40_000])
-async def test_a_look_reads_what_has_changed_however_much_waits(
-    traffic: Traffic, waiting: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_look_reads_what_has_changed(traffic: Traffic, waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Counter[str]()
 
     def counting(name: str, of: Any) -> Any:
@@ -202,9 +206,7 @@ async def test_deleted_rollouts_hold_up_no_trainer(traffic: Traffic) -> None:
     assert await collector.next_batch(0) is None
 
 
-async def test_what_a_step_lacks_is_said_once_rollouts_have_waited_for_minutes(
-    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_step_lacks_is_said_after_minutes(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
     collector = traffic.collector(**EIGHT)
     await traffic.rollout("untold", "t", None, status="completed")
     assert await collector.next_batch(0) is None and await collector.why_no_step() is None
@@ -244,3 +246,65 @@ async def test_older_rewards_count_as_the_nearer_end_of_the_range(traffic: Traff
     await traffic.rollouts("t", {"a": 1e9, "b": -1e9})
     found = await Collector(config.trainer, traffic.store).next_batch(0)
     assert advantages(found) == {"a-0": 0.5, "b-0": -0.5}
+
+
+# When a step may begin. Rounds: test_loop.py --------------------------------------------------------------------------
+
+
+async def test_a_round_at_a_time_takes_what_waited_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    for times, oldest, now, waits_for in (
+        ("02:00", "2026-11-20 01:00", "2026-11-20 01:59:59", "Fri 02:00, 4 complete rollouts so far"),
+        ("02:00", "2026-11-20 01:00", "2026-11-20 02:00", None),
+        ("02:00", "2026-11-20 01:00", "2026-11-20 09:00", None),  # a restart changes nothing
+        ("02:00", "2026-11-20 02:30", "2026-11-20 03:00", "Sat 02:00, 4 complete rollouts so far"),
+        ("30 23 * * 1-5", "2026-11-20 08:00", "2026-11-20 23:00", "Fri 23:30, 4 complete rollouts so far"),
+        ("0 13 * * 6", "2026-11-21 12:59", "2026-11-21 13:00", None),
+    ):
+        waiting = AsyncMock()
+        waiting.totals.return_value = 4, datetime.fromisoformat(oldest).timestamp()
+        monkeypatch.setattr(time, "time", datetime.fromisoformat(now).timestamp)
+        schedule = Schedule(ScheduleConfig(when="times", at=[times]), waiting)
+        assert await schedule.waits_for() == waits_for, (times, now)
+
+
+def test_a_wrong_schedule_is_named(tmp_path: Path) -> None:
+    for schedule, what in (
+        ("{when: times}", "needs schedule.at"),
+        ('{when: times, at: ["25:00"]}', "'25:00' is neither a time of day"),
+        ("{when: nightly}", "continuous"),
+    ):
+        (tmp_path / "c.yaml").write_text(f"trainer: {{schedule: {schedule}}}")
+        with pytest.raises(ConfigError, match=f"trainer.schedule.*{what}"):
+            load_config(tmp_path / "c.yaml")
+
+
+SAT, SUN, MON = "2026-10-24", "2026-10-25", "2026-10-26"  # at 03:00 on Sunday it is 02:00 again
+
+
+@pytest.fixture
+def in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def at(text: str, fold: int = 0) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo("Europe/Berlin"), fold=fold).timestamp()
+
+
+@pytest.mark.usefixtures("in_berlin")
+def test_a_time_of_day_counts_once_where_clocks_change() -> None:
+    for text, now, last, following in (
+        ("02:30", at(f"{SUN} 02:29"), at(f"{SAT} 02:30"), at(f"{SUN} 02:30")),
+        ("02:30", at(f"{SUN} 02:30"), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:10", 1), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:30", 1), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 03:00"), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:00", at(f"{SUN} 02:00", 1), at(f"{SUN} 02:00"), at(f"{MON} 02:00")),
+        ("03:00", at(f"{SUN} 02:59", 1), at(f"{SAT} 03:00"), at(f"{SUN} 03:00")),
+        ("02:30", at("2026-11-20 02:30") + 0.5, at("2026-11-20 02:30"), at("2026-11-21 02:30")),
+    ):
+        times = ScheduleConfig(at=[text])
+        assert (times.last_time(now), times.next_time(now)) == (last, following), (text, now)

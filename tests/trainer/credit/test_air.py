@@ -1,7 +1,5 @@
 """Automatic intermediate rewards: what the proxy saw happen in a call is worth its weight, and nothing else is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

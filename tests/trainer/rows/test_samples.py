@@ -10,7 +10,7 @@ import pytest
 
 from lightning_proxy.core.records import Choice, ModelCall
 from lightning_proxy.trainer.collect.sampled import Sampled
-from lightning_proxy.trainer.rows.samples import Placement, RolloutSamples, merge_rate, rollout_samples
+from lightning_proxy.trainer.rows.samples import Placement, RolloutSamples, rollout_samples
 from lightning_proxy.trainer.types import Sampling
 from support.calls import call as call_with
 
@@ -68,39 +68,23 @@ def test_calls_without_a_prompt_an_answer_or_a_distribution_are_left_out(unusabl
     assert rows(unusable) == RolloutSamples((), Counter(calls_untrainable=1), (Placement(None, "untrainable"),))
 
 
-def test_rows_over_the_limit_are_dropped_and_counted() -> None:
-    made = rows(call([1, 2], [3]), call([9], [8]), max_tokens=2)
-    assert [s.token_ids for s in made.samples] == [(9, 8)]
-    assert made.counts["rows_too_long"] == 1
-    assert made.placements == ((None, "too_long"), (0, "first"))
-
-
 @pytest.mark.parametrize(
     ("calls", "counted"),
     [
-        ([([1], [2, 3]), ([1, 2, 3, 7], [4])], {"calls_merged"}),
         ([([1], [2, 3]), ([1, 2, 8, 7], [4])], {"forks_drift"}),  # "23" came back as "28"
         ([([1], [2, 3]), ([1, 2], [4])], {"forks_repeated"}),
-        ([([1], [2, 3]), ([1], [2, 3])], {"forks_repeated"}),
         ([([1], [2, 3]), ([1, 2, 3], [4])], {"forks_adjoining"}),
         ([([1], [2, 3]), ([1, 8, 7], [4])], {"forks_edited"}),  # nothing is left of the answer
         ([([1], [2]), ([1, 2, 7], [4]), ([1, 2, 9], [4])], {"calls_merged", "forks_edited"}),
         ([([1, 5], [2]), ([1, 6], [4])], {"forks_new"}),  # a system prompt in common
     ],
 )
-def test_why_a_call_opens_a_row_is_counted(calls: list[tuple[list[int], list[int]]], counted: set[str]) -> None:
+def test_why_a_call_opens_a_row_is_counted(calls: Any, counted: set[str]) -> None:
     made = rows(*(call(*each) for each in calls))
     assert dict(made.counts) == {"calls": len(calls), **dict.fromkeys(counted, 1)}
     first, *others = made.placements
     assert (first, {f"{'calls' if p == 'merged' else 'forks'}_{p}" for _, p in others}) == ((0, "first"), counted)
     assert [len(sample.call_ids) for sample in made.samples] == [*Counter(row for row, _ in made.placements).values()]
-
-
-def test_the_merge_rate_is_of_the_calls_that_had_a_row_to_join() -> None:
-    made = rows(call([1], [2]), call([1, 2, 3], [4]), call([9], [8]))
-    assert merge_rate(made.counts) == 0.5
-    assert merge_rate(rows(call([1], [2])).counts) == 1.0
-    assert merge_rate(rows(call([1], [2]), call([1, 2], [3])).counts) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(20))

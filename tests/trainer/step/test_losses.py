@@ -1,12 +1,6 @@
-"""What a step says of its tokens, a loss of one's own, the entropy bonus' weight, and how often layers are computed.
-
-The gradients of all: tests/reference.
-"""
-
-from __future__ import annotations
+"""What a step says of its tokens, losses of one's own, and the entropy bonus' weight. Gradients: tests/reference."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,26 +28,20 @@ def test_what_a_guide_says_is_measured(directory: Path) -> None:
     assert trained.logprobs([[3, 4]])[0][1] < first  # the guide finds the token less likely than the policy does
 
 
-@pytest.mark.parametrize("place", ["captured log-probabilities", "advantages"])
-def test_a_skipped_step_says_what_was_not_finite_and_where(directory: Path, place: str) -> None:
+def test_a_skipped_step_says_what_was_not_finite_and_where(directory: Path) -> None:
     trained = trainer(directory)
-    field = "advantages" if place == "advantages" else "logprobs"
     first, *others = batch(1).samples
-    bad = replace(first, **{field: tuple(math.nan if m else 0.0 for m in first.mask)})
-    assert trained.step(Batch(1, (bad, *others), ()))["skipped"] == 1.0
-    assert trained.skipped_because == f"{place} not finite in rollout {first.rollout_id}"
-    assert trained.step(Batch(2, tuple(others), ()))["skipped"] == 0.0
-    assert trained.skipped_because is None
-
-
-def test_a_gradient_that_is_not_finite_is_told_from_a_loss(directory: Path) -> None:
-    trained = trainer(directory)
+    for field, place in (("logprobs", "captured log-probabilities"), ("advantages", "advantages")):
+        fields: Any = {field: tuple(math.nan if m else 0.0 for m in first.mask)}
+        assert trained.step(Batch(1, (replace(first, **fields), *others), ()))["skipped"] == 1.0
+        assert trained.skipped_because == f"{place} not finite in rollout {first.rollout_id}"
     parameter = next(p for p in trained.model.parameters() if p.requires_grad)
     handle = parameter.register_hook(lambda slope: slope * math.inf)
     assert trained.step(batch(1))["skipped"] == 1.0
     handle.remove()
     why = str(trained.skipped_because)
     assert why.startswith("the gradient is not finite over rollouts 0-0, 0-1, ") and why.endswith("and 10 more")
+    assert trained.step(Batch(2, tuple(others), ()))["skipped"] == 0.0 and trained.skipped_because is None
 
 
 def test_a_loss_of_ones_own_takes_the_place_of_the_products(directory: Path) -> None:
@@ -64,23 +52,18 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_products(directory: Path) -> 
         torch.testing.assert_close(by_hand.adapter()[name], weight, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ("return given.logprobs.sum()", r"a tensor of shape \(\d+, \d+\) is needed, one number per token"),
-        ("return given.nothing", r"AttributeError: .*nothing.* \(line 2\)"),
-        ("return -given.ratios * given.advantages", r"it has no gradient, .* given\.ratios .* carry none"),
-        ("return (-given.ratios * given.advantages).requires_grad_()", r"it has no gradient, .*"),
-    ],
-)
-def test_a_wrong_loss_is_named(directory: Path, tmp_path: Path, body: str, told: str) -> None:
-    (tmp_path / "mine.py").write_text(f"def f(given):\n    {body}\n")
-    trained = trainer(directory, loss=f"{tmp_path}/mine.py:f")
-    with pytest.raises(ConfigError, match=f"^trainer.loss {tmp_path}/mine.py:f: {told}$"):
-        trained.step(batch(1))
-
-
-# The weight of the entropy bonus --------------------------------------------------------------------------------------
+def test_a_wrong_loss_is_named(directory: Path, tmp_path: Path) -> None:
+    for i, (body, told) in enumerate((
+        ("given.logprobs.sum()", r"a tensor of shape \(\d+, \d+\) is needed, one number per token"),
+        ("given.nothing", r"AttributeError: .*nothing.* \(line 1\)"),
+        ("-given.ratios * given.advantages", r"it has no gradient, .* given\.ratios .* carry none"),
+        ("(-given.ratios * given.advantages).requires_grad_()", r"it has no gradient, .*"),
+    )):  # fmt: skip
+        file = tmp_path / f"mine{i}.py"
+        file.write_text(f"f = lambda given: {body}\n")
+        trained = trainer(directory, loss=f"{file}:f")
+        with pytest.raises(ConfigError, match=f"^trainer.loss {file}:f: {told}$"):
+            trained.step(batch(1))
 
 
 def test_with_a_target_the_weight_grows_while_the_entropy_is_low_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,18 +84,3 @@ def test_an_adapted_weight_goes_on_after_a_restart(base: Path, tmp_path: Path) -
     first.save(tmp_path / "checkpoint")
     again.load(tmp_path / "checkpoint")
     assert [*used, again.step(Batch(3, (sample,), ("r",)))["entropy_coef"]] == [0.0, 0.005, 0.01]
-
-
-# Gradient checkpointing -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1}])
-def test_with_checkpointing_a_step_computes_its_layers_twice_and_scoring_once(directory: Path, settings: Any) -> None:
-    trained = trainer(directory, gradient_checkpointing=True, **settings)
-    computed = Counter[str]()
-    trained.policy_model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: computed.update(["first"]))
-    passes = trained.step(batch(1))["micro_batches"]
-    assert computed["first"] == (2 + bool(settings)) * passes, "once more for the base model's KL"
-    computed.clear()
-    trained.logprobs([[1, 2, 3], [1, 2, 4]])
-    assert computed["first"] == 1

@@ -1,7 +1,5 @@
 """Logits are shaped as vLLM's own sampler shapes them, and what a grammar allows is replayed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """When memory runs out in a pass, the step is what it would have been in smaller passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,9 +86,7 @@ async def test_rollouts_that_do_not_fit_are_not_offered_again(bench: Start) -> N
         assert "too large for the memory" in last.metrics["left_out_because"]
 
 
-async def test_between_steps_no_memory_is_kept_that_a_vllm_might_need(
-    bench: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_between_steps_no_memory_is_kept_from_a_vllm(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[bool] = []
     async with bench("lora") as b:
         loop, logprobs = b.loop(), b.trainer.logprobs

@@ -1,6 +1,9 @@
-"""The trainer on a tiny random Llama: the loss it minimises, what it refuses, what it writes, where it goes on from."""
+"""The trainer on a tiny random Llama: what it leaves alone, what it writes, and where it goes on from; full disks."""
 
+import errno
+import json
 import math
+import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate.tracking import GeneralTracker
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.core.config.section import feature_sections
+from lightning_proxy.core.errors import ConfigError, NotSaved
+from lightning_proxy.trainer.checkpoint import atomic_directory
+from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
 from lightning_proxy.trainer.types import Batch
-from lightning_proxy.trainer.weights import MARKER
 from support import training
-from support.ranks import VOCABULARY, batch, poisoned
+from support.models import save_small_model
+from support.ranks import batch, poisoned
 from support.sections import PolicyConfig, TrainerConfig
 
 Learner = partial[LightningTrainer]
@@ -31,16 +34,6 @@ def learner(directory: Path, tmp_path: Path) -> Learner:
 
 def weights_of(trainer: LightningTrainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
-
-
-def test_logprobs_are_those_of_the_model_and_aligned_with_the_tokens(learner: Learner) -> None:
-    trainer = learner()
-    trainer.step(batch(1))
-    rows = [(5, 6, 7, 8), (5, 6, 9), (3,), (5, 6, 7, 8)]
-    for row, found in zip(rows, trainer.logprobs(rows), strict=True):
-        with torch.no_grad():
-            logits = trainer.policy_model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
-        assert found == pytest.approx([0.0] + [logits[i, t].item() for i, t in enumerate(row[1:])], abs=1e-5)
 
 
 def test_a_loss_that_is_not_finite_or_no_samples_leave_everything_untouched(learner: Learner) -> None:
@@ -83,9 +76,7 @@ def test_a_step_in_bfloat16_moves_what_is_trained_and_nothing_else(learner: Lear
 
 
 @pytest.mark.parametrize(("now", "lr"), [("auto", [2.5e-3, 5e-3]), (4e-3, [1e-3, 2e-3])])
-def test_auto_keeps_the_rate_of_the_checkpoint_and_one_that_is_set_counts(
-    learner: Learner, tmp_path: Path, now: Any, lr: list[float]
-) -> None:
+def test_a_checkpoints_rate_counts_if_none_is_set(learner: Learner, tmp_path: Path, now: Any, lr: list[float]) -> None:
     first = learner(**WARM)
     first.step(batch(1))
     first.save(tmp_path / "checkpoint-1")
@@ -93,31 +84,6 @@ def test_auto_keeps_the_rate_of_the_checkpoint_and_one_that_is_set_counts(
     second.load(tmp_path / "checkpoint-1")
     assert ("the checkpoint's" in second.rate.reason) is (now == "auto")
     assert [second.step(batch(step))["lr"] for step in (2, 3)] == pytest.approx(lr)
-
-
-def test_the_merged_checkpoint_and_the_adapter_compute_what_the_trainer_does(
-    learner: Learner, directory: Path, tmp_path: Path
-) -> None:
-    model, trainer = directory / "model", learner()
-    trainer.step(batch(1))
-    before = weights_of(trainer).clone()
-    for form in ("merged", "adapter"):
-        trainer.save_weights(tmp_path / form, merged=form == "merged")
-    assert torch.equal(before, weights_of(trainer))
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        ids = torch.randint(0, VOCABULARY, (2, 12))
-        untrained = base(input_ids=ids).logits
-        expected = trainer.model(input_ids=ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
-        adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(input_ids=ids).logits
-    assert (expected - untrained).abs().max() > 1e-2
-    assert torch.allclose(merged, expected, atol=1e-4)
-    assert torch.allclose(adapted, expected, atol=1e-4)
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "w1"
-    assert (tmp_path / "merged" / MARKER).exists() and (tmp_path / "adapter" / MARKER).exists()
-    sizes = [(d / "model.safetensors").stat().st_size for d in (model, tmp_path / "merged")]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
 
 
 def test_a_restarted_trainer_goes_on_in_the_same_tensorboard_run(learner: Learner, tmp_path: Path) -> None:
@@ -165,3 +131,105 @@ def test_a_tracker_that_breaks_does_not_end_training(learner: Learner, caplog: p
     trainer.trackers.trackers.append(NeverBegins())
     with pytest.raises(ConfigError, match="no key for the server"):
         trainer.trackers.begin()
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"lora_rank": 8}, "trainer.lora_rank 4 → 8"),
+        ({"lora_alpha": 64}, "trainer.lora_alpha 32 → 64"),
+        ({"lora_targets": ["q_proj"]}, 'trainer.lora_targets "language" → ["q_proj"]'),
+        ({"weights": "full"}, 'trainer.weights "lora" → "full"'),
+    ],
+)
+def test_a_checkpoint_of_other_weights_is_refused(
+    learner: Learner, tmp_path: Path, settings: dict[str, Any], what: str
+) -> None:
+    learner().save(tmp_path / "1")
+    other = learner(**settings)
+    before = weights_of(other).clone()
+    with pytest.raises(ConfigError, match=f"configuration: {re.escape(what)}; set it back, or start over"):
+        other.load(tmp_path / "1")
+    if "weights" in settings:
+        (tmp_path / "1" / "config.json").unlink()
+        with pytest.raises(ConfigError, match="weights of another shape"):
+            other.load(tmp_path / "1")
+    assert torch.equal(weights_of(other), before)
+
+
+def test_another_base_model_is_refused_and_one_that_was_moved_is_not(base: Path, tmp_path: Path) -> None:
+    training.learner(base, tmp_path).save(tmp_path / "1")
+    training.learner(save_small_model(tmp_path / "moved"), tmp_path).load(tmp_path / "1")
+    other = save_small_model(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match=rf'policy.model "{base}" → "{other}"'):
+        training.learner(other, tmp_path).load(tmp_path / "1")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "rubbish"])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(learner: Learner, tmp_path: Path, damage: str) -> None:
+    saved = learner()
+    saved.save(tmp_path / "1")
+    path = tmp_path / "1" / STATE_FILE
+    whole = path.read_bytes()
+    path.write_bytes({"cut": whole[: len(whole) // 2], "rubbish": b"rubbish" * 99}.get(damage, b""))
+    if damage == "gone":
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"state.pt is damaged .*: restore it from a backup, or make an earlier"):
+        saved.load(tmp_path / "1")
+
+
+def test_without_optimizer_state_its_moments_and_the_schedule_begin_anew_and_that_is_said(
+    learner: Learner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = learner(lr_scheduler="linear", max_steps=4)
+    saved.save(tmp_path / "1")
+    state = torch.load(tmp_path / "1" / STATE_FILE, weights_only=True)
+    del state["optimizer"]
+    torch.save(state, tmp_path / "1" / STATE_FILE)
+    rates = [saved.step(batch(step))["lr"] for step in (1, 2)]
+    assert saved.optimizer.state and rates[1] < rates[0]
+    saved.load(tmp_path / "1")
+    assert "has no optimizer state: its moments and the schedule start again" in caplog.text
+    assert not saved.optimizer.state and saved.step(batch(1))["lr"] == rates[0]
+
+
+@pytest.mark.parametrize("there", [0, 1, 3])
+def test_training_resumes_on_any_gpus(
+    learner: Learner, tmp_path: Path, there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner().save(tmp_path / "1")
+    state = torch.load(tmp_path / "1" / STATE_FILE)
+    torch.save({**state, "cuda_rng": [torch.get_rng_state()] * 2}, tmp_path / "1" / STATE_FILE)
+    again, seeded = learner(), list[int]()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda rng, device: seeded.append(device))
+    again.load(tmp_path / "1")
+    assert seeded == list(range(min(there, 2)))
+
+
+def test_no_secret_is_in_a_checkpoint(learner: Learner, tmp_path: Path) -> None:
+    teacher = {"base_url": "http://h/v1", "api_key": "sk-of-the-teacher"}
+    learner(judge={"model": "openai/gpt"}, teacher=teacher).save(tmp_path / "1")
+    text = (tmp_path / "1" / "config.json").read_text()
+    saved = json.loads(text)
+    assert "sk-of-the-teacher" not in text and not [key for key in saved if "key" in key]
+    assert {key.split(".")[0] for key in saved} == {"trainer", "policy", "weights of policy", *feature_sections()}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_an_unfinished_directory_changes_nothing(tmp_path: Path, error: BaseException) -> None:
+    full = isinstance(error, OSError)
+    with atomic_directory(tmp_path / "1") as directory:
+        (directory / "a").write_text("whole")
+    with pytest.raises(NotSaved if full else KeyboardInterrupt) as said, atomic_directory(tmp_path / "1") as directory:
+        (directory / "a").write_text("ha")
+        raise error
+    assert not full or re.search(r"/1 cannot be written: .*No space left", str(said.value))
+    assert (tmp_path / "1" / "a").read_text() == "whole"
+    with atomic_directory(tmp_path / "1") as directory:
+        assert not list(directory.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]

@@ -1,22 +1,25 @@
-"""Computed as a tree, rows get the scores and gradients that they get one by one, whatever the model and the tree."""
+"""Computed as a tree, rows get the scores and gradients that they get one by one; how samples are cut into trees."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import combinations, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM, LlamaConfig
 
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, TreeCost, build_tree, micro_batches, padded_tree
 from lightning_proxy.trainer.step import tree_attention
-from lightning_proxy.trainer.step.scoring import score
+from lightning_proxy.trainer.step.scoring import check_tree_support, score
 from lightning_proxy.trainer.step.tree_attention import FLEX_BLOCK, RUN, TreeMask, use_tree_attention
 from lightning_proxy.trainer.types import Sample
 from support.models import random_rows
@@ -136,30 +139,6 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused() -> None:
         use_tree_attention(CodeGenForCausalLM(config))
 
 
-def visible_by_paths(tree: PrefixTree) -> Tensor:
-    visible = torch.zeros(len(tree), len(tree), dtype=torch.bool)
-    for path in tree.paths:
-        for i, node in enumerate(path):
-            visible[node, torch.from_numpy(path[: i + 1])] = True
-    return visible
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_plan_holds_every_pair_that_sees_each_other_once(shape: str, seed: int) -> None:
-    tree = build_tree(random_rows(seed, **SHAPES[shape]))
-    mask, expected = TreeMask(tree, CPU), visible_by_paths(tree)
-    seen = torch.zeros(expected.shape, dtype=torch.int)
-    for block, added in mask.blocks:
-        shape_of = [stop - start for start, stop in (block.queries, block.keys)]
-        part = {"all": torch.ones(shape_of), "causal": torch.ones(shape_of).tril(), "tree": added}[block.kind]
-        assert part is not None
-        part = part[0, 0].exp() if block.kind == "tree" else part
-        seen[slice(*block.queries), slice(*block.keys)] += part.int()
-    assert torch.equal(mask.visible, expected)
-    assert torch.equal(seen, expected.int())
-
-
 def test_siblings_cost_what_their_paths_cost_not_the_square_of_the_tree() -> None:
     rng = random.Random(0)
     prompt = [rng.randrange(VOCABULARY) for _ in range(1000)]
@@ -171,9 +150,7 @@ def test_siblings_cost_what_their_paths_cost_not_the_square_of_the_tree() -> Non
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_what_a_gpu_runs_gives_the_scores_and_gradients_of_the_rows_one_by_one(
-    kind: str, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_gpu_runs_gives_what_rows_give(kind: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention in place of the blocks, not compiled: its kernels for CPUs have no backward pass, its rules do."""
     monkeypatch.setattr(tree_attention, "_has_flex_attention", lambda device: True)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None)
@@ -206,3 +183,70 @@ def test_trees_of_fifteen_sizes_take_few_compilations(monkeypatch: pytest.Monkey
             query = torch.randn(1, 4, size * FLEX_BLOCK, 8, requires_grad=True)
             tree_attention.flex(query, query[:, :2], query[:, :2], mask.block_mask, None, None)
     assert 0 < counter.frame_count <= 3
+
+
+# A tree of prefixes holds every row, each prefix once -----------------------------------------------------------------
+
+
+def test_recurrent_layers_and_a_window_shorter_than_a_sample_are_refused() -> None:
+    config = LlamaConfig()
+    config.layer_types, config.sliding_window = ["sliding_attention"], 64
+    check_tree_support(config, 64)
+    with pytest.raises(ConfigError, match="window of 64"):
+        check_tree_support(config, 65)
+    config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="linear_attention"):
+        check_tree_support(config, 1)
+
+
+def samples(task: str, rows: list[list[int]]) -> list[Sample]:
+    return [
+        Sample(f"{task}{i}", task, tuple(row), (0, *[1] * (len(row) - 1)), *[(0.0,) * len(row)] * 3)
+        for i, row in enumerate(rows)
+    ]
+
+
+def test_micro_batches_hold_every_sample_once_and_keep_to_the_budget() -> None:
+    given = [s for task in range(6) for s in samples(str(task), random_rows(task, 9))]
+    made = micro_batches(given, TreeCost(attention=0.0, max_nodes=60))
+    found = [s for batch in made for s in batch.samples]
+    assert sorted(found, key=lambda s: s.rollout_id) == sorted(given, key=lambda s: s.rollout_id)
+    for batch in made:
+        assert len(batch.tree) <= 60
+        assert [tuple(batch.tree.token_ids[p]) for p in batch.tree.paths] == [s.token_ids[:-1] for s in batch.samples]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cuts_compute_less_twice(seed: int) -> None:
+    given = sorted(samples("a", random_rows(seed, 8)), key=lambda s: s.token_ids)
+    chance = random.Random(seed)
+    cost = TreeCost(0.1, max_nodes=chance.choice([15, 25, 40]), comfortable=chance.choice([None, 10, 20]))
+    found = micro_batches(given, cost)
+
+    def price(tree: PrefixTree) -> float:
+        return cost(tree) + 1.0 + float(cost.memory(np.array(len(tree))))
+
+    def total(cuts: tuple[int, ...]) -> float:
+        groups = [[s.token_ids[:-1] for s in given[a:b]] for a, b in pairwise((0, *cuts, len(given)))]
+        trees = [build_tree(group) for group in groups]
+        fits = all(len(tree) <= cost.max_nodes or len(tree.paths) == 1 for tree in trees)
+        return sum(map(price, trees)) if fits else math.inf
+
+    cuts = range(1, len(given))
+    best = min(total(chosen) for n in range(len(given)) for chosen in combinations(cuts, n))
+    assert sum(price(batch.tree) for batch in found) == pytest.approx(best)
+
+
+def test_memory_is_saved_where_little_is_computed_twice_for_it() -> None:
+    cost, answers = TreeCost(0.0, max_nodes=8192, comfortable=100), [[n] * 20 for n in range(50, 60)]
+    apart = micro_batches(samples("a", [[1, 2, *answer] for answer in answers]), cost)
+    assert max(len(batch.tree) for batch in apart) <= 100 and len(apart) == 2
+    trunk = list(range(1000, 1400))
+    assert len(micro_batches(samples("a", [[*trunk, *answer] for answer in answers]), cost)) == 1
+
+
+def test_thousands_of_samples_are_cut_quickly() -> None:
+    rng = np.random.default_rng(0)
+    given = samples("a", [[1, 2, 3, *rng.integers(0, 50, 20).tolist()] for _ in range(3000)])
+    made = micro_batches(given, TreeCost(attention=0.01, max_nodes=8192))
+    assert sum(len(batch.samples) for batch in made) == 3000 and len(made) < 10
