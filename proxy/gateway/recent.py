@@ -96,8 +96,7 @@ class RecentCall:
 def taken(value: Any, most: int = 2**27) -> int:
     """Return about how many bytes a JSON value takes in memory. Stops counting at `most`.
 
-    It adds up lengths: `sys.getsizeof` takes four times as long. CPython uses a byte per ASCII character, else up to
-    four.
+    By lengths: `sys.getsizeof` takes four times as long. CPython uses a byte per ASCII character, else up to four.
     """
     size, found = 0, [value]
     for one in found:  # it grows meanwhile

@@ -214,7 +214,7 @@ async def test_a_question_that_is_drawn_is_the_same_when_it_is_scored(running: R
         Path("other.jsonl").write_text(json.dumps(tasks(file)[0] | {"index": 99}))
         program = KindsEnvironment("reasoning_gym").program
         code, _, err = await system.lightning("run", "--tasks", "other.jsonl", "--", *program)
-    assert (code, "makes another question than that of the task" in err) == (1, True), err
+    assert (code, "generates a different question than the task's" in err) == (1, True), err
 
 
 def test_an_experiment_gets_both_splits_which_have_no_question_in_common(tmp_path: Path) -> None:
@@ -287,16 +287,16 @@ async def until(is_so: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--environment", "sums"], "--environment is KIND:NAME, as in reasoning_gym:gcd; got 'sums'"),
+        (["--environment", "sums"], "--environment must be KIND:NAME, as in reasoning_gym:gcd; got 'sums'"),
         (["--environment", "gym:sums"], "there is no kind of environments 'gym'; nearest: reasoning_gym; there are"),
         (["--environment", "reasoning_gym:sum"], "reasoning_gym: there is no generator 'sum'; nearest: sums"),
         ([*SUMS, "{"], "--environment-args is not JSON: "),
         ([*SUMS, '{"many": 1}'], "reasoning_gym: unknown in --environment-args: many; sums takes most"),
         ([*SUMS, '{"tasks": "1"}'], "reasoning_gym: tasks is int, as in 100; got '1'"),
         (["--environment", "reasoning_gym:open", SUMS[2], '{"shots": 1}'], "shots: this generator stores no"),
-        ([*SUMS, '{"split": "test"}'], "reasoning_gym: split is train or held_out"),
+        ([*SUMS, '{"split": "test"}'], "reasoning_gym: split must be train or held_out"),
         ([*SUMS, '{"most": 0}'], "reasoning_gym: ZeroDivisionError: "),
-        ([*SUMS, "{}", "--", "true"], "--environment stands in place of --tasks and of the program after `--`"),
+        ([*SUMS, "{}", "--", "true"], "--environment replaces --tasks and the program after `--`"),
         ([], "needs --tasks FILE and a program after `--`, or --environment KIND:NAME"),
         ([*LARGER, '{"players": 3}'], "Larger-v0 is not played by 3: The number of players has to be 2, received 3"),
         ([*LARGER, '{"seat": 2}'], "textarena: seat is 0 to 1, for Larger-v0 is played by 2; got 2"),

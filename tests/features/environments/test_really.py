@@ -80,7 +80,7 @@ async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: 
             assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
             assert sum(reward for name, reward in rewards.items() if name[:-1] in ("player-", "opponent-")) == 0
     done = await asyncio.to_thread(lightning, "run", "--environment", "textarena:Hangman-v0")
-    assert "this game wants NLTK's words, and nothing is fetched here; do it by `" in done.stderr
+    assert "this game needs NLTK's words, and nothing is downloaded here; run `" in done.stderr
 
 
 async def test_a_taskset_of_verifiers_with_tools(
