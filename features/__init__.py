@@ -1,4 +1,4 @@
-"""What some users never need, a folder each. A feature is taken out by deleting its folder, its line and its tests.
+"""What some users never need, a folder each. To remove a feature, delete its folder, its line below and its tests.
 
 A folder has any of: `config.py` (its keys), `proxy.py` (its plugin of the proxy), `trainer.py` (its plugin of the
 trainer), `commands.py` (its commands), `schema.sql` (its tables) and `views/` (what the page shows of it).

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def variables(proxy_url: str, rollout: OpenRollout) -> dict[str, str]:
-    """Return where its model is, where its events and rewards go, and its key."""
+    """Return the variables with the model's URL, the URL for events and rewards, and the key."""
     return {
         "AGL_OPENAI_BASE_URL": rollout.base_url,
         "AGL_EVENT_URL": f"{proxy_url}/agl/api/rollouts/{rollout.rollout_id}/attempt/0/events",

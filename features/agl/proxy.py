@@ -1,6 +1,6 @@
 """`POST /agl/api/rollouts/{id}/attempt/0/events`: takes the events of agents of Agent Lightning 1.0 (AGL_EVENT_URL).
 
-The event `reward` rewards the rollout, and ends it; the newest counts. Any other becomes a note of its name.
+The event `reward` rewards the rollout and ends it; the newest counts. Any other event becomes a note with its name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ router = APIRouter(tags=["agl"], route_class=UserRoute)
 
 
 class AglEvent(BaseModel):
-    """An event. That of a reward has `data.value`, and may have `data.reason`."""
+    """An event. A reward event has `data.value`, and may have `data.reason`."""
 
     event_type: Annotated[str, Field(min_length=1, max_length=200)]
     data: dict[str, Any] = {}

@@ -1,12 +1,12 @@
-"""DPPO by KL: drops tokens whose choice diverged too far, and further the way they are pulled (`trainer.loss`).
+"""DPPO by KL: drops tokens whose probability diverged too far in the direction of their update (`trainer.loss`).
 
     loss = -M · sg(r) · A · log p,   M = 0 where (p - q) · A > 0 and D > mask.kl, else 1;   r = p / q
     D = q · log(q / p) + (1 - q) · log((1 - q) / (1 - p))
 
-p is the probability of the token under the weights that are trained, q that with which it was sampled, and sg takes no
-gradient. D is the KL divergence of the two-way choice between this token and all others. `mask.kl` is 0.05 in the
-authors' runs. All tensors are (A, L): A answers of at most L tokens.
-Source: arXiv 2602.04879, equation 12, binary KL; verl's `dppo_kl`, whose cut of r at 20 is left out as in the paper.
+p is the token's probability under the trained weights, q the one it was sampled with, and sg takes no gradient. D is
+the KL divergence of the two-way choice between this token and all others. `mask.kl` is 0.05 in the authors' runs. All
+tensors are (A, L): A answers of at most L tokens. Source: arXiv 2602.04879, equation 12, binary KL; verl's `dppo_kl`,
+without its cap of r at 20, as in the paper.
 
 By hand, A = 1: q = 0.5 and p = 0.6 have D = 0.5 · log(0.5 / 0.6) + 0.5 · log(0.5 / 0.4) = 0.0204: -1.2 · log 0.6.
 p = 0.7 has D = 0.0872 and gives 0. With A = -1, p = 0.7 gives 1.4 · log 0.7: it is pulled back.

@@ -1,12 +1,12 @@
-"""DPPO by total variation: drops tokens whose probability moved too far the way they are pulled (`trainer.loss`).
+"""DPPO by total variation: drops tokens whose probability moved too far in their update's direction (`trainer.loss`).
 
     loss = -M · sg(r) · A · log p,   M = 0 where (p - q) · sign(A) > mask.tv, else 1;   r = p / q
 
-p is the probability of the token under the weights that are trained, q that with which it was sampled, and sg takes no
-gradient. |p - q| is the total variation of the two-way choice between this token and all others. A ratio's limits are
-narrow for likely tokens and wide for none: from 0.99 to 0.8 is a ratio of 0.81, from 1e-5 to 1e-3 one of 100.
-`mask.tv` is 0.15 in the authors' runs. All tensors are (A, L): A answers of at most L tokens.
-Source: arXiv 2602.04879, equation 12, binary TV; verl's `dppo_tv`, whose cut of r at 20 is left out as in the paper.
+p is the token's probability under the trained weights, q the one it was sampled with, and sg takes no gradient. |p - q|
+is the total variation of the two-way choice between this token and all others. Limits on the ratio suit neither likely
+nor rare tokens: from 0.99 to 0.8 is a ratio of 0.81, from 1e-5 to 1e-3 one of 100. `mask.tv` is 0.15 in the authors'
+runs. All tensors are (A, L): A answers of at most L tokens. Source: arXiv 2602.04879, equation 12, binary TV; verl's
+`dppo_tv`, without its cap of r at 20, as in the paper.
 
 By hand, A = 1: q = 0.5 and p = 0.6 give -1.2 · log 0.6; p = 0.7 gives 0. With A = -1, p = 0.7 gives 1.4 · log 0.7.
 """

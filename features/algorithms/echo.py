@@ -1,4 +1,4 @@
-"""ECHO: trains the policy to predict what its tools will answer, beside RL (`trainer.context_loss`).
+"""ECHO: trains the policy to predict what its tools will answer, in addition to RL (`trainer.context_loss`).
 
     added to the loss = -w / N · sum of log p over the tokens that tools wrote,   w = algorithms.echo_weight
 
@@ -21,5 +21,5 @@ from .config import AlgorithmsConfig
 
 
 def echo(logprobs: Tensor, results: int, config: TrainerConfig) -> Tensor:
-    """Return what a pass adds to the loss of a step that has `results` tokens of tools."""
+    """Return what a pass adds to the loss of a step with `results` tool tokens."""
     return -config.section(AlgorithmsConfig).echo_weight / results * logprobs.sum()

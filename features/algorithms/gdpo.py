@@ -1,14 +1,14 @@
-"""GDPO: compares rewards of each name by themselves before they are added (`trainer.credit: gdpo`).
+"""GDPO: compares rewards of each name separately before adding them (`trainer.credit: gdpo`).
 
     A_i = sum over names k of  w_k · (r_ik - mean_k) / (std_k + 1e-4)
 
-over the N siblings, w_k from `trainer.reward_weights`. The quotient is that of `trainer.baseline: grpo`, the default.
-Automatic rewards (`trainer.air`) count as one more name, of weight 1.
-The paper then divides by the standard deviation of A over the step. That is one factor for all tokens, which Adam takes
-out again, and is left out. Source: arXiv 2601.05242; TRL's `multi_objective_aggregation: normalize_then_sum`.
+over the N siblings, w_k from `trainer.reward_weights`. The quotient is the default `trainer.baseline: grpo`.
+Automatic rewards (`trainer.air`) count as one more name, with weight 1. The paper then divides by the standard
+deviation of A over the step. That is one factor for all tokens, which Adam cancels, so it is left out. Source: arXiv
+2601.05242; TRL's `multi_objective_aggregation: normalize_then_sum`.
 
 By hand: right is 1, 1, 0, 0 and style 0, 4, 0, 4, with the weights 1 and 0.5. Their distances from the means are ±0.5
-and ±2, their standard deviations 0.577 and 2.309, so both quotients are ±0.866, whatever their range. A is
+and ±2, their standard deviations 0.577 and 2.309, so both quotients are ±0.866, whatever the range. A is
 0.866 - 0.433, 0.866 + 0.433, -0.866 - 0.433, -0.866 + 0.433.
 """
 

@@ -23,7 +23,7 @@ DECAY = 0.95
 
 
 def rae(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return an advantage for each call of each rollout; it is that of the call's agent in the rollout."""
+    """Return an advantage for each call of each rollout: the one of the call's agent in that rollout."""
     found = [[0.0] * len(sibling.calls) for sibling in group]
     in_order = sorted((i for i, s in enumerate(group) if s.calls), key=lambda i: group[i].calls[0].started_at)
     for agent in {call.agent for sibling in group for call in sibling.calls}:

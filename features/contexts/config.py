@@ -1,4 +1,4 @@
-"""The section `contexts`: what becomes of rejected attempts and of summaries in training."""
+"""The section `contexts`: how training treats rejected attempts and summaries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ContextsConfig(FeatureSection):
 
     @classmethod
     def call_fields(cls, calls: Sequence[ModelCall]) -> Sequence[Mapping[str, Any]]:
-        """Return where the context of each call comes from, and whether another attempt was used in its place."""
+        """Return where the context of each call comes from, and whether another attempt was used instead."""
         from .graph import graph_of  # here, since every command reads the configuration
 
         if (graph := graph_of(calls)) is None:

@@ -4,15 +4,15 @@
 `edits`       its history has that call's answer, but was changed
 `compacts`    that call's answer stands in its prompt in place of history that it no longer has
 `delegates`   a tool call of that call gave it its order; its context is a new one
-`returns`     a result in it is that call's answer, which another context ended in
+`returns`     a result in it is that call's answer, which ended another context
 `retries`     that call had the same request, and its answer was not used
 
-What the agent's program says in headers, as Claude Code and Codex do, goes before what texts show.
+What the agent's program says in headers, as Claude Code and Codex do, takes precedence over what texts show.
 
-A call without edges begins a new context, or it is not sure where that comes from.
+A call without edges begins a new context, or the origin of its context is uncertain.
 
-The conversations of all calls are one tree, in which what several contexts share is one path. A request comes as what
-it adds to its parent's, so that the tree takes as much work as the rollout has content.
+The conversations of all calls form one tree, in which contexts share the path that they have in common. A request comes
+as its difference from its parent's, so building the tree is linear in the rollout's content.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ FORM = (
 
 
 class Edge(NamedTuple):
-    """An edge to another call, by its place in the rollout."""
+    """An edge to another call. `place`: that call's index in the rollout."""
 
     kind: Kind
     place: int
 
 
 class _Order(NamedTuple):
-    """A tool call, with the texts in its arguments. `name`: its id, if no other has that."""
+    """A tool call that may have started a sub-agent, with the texts in its arguments. `name`: its id, if unique."""
 
     by: _Call
     name: str
@@ -81,13 +81,12 @@ class _Order(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call as later ones are compared with it. Its request (`fields`, all of them) ends at `node`.
+    """A call, in the form that later calls are compared with. Its request (all of its `fields`) ends at `node`.
 
-    `first`: the node that its conversation begins after; `nodes`: the node of each message.
-    `attempts`: the calls with the same request. `order`: the tool call that seems to have begun it; `is_ordered`: a
-    telling part of its prompt shows it.
-    `root`: the call that began its context. `told`: texts that its answer alone has. `used`: its answer stands in a
-    later context; `kept`: as an answer. `has`: the calls with answers that its request has, once that is known.
+    `first`: the node before its conversation; `nodes`: the node of each message. `attempts`: the calls with the same
+    request. `order`: the tool call that probably started it; `is_ordered`: a distinctive part of its prompt shows that.
+    `root`: the first call of its context. `told`: texts that only its answer has. `used`: a later context has its
+    answer; `kept`: as an answer. `has`: the calls whose answers its request contains, once known.
     """
 
     call: ModelCall
@@ -115,7 +114,7 @@ class _Call:
 
     @property
     def form(self) -> str | None:
-        """The form of the answer that it asks for; None if its conversation is not whole or not in words."""
+        """The form of the requested answer; None if the conversation is incomplete or not text."""
         is_whole = self.node is not self.first and "conversation" not in self.fields
         return dumps([self.fields.get(name) for name in FORM]) if is_whole else None
 
@@ -136,7 +135,7 @@ class _Call:
 
     @property
     def may_sum_up(self) -> bool:
-        """Whether its answer may be a summary: in words, to a question of its own."""
+        """Whether its answer may be a summary: a text that answers a new question."""
         return self.is_final and not self.kept and any(map(_is_prompt, self.node.up_to(self.node.tip)))
 
 
@@ -186,10 +185,10 @@ class Graph:
         self._remember(mine)
 
     def rejected(self) -> dict[int, int]:
-        """Return the calls with an answer that no later context has, each with an attempt that one has in its place.
+        """Return calls with answers that no later context has, each with the attempt that was used instead.
 
-        That is one at the same request, which began later or was not over. Of an earlier one this is a fresh start.
-        Calls that tool calls of their own began are no attempts at the same.
+        That attempt has the same request, and began later or had not ended. A call after an ended attempt is a fresh
+        start. Calls that different tool calls started are not attempts at the same thing.
         """
         found, alike = dict[int, int](), defaultdict[tuple[_Call, _Order | None], list[_Call]](list)
         for one in self.calls:
@@ -207,11 +206,11 @@ class Graph:
         return found
 
     def summaries(self) -> set[int]:
-        """Return the calls with an answer that stands in a later prompt in place of history."""
+        """Return the calls whose answer replaces history in a later prompt."""
         return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
 
     def _attempts(self, mine: _Call) -> list[_Call]:
-        """The calls so far with the same request: of the same agent, and for an answer of the same form."""
+        """The calls so far with the same request, from the same agent and for the same form of answer."""
         if (earlier := self._again.get(mine.call.call_id)) is not None:
             return earlier.attempts
         form = mine.form
@@ -238,7 +237,7 @@ class Graph:
         return _Call(call, len(self.calls), fields, first, nodes, node.then(keyed(whole)))
 
     def _answer(self, mine: _Call) -> None:
-        """Add the answer of a call to the tree, which may come back without its thoughts."""
+        """Add the answer of a call to the tree, also without its thoughts, as it may come back."""
         call, node = mine.call, mine.node
         response = call.response if call.status == "ok" and isinstance(call.response, dict) else {}
         said = [answer for answer in answer_atoms(response) if answer]
@@ -255,7 +254,7 @@ class Graph:
             self._responses[name] = node.then(keyed(mine.said))
 
     def _edges(self, mine: _Call) -> list[Edge]:
-        """The edges of a call: to its own history, to answers that it was given, and else to who ordered it."""
+        """The edges of a call: to its history, to answers that it was given, or else to the call that ordered it."""
         continued, held = self._history(mine)
         came = Edge("continues", continued.place) if continued is not None and not held else None
         new = [*mine.node.up_to(None if came is None else mine.node.tip)][::-1]
@@ -295,7 +294,7 @@ class Graph:
         return edges
 
     def _history(self, mine: _Call) -> tuple[_Call | None, set[_Call]]:
-        """The call that the request continues, and the later ones, or others, with answers that it has."""
+        """The call that the request continues, and later (or other) calls whose answers it contains."""
         tip = mine.node.tip
         there = tip.answered if tip is not None else []
 
@@ -309,7 +308,7 @@ class Graph:
         return continued, {one for one in held if continued is None or one.place > continued.place}
 
     def _held(self, node: Node) -> _Call | None:
-        """The call of the answer that an atom of the history is a part of, or is the result for."""
+        """The call whose answer contains this atom of the history, or whose tool call it is the result of."""
         atom = node.atom
         if atom.kind != "text" and atom.who in self._made:
             return self._made[atom.who]
@@ -317,14 +316,14 @@ class Graph:
         return self._answers.get(node.key) if is_answer and len(atom.what) >= TELLING_ORDER else None
 
     def _quoted(self, texts: Iterable[str]) -> set[_Call]:
-        """The calls of the answers that these texts quote."""
+        """The calls whose answers these texts quote."""
         found = Counter(one for text in texts for one in self._told.get(text, ()))
         return {one for one, n in found.items() if n >= min(QUOTED * len(one.told), ENOUGH)}
 
     def _summaries(self, mine: _Call, new: Sequence[Node], quoted: set[_Call]) -> set[_Call]:
-        """The answers in words that stand in the prompt while it lacks what they sum up.
+        """The calls with text answers that are in the prompt while the history that they summarise is not.
 
-        They stand in a text of a user or system, or as the first answer of a history that begins with another text.
+        They are in a user's or system text, or the first answer of a history that begins with another text.
         """
         has, found = self._answers_in(mine), set(quoted)
         first = next((node for node in new if self._held(node)), None)
@@ -344,9 +343,9 @@ class Graph:
         return one.has
 
     def _rewritten(self, new: Sequence[Node], quoted: set[_Call]) -> _Call | None:
-        """The newest call that is quoted together with something that calls of its context were asked or got.
+        """The newest quoted call, if something else from its context (a question or a result) is quoted with it.
 
-        One whose answer was the last of its context may be a critic's, or a summary: with a message that it had, too.
+        If its answer ended its context, it may be a critic's or a summary: then a message of its own must be there too.
         """
         texts = _texts(one for one in new if one.atom.who not in ("system", "assistant"))
         around = {self._known[text].root for text in texts if text in self._known and text not in self._told}
@@ -365,10 +364,10 @@ class Graph:
         return next((found[0] for found in [*by_context.values()][:NEWEST] if any(map(may_be, found))), None)
 
     def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
-        """The answers of other contexts that are results here, or that a user's message quotes.
+        """Edges to answers of other contexts that are results here, or that a user's message quotes.
 
-        A result is the answer of the context that its tool call began, where that is known, or else of a later one. A
-        message has answers of sub-agents of this context, which worked at the same time.
+        A result is the answer of the context that its tool call started, if known, or else of a later context. A
+        message has answers of this context's sub-agents, which worked at the same time.
         """
         caller, found = self.calls[came.place], set[_Call]()
         for node in new:
@@ -391,7 +390,7 @@ class Graph:
                 yield Edge("returns", one.place)
 
     def _delegate(self, root: _Call, caller: _Call | None = None) -> None:
-        """Note that a tool call began a context with a prompt that has the order only as a part, or not at all."""
+        """Note that a tool call started a context, although the context's prompt is not exactly the order."""
         by = caller if root.order is None else root.order.by
         if by is not None and not root.edges:
             root.edges = [Edge("delegates", by.place)]
@@ -407,8 +406,8 @@ class Graph:
     def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, int]:
         """The tool call that gave this new context its order, of several one that began none, and how much shows it.
 
-        It is sure if the order is all that is asked. Where it is a part, the context has to show more. A thread that
-        is said to be begun by another has its order from that one, whatever its prompt shows.
+        It is certain if the order is the whole question. If it is only a part, the context has to show more. If headers
+        name a thread's parent, the order comes from that parent, whatever the prompt shows.
         """
         parent = mine.says("parent")
 
@@ -427,7 +426,7 @@ class Graph:
         return order, size
 
     def _tried(self, mine: _Call, order: _Order | None) -> _Call | None:
-        """The call that this one repeats: it failed, or its answer is not used, and no other order began it."""
+        """The call that this one repeats: one that failed, or whose answer is unused, and that has no other order."""
         is_same = order is None or order.name in self._begun
         for one in reversed(mine.attempts[:-1]):
             is_over = one.call.status != "incomplete" and one.is_over_for(mine)
@@ -436,7 +435,7 @@ class Graph:
         return None
 
     def _remember(self, mine: _Call) -> None:
-        """Keep what a later context may have of the answer."""
+        """Remember the parts of the answer that a later context may contain."""
         told, given = set[str](), list[_Order]()
         for position, atom in enumerate(mine.said):
             told |= {text for text in telling(atom) if text not in self._known}
@@ -469,10 +468,10 @@ def _texts(nodes: Iterable[Node]) -> set[str]:
 
 
 class Node:
-    """An atom in a context, after those before it.
+    """A node of the tree: an atom in a context, after its predecessors.
 
-    `answered`: the calls that end here, with request and answer.
-    `tip`: the nearest node from here up to the root that ends in an answer. `texts`: as `telling` finds them.
+    `answered`: the calls whose request and answer end here.
+    `tip`: the nearest node, from here towards the root, that ends an answer. `texts`: as found by `telling`.
     """
 
     __slots__ = ("answered", "atom", "key", "kids", "parent", "texts", "tip")
@@ -485,7 +484,7 @@ class Node:
         self.answered: list[_Call] = []
 
     def then(self, atoms: Iterable[KeyedAtom]) -> Node:
-        """Return the node that these atoms lead to."""
+        """Return the node that these atoms lead to, adding nodes as needed."""
         node = self
         for key, atom in atoms:
             if (kid := node.kids.get(key)) is None:
@@ -494,7 +493,7 @@ class Node:
         return node
 
     def up_to(self, above: Node | None) -> Iterator[Node]:
-        """Yield the nodes from here up to the one below `above`, or below the root."""
+        """Yield the nodes from here towards the root, excluding `above` or the root."""
         node = self
         while node is not above and node.parent is not None:
             yield node
@@ -506,14 +505,14 @@ def keyed(atoms: Iterable[Atom]) -> list[KeyedAtom]:
 
 
 def telling(atom: Atom) -> frozenset[str]:
-    """Return the texts of an atom by which a quotation of it is known: pieces of it, what a tool call says, its id."""
+    """Return the texts that identify a quotation of an atom: pieces of it, the texts in a tool call, its id."""
     said = [*strings(parsed(atom.what))] if atom.kind == "call" else [ends_of(atom.what)]
     pieces = {piece for text in said for piece in fragments(text)}
     return frozenset(pieces | {atom.who} if atom.kind == "call" and is_unique(atom.who) else pieces)
 
 
 def graph_of(calls: Sequence[ModelCall]) -> Graph | None:
-    """Return the graph of a rollout's calls, which are in order; None if they cannot be read."""
+    """Return the graph of a rollout's calls (in order); None if they cannot be read."""
     graph = Graph()
     try:
         for call in calls:

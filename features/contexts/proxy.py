@@ -1,4 +1,4 @@
-"""Plugs in where the context of each call comes from: the fields that `config.py` says of calls, typed."""
+"""Adds to each call where its context comes from: the call fields of `config.py`, with types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Context(BaseModel):
 
 
 class CallContexts(BaseModel):
-    """`contexts`: where the call's context comes from. `rejected`: another attempt was used in place of its answer."""
+    """`contexts`: where the call's context comes from. `rejected`: another attempt was used instead of its answer."""
 
     contexts: list[Context]
     rejected: bool

@@ -1,7 +1,7 @@
-"""Decides which calls of a rollout are trained on, by what became of their answers (`contexts`).
+"""Decides which calls of a rollout are trained on, by how their answers were used (`contexts`).
 
-A rollout of advantage 0.5: a first answer that was rejected, the answer to the same request that was used, and a
-summary that a later prompt has in place of the history.
+Example, a rollout with advantage 0.5: a first answer that was rejected, the answer to the same request that was used
+instead, and a summary that replaces the history in a later prompt.
 
     call                   rejected, summary    returned, advantage
     0 rejected             leave_out            none: it is left out
@@ -28,7 +28,7 @@ from .graph import graph_of
 
 
 def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
-    """Return what becomes of a rollout's calls. An attempt that is left out is not a decision: nothing came of it."""
+    """Return how a rollout's calls are treated. An attempt that is left out is not a decision, as it had no effect."""
     if (graph := graph_of(calls)) is None:
         return Sifted(calls)
     rejected, summaries = graph.rejected(), graph.summaries()
@@ -45,7 +45,7 @@ def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
 
 
 class SiftPlugin(TrainerPlugin):
-    """Leaves calls out of RL, or pushes them down, for what became of their answers."""
+    """Excludes calls from RL, or gives them a negative advantage, by how their answers were used."""
 
     metrics = group(
         "samples",

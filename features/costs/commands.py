@@ -1,4 +1,4 @@
-"""`costs`: tokens and USD of calls by a way of grouping them, and what rewarders spent."""
+"""`costs`: tokens and USD of calls, grouped in one of several ways, and what rewarders spent."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _cells(part: Json) -> Sequence[str]:
 
 
 def notes(total: Json) -> list[str]:
-    """Return what is not in the numbers."""
+    """Return notes about what the numbers leave out."""
     lines = {
         "unpriced": "calls of models without a price: give one in `prices`",
         "unknown": "answers did not say what they used: streams do with stream_options",

@@ -60,9 +60,9 @@ Cost = dict[str, Any]  # the numbers of CostSeen
 
 
 class CostSeen(BaseModel):
-    """`input_tokens` counts the `cached_tokens` too, `output_tokens` the `reasoning_tokens`.
+    """Tokens and costs. `input_tokens` includes `cached_tokens`, `output_tokens` includes `reasoning_tokens`.
 
-    `usd` leaves out the `unpriced` calls, of models without a price, and what the `unknown` did not tell of.
+    `usd` excludes `unpriced` calls (models without a price) and `unknown` ones (no usage).
     """
 
     calls: int
@@ -84,20 +84,20 @@ def summed(costs: Iterable[Cost]) -> Cost:
 
 
 class CostTable:
-    """Reads costs, off the way of a call."""
+    """Reads costs. No call waits for it."""
 
     def __init__(self, database: Database, config: Config) -> None:
         self._db = database
         self._prices, self._alias = Prices(config.prices), config.policy.alias
 
     async def of_rollout(self, rollout_id: str) -> Cost:
-        """Return the cost of a rollout, and `of_calls`: that of each of its calls by its id."""
+        """Return the cost of a rollout, and in `of_calls` the cost of each call by id."""
         rows = await self._db.all(COSTS_OF_ROLLOUT, {"rollout_id": rollout_id})
         calls = {row["part"]: self._cost(row) for row in rows}
         return summed(calls.values()) | {"of_calls": calls}
 
     async def since(self, since: float, by: By, key_id: str | None) -> dict[str | None, Cost]:
-        """Return the costs of calls that began after `since` by name; with `key_id`, of its rollouts alone."""
+        """Return the costs of calls that began after `since`, by group name; with `key_id`, only for its rollouts."""
         statement = (COSTS_OF_CALLS if key_id is None else COSTS_OF_KEY).format(part=PARTS[by], sums=SUMS)
         rows = await self._db.all(statement, {"since": since, "key_id": key_id})
         return await asyncio.to_thread(self._by_name, rows, by)
@@ -145,7 +145,7 @@ class CostPage(BaseModel):
 async def get_costs(request: ControlRequest, by: By = "day", since: Finite = 0.0, limit: Limit = 100) -> dict[str, Any]:
     """What calls used and cost, by UTC day (newest first), model, key, task, rollout or mode (dearest first).
 
-    `since` is Unix time. A key that sees only its own rollouts gets the costs of these.
+    `since` is Unix time. A key that sees only its own rollouts gets their costs only.
     """
     p = request.parts
     parts = await CostTable(p.store.database, p.config).since(since, by, request.caller.sees)
@@ -161,7 +161,7 @@ class RolloutCost(CostSeen):
 
 
 class RolloutCosts(BaseModel):
-    """`costs`: what its calls used and cost, together and each by its id."""
+    """`costs`: what its calls used and cost, in total and by call id."""
 
     costs: RolloutCost
 

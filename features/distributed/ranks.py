@@ -48,7 +48,7 @@ def launched() -> bool:
 
 
 class Ranks(Processes):
-    """This process among the ranks that a launcher started. `prepare` makes them know each other."""
+    """This process among the ranks that a launcher started. `prepare` connects them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,14 +111,14 @@ class Ranks(Processes):
         dist.destroy_process_group()
 
     def end(self) -> None:
-        """Let the other ranks end. Otherwise they take the end of rank 0 for a failure."""
+        """Let the other ranks end. Otherwise they would take the end of rank 0 for a failure."""
         if self.size > 1:
             with self.turn, _lost_ranks_named():
                 dist.broadcast_object_list([None], src=0, group=self._idle)
             dist.destroy_process_group()
 
     def passes(self, parts: Sequence[MicroBatch], cost: TreeCost) -> list[Pass]:
-        """Return this rank's share of the passes; as many as any other rank's if the base model is sharded."""
+        """Return this rank's share of the passes: as many as every other rank's if the base model is sharded."""
         shares = share_out(parts, cost, self.size)
         mine = [Pass(part, True) for part in shares[self.rank]]
         if self.sharded and parts:
@@ -224,7 +224,7 @@ def check(plugin: FullyShardedDataParallelPlugin) -> None:
 
 
 def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
-    """Return micro-batches by rank. The slowest rank's largest one is halved while that makes the step shorter."""
+    """Return micro-batches by rank. The slowest rank's largest one is halved as long as that shortens the step."""
     if ranks == 1:
         return [list(parts)]
     shares = _longest_first(parts, cost, ranks)
@@ -240,7 +240,7 @@ def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares
 
 
 def _longest_first(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
-    """The longest part first, each to the rank with the least so far (Graham 1969): at most 4/3 of the best."""
+    """Assign parts, longest first, to the rank with the least work (Graham 1969): at most 4/3 of the optimum."""
     shares: Shares = [[] for _ in range(ranks)]
     for part in sorted(parts, key=lambda part: cost(part.tree), reverse=True):
         min(shares, key=lambda share: _work(share, cost)).append(part)

@@ -1,4 +1,4 @@
-"""Plugs several trainer processes in, as torchrun and `accelerate launch` start them."""
+"""Supports several trainer processes, started by torchrun or `accelerate launch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plugs environments in: `environments`, and `--environment` for every command that needs tasks and a program."""
+"""Adds `environments`, and `--environment` to every command that needs tasks and a program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environments(
         list[str] | None, typer.Option("--with", metavar="PACKAGE", help="with --install: a further package for pip")
     ] = None,
 ) -> None:
-    """List environments that others wrote, a line each, or install a kind; without KIND, the kinds."""
+    """List third-party environments of a kind, one a line, or install the kind. Without KIND, list the kinds."""
     from ...core.errors import ConfigError
     from .source import KINDS, KindsEnvironment
 
@@ -58,7 +58,7 @@ def add_to(commands: typer.Typer) -> None:
 
 
 def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., None]:
-    """Return the command `name` with both options, in place of which it needs tasks and a program."""
+    """Return the command `name` with both options. Without them it needs tasks and a program."""
 
     @wraps(callback)
     def command(environment: str | None, environment_args: str | None, **given: Any) -> None:
@@ -81,7 +81,7 @@ def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., Non
 
 
 def _stand_in(name: str, environment: str, arguments: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the command `name` that stand for an environment. Refuse half of both."""
+    """Return the arguments of the command `name` that an environment stands for. Refuse a mix of both."""
     from ...core.errors import ConfigError
     from .source import experiment_of, source_of
 
@@ -95,7 +95,7 @@ def _stand_in(name: str, environment: str, arguments: str | None, given: dict[st
         directory = given["directory"] or Path("lightning-experiments") / file.stem
         return {"file": experiment_of(file, environment, arguments, config.policy.alias), "directory": directory}
     if given["tasks"] or given["command"]:
-        raise ConfigError("--environment stands in place of --tasks and of the program after `--`: give one")
+        raise ConfigError("--environment replaces --tasks and the program after `--`: give one or the other")
     split = "held_out" if name == "eval" else "train"
     source = source_of(environment, arguments, {"split": split, "model": config.policy.alias})
     found = {"tasks": source.tasks, "command": source.command}

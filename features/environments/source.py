@@ -42,10 +42,10 @@ class EnvironmentTasks(NamedTuple):
 
 
 def source_of(environment: str, arguments: str | None, defaults: dict[str, Any]) -> EnvironmentTasks:
-    """Make the tasks. `defaults` are laid under the arguments. ConfigError says what is wrong with them."""
+    """Make the tasks. `defaults` apply where arguments are missing. ConfigError says what is wrong with them."""
     kind, colon, name = environment.partition(":")
     if not (colon and name):
-        raise ConfigError(f"--environment is KIND:NAME, as in reasoning_gym:gcd; got {environment!r}")
+        raise ConfigError(f"--environment must be KIND:NAME, as in reasoning_gym:gcd; got {environment!r}")
     installed = KindsEnvironment(kind)
     given = json.dumps(defaults | _given(arguments), sort_keys=True)
     if sys.stderr.isatty():
@@ -59,7 +59,7 @@ def source_of(environment: str, arguments: str | None, defaults: dict[str, Any])
 
 
 def experiment_of(file: Path, environment: str, arguments: str | None, alias: str) -> Path:
-    """Return a copy of an experiment's file with the environment's tasks of both splits, and its program."""
+    """Return a copy of an experiment file with the environment's program and its tasks from both splits."""
     given = read_yaml(file)
     if both := sorted({"tasks", "held_out", "agent", "preload"} & given.keys()):
         raise ConfigError(f"{file}: with --environment, leave out {', '.join(both)}")
@@ -81,25 +81,25 @@ def _given(arguments: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--environment-args is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ConfigError(f"--environment-args is a JSON object, got {arguments}")
+        raise ConfigError(f"--environment-args must be a JSON object, got {arguments}")
     return given
 
 
 def _write(file: Path, text: str) -> None:
-    """Write it whole or not at all: another command may read it now, or write the same."""
+    """Write the file atomically: another command may be reading or writing it."""
     file.parent.mkdir(exist_ok=True)
     with written(file) as part:
         part.write_text(text)
 
 
 class KindsEnvironment:
-    """The Python environment of one kind. ConfigError if there is no such kind."""
+    """The Python environment of one kind. Raises ConfigError if there is no such kind."""
 
     def __init__(self, kind: str) -> None:
         try:
             require_known(kind, KINDS, "kind of environments")
         except Wrong as error:
-            raise ConfigError(f"{error}; there are {', '.join(KINDS)}") from None
+            raise ConfigError(f"{error}; known kinds: {', '.join(KINDS)}") from None
         module = import_module(f".inside.{kind}", __package__)
         self.kind, self.packages = kind, tuple(module.PACKAGES)
         self.requires = (*module.REQUIRES, CLIENT)
@@ -110,11 +110,11 @@ class KindsEnvironment:
 
     @property
     def is_there(self) -> bool:
-        """Whether it was made by this installation of ours, and for what it needs now."""
+        """Whether it exists, made by this installation and for its present requirements."""
         return self._stamp.is_file() and self._stamp.read_text() == self._needs
 
     def install(self, further: Sequence[str]) -> None:
-        """Make it, or bring it up to date. LightningError has pip's last words. Other files in the folder stay."""
+        """Create it or bring it up to date. LightningError has pip's last line. Other files in the folder stay."""
         wanted = [*self.requires, *further]
         typer.echo(f"installing into {self.directory}, with their dependencies: {', '.join(wanted)}")
         self._stamp.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ class KindsEnvironment:
         self.finish()
 
     def finish(self) -> None:
-        """Write what is ours, once the packages are there."""
+        """Write our files, once the packages are installed."""
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         ours = self.directory / "lib" / version / "site-packages/lightning_proxy"
         ours.unlink(missing_ok=True)
@@ -136,7 +136,7 @@ class KindsEnvironment:
         self._stamp.write_text(self._needs)
 
     def ask(self, *what: str, given: str = "") -> list[str]:
-        """Return the lines that the kind's program prints, with `given` as its input. ConfigError: what is wrong."""
+        """Return the lines that the kind's program prints for the input `given`. ConfigError says what is wrong."""
         if not self.is_there:
             do = f"lightning-proxy environments {self.kind} --install"
             raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
@@ -148,7 +148,7 @@ class KindsEnvironment:
         return printed.splitlines()
 
     async def _asked(self, what: Sequence[str], given: bytes) -> tuple[int, str, str]:
-        """The program's exit code, output and errors. It ends with us."""
+        """The program's exit code, output and errors. The program ends if we do."""
         env = {name: value for name, value in os.environ.items() if name != ROLLOUT}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process, lifeline = await start_guarded(*self.program, *what, grace_s=GRACE_S, env=env, **pipes)

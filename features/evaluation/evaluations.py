@@ -1,4 +1,4 @@
-"""Keeps evaluations of policy versions on held-out tasks, and which version is the best that can be served."""
+"""Stores evaluations of policy versions on held-out tasks, and finds the best version that can be served."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ ENOUGH = 8  # rollouts of training by which a version is judged, if any version 
 class HeldOut:
     """An evaluation of a version on held-out tasks: the mean reward over tasks, with its 95 % interval.
 
-    `difference`: how far it is above the first version that was evaluated, paired by task; null for that one.
-    `ended_at` is null while it is under way; `error` says why it has no result. `step` made the version.
+    `difference`: how far it is above the first evaluated version, paired by task; null for that one. `ended_at` is null
+    while it runs; `error` says why it has no result. `step`: the one that made the version.
     """
 
     version: int
@@ -66,7 +66,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best version that can be served, `judged` by held-out rollouts, or else by rollouts of training."""
+    """The best version that can be served, `judged` by held-out rollouts or else by training rollouts."""
 
     version: int
     judged: Literal["evaluation", "reward"]
@@ -81,7 +81,7 @@ class Evaluations:
         self._store, self._db = store, store.database
 
     async def read(self, statement: str = ALL, **params: str) -> dict[int, HeldOut]:
-        """Return evaluations by version, with the rewards that their versions have by now."""
+        """Return evaluations by version, with their versions' present rewards."""
         stored = await self._db.records(HeldOut, statement, **params)
         rewards = await self._store.versions.rewards([one.version for one in stored if one.reward is not None])
         now = [(one, rewards.get(("eval", one.version))) for one in stored]
@@ -100,11 +100,11 @@ class Evaluations:
         await self._db.execute(BEGIN, version=version, step=step, at=time.time())
 
     async def ended(self, version: int, **result: float | str | None) -> None:
-        """Keep the result of an evaluation, by the names of `HeldOut`, or its `error`."""
+        """Store the result of an evaluation (fields of `HeldOut`), or its `error`."""
         await self._db.execute(ENDED, version=version, at=time.time(), **dict.fromkeys(RESULT) | result)
 
     async def forget_broken_off(self) -> None:
-        """Delete what a killed trainer left under way."""
+        """Delete unfinished evaluations of a killed trainer."""
         await self._db.execute("DELETE FROM evaluations WHERE ended_at IS NULL")
 
     async def under_way(self) -> set[int]:

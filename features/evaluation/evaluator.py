@@ -1,4 +1,4 @@
-"""Evaluates new versions on held-out tasks between two steps of the trainer, as the command `eval` does."""
+"""Evaluates new versions on held-out tasks between training steps, as the command `eval` does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE = ("env", "-u", "WANDB_RUN_ID", "-u", "WANDB_RESUME", "-u", "MLFLOW_RUN_ID
 
 
 class Evaluator:
-    """Evaluates the first live version, and then one every `every_steps` steps. Its state is in the store."""
+    """Evaluates the first live version, then one every `every_steps` steps. Its state is in the store."""
 
     def __init__(self, core: TrainerCore) -> None:
         self._core, self._config = core, core.config.section(EvaluationConfig)
@@ -56,7 +56,7 @@ class Evaluator:
             stopped.cancel()
 
     async def _evaluate(self, live: PolicyVersion) -> None:
-        """Keep the result, or why there is none: training goes on, whatever is wrong with the held-out tasks."""
+        """Store the result, or why there is none: problems with held-out tasks do not stop training."""
         version, step = live.version, live.step or 0
         await self.evaluations.begin(version, step)
         log.info("policy version %d is evaluated on held-out tasks", version)
@@ -78,7 +78,7 @@ class Evaluator:
         log.info("policy version %d: held-out reward %.3f", version, found["reward"])
 
     async def _run(self, version: int) -> dict[str, Any]:
-        """Run the held-out tasks with a version, each rollout a group of its own; return the result."""
+        """Run the held-out tasks with a version, each rollout as its own group. Return the result."""
         config, own = self._core.config, self._config
         assert own.tasks is not None
         if why_not := config.not_absolute([name for name, weight in config.trainer.training_weights.items() if weight]):

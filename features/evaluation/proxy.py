@@ -1,4 +1,4 @@
-"""Plugs in what is shown of evaluations (`evaluation`), which the trainer makes, and of the best version."""
+"""Shows the trainer's evaluations (`evaluation`) and the best version."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .evaluations import LAST, Best, Evaluations, HeldOut
 
 
 class PolicyEvaluation(BaseModel):
-    """`best`: the best version; `evaluation`: the one that began last."""
+    """`best`: the best version; `evaluation`: the latest one."""
 
     best: Best | None
     evaluation: HeldOut | None
 
 
 class VersionEvaluation(BaseModel):
-    """`evaluation`: on held-out tasks; null without one. `best`: it is the best that can be served."""
+    """`evaluation`: on held-out tasks, null without one. `best`: whether it is the best version that can be served."""
 
     evaluation: HeldOut | None
     best: bool
 
 
 class EvaluationPlugin(ProxyPlugin):
-    """Shows evaluations and the best version to who sees everybody's rollouts."""
+    """Shows evaluations and the best version to callers that may see all rollouts."""
 
     fields = ((Policy, PolicyEvaluation), (VersionSeen, VersionEvaluation))
     _best: Gauge | None = None
@@ -58,7 +58,7 @@ class EvaluationPlugin(ProxyPlugin):
 
 
 async def _found(store: Store) -> tuple[Best | None, HeldOut | None]:
-    """The best version, and the evaluation that began last."""
+    """The best version, and the latest evaluation."""
     last = await Evaluations(store).read(LAST)
     return await Evaluations(store).best(), next(iter(last.values()), None)
 

@@ -1,4 +1,4 @@
-"""Plugs in evaluations of new versions (`evaluation`), and keeps the files of the best version."""
+"""Evaluates new versions (`evaluation`), and keeps the files of the best version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class EvaluatingPlugin(TrainerPlugin):
-    """Evaluates new versions where the configuration asks for it, and names the best one at the end."""
+    """Evaluates new versions if configured, and names the best one at the end."""
 
     metrics = group(
         "eval",

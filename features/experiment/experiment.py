@@ -200,7 +200,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
             failed = run_until_signal(run_lessons(plan, lessons, results, gpus))
         except Interrupted:
             done = f"{len(results)} of {len(lessons)} runs are finished"
-            raise Interrupted(f"stopped: {done}; the same command does the others") from None
+            raise Interrupted(f"stopped: {done}; the same command runs the others") from None
     if results:
         finished = [results[lesson.name] for lesson in lessons if lesson.name in results]
         console = Console()
@@ -227,7 +227,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
 
 
 def say(what: str, lesson: str = "") -> None:
-    """Print a line, but not among the results."""
+    """Print a progress line to stderr, apart from the results."""
     typer.echo(f"{lesson}: {what}" if lesson else what, err=True)
 
 
@@ -257,7 +257,7 @@ async def run_lessons(
 
 
 def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
-    """Return the finished lessons' results. ConfigError if one was made with something else than the file has now."""
+    """Return the finished lessons' results. ConfigError if one was made with settings other than the file's."""
     results: dict[str, Json] = {}
     for lesson in lessons:
         if not lesson.result.is_file():
@@ -281,7 +281,7 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
 
 
 def gpus_of(jobs: int) -> list[Env]:
-    """Return the variables of each of the jobs: without GPUs there are none, otherwise the GPUs are shared out."""
+    """Return the variables of each job: GPUs, if there are any, are divided among jobs."""
     gpus = list(cards()) if jobs > 1 else []
     if gpus and len(gpus) < jobs:
         raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs one at least")
@@ -290,7 +290,7 @@ def gpus_of(jobs: int) -> list[Env]:
 
 
 def cost(plan: Experiment, left: int, finished: Sequence[Json], jobs: int) -> str:
-    """Say what the lessons that are left cost: by the finished ones, or what is known without any."""
+    """Say what the remaining lessons will cost, estimated from finished ones if there are any."""
     held_out = 2 * len(read_tasks(plan.held_out)) * plan.samples
     train = f"{plan.rollouts} rollouts" if plan.rollouts else f"{plan.minutes:g} minutes"
     runs = f"{left} runs to do; each trains for {train}, and evaluates {held_out} rollouts"
@@ -339,7 +339,7 @@ def few_seeds(results: Sequence[Json]) -> str | None:
 
 
 def rewards(results: Mapping[int, Json], seeds: Sequence[int], when: str) -> Matrix:
-    """Return the mean reward of each held-out task: a row for each seed. All have the same tasks."""
+    """Return the mean reward of each held-out task, a row per seed. All rows have the same tasks."""
     rows = [results[seed]["held_out"][when]["by_task"] for seed in seeds]
     return np.asarray([[row[task] for task in rows[0]] for row in rows], dtype=float)
 
@@ -370,7 +370,7 @@ def write(results: Sequence[Json], directory: Path) -> None:
 
 
 def commit() -> str | None:
-    """Return the commit of the working directory, which may have changes; None outside of a checkout."""
+    """Return the commit of the working directory, ignoring local changes; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -379,7 +379,7 @@ def commit() -> str | None:
 
 
 class Lesson(Trial):
-    """Runs a lesson in its folder, which is emptied first."""
+    """Runs a lesson in its folder, after emptying it."""
 
     def __init__(self, plan: Experiment, lesson: LessonPlan, env: Env, say: Callable[[str], None]) -> None:
         super().__init__(plan, lesson.directory, say, env)
@@ -410,7 +410,7 @@ class Lesson(Trial):
         self.prepare(self.lesson.settings, self.lesson.seed, groups)
 
     async def tidy(self, kept: Container[int]) -> None:
-        """Remove the weights of all versions but these, and all checkpoints but the last."""
+        """Remove the weights of all versions except these, and all checkpoints except the last."""
         shutil.rmtree(self.directory / "policy" / "checkpoints" / "0", ignore_errors=True)  # of the base model
         async with opened(load_config(self.launch.path).store) as database:
             store = Store(database)

@@ -24,7 +24,7 @@ SET = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
 
 
 def alone() -> None:
-    """Remove all variables but those above, the user's keys among them."""
+    """Remove all variables except those above, so that the user's keys are gone too."""
     kept = KEPT | OF_ROLLOUT if ROLLOUT in os.environ else KEPT
     for name in os.environ.keys() - kept:
         if not name.startswith("LC_"):

@@ -1,4 +1,4 @@
-"""The program of a kind's environment: `play.py KIND` plays an episode; `names`, or `tasks NAME` and JSON, lists.
+"""The program of a kind: `play.py KIND` plays an episode; `names` lists environments, `tasks NAME` (JSON in) tasks.
 
 A kind is a module with `names()`, `tasks(NAME, ARGUMENTS)` and `play(TASK, ROLLOUT)`, which use what is below.
 """
@@ -30,7 +30,7 @@ LONGEST_S = 3600  # an episode that hangs ends then
 
 
 def main() -> None:
-    """Run the program. What is wrong is one line; what fails in an episode is a traceback, its last line the reason."""
+    """Run the program. Wrong input is one line; a failing episode is a traceback whose last line is the reason."""
     alone()
     name, *rest = sys.argv[1:]
     kind = importlib.import_module(f".{name}", __package__)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def tasks(kind: Any, name: str) -> list[str]:
-    """Return the tasks' lines, for the arguments on standard input. Say so if there are fewer than asked for."""
+    """Return the lines of tasks, for the arguments on standard input. Warn if there are fewer than requested."""
     arguments = Arguments(json.load(sys.stdin))
     lines = [json.dumps(one | arguments.shared) for one in kind.tasks(name, arguments)]
     if len(lines) < arguments.tasks:
@@ -64,7 +64,7 @@ def tasks(kind: Any, name: str) -> list[str]:
 
 
 def episode(kind: Any) -> None:
-    """Play the task of this rollout, post its rewards, and end it. What it started ends with it: `run` sees to that."""
+    """Play this rollout's task, post its rewards, and end it. `run` cleans up what it started."""
     signal.alarm(LONGEST_S)
     run = current()
     found = kind.play(task(), run)
@@ -80,18 +80,18 @@ def episode(kind: Any) -> None:
 
 
 class Scores(NamedTuple):
-    """What an episode found: the reward of each seat that learns, by the agent's name, and what else was measured."""
+    """The result of an episode: the reward of each learning seat, by agent name, and other measurements."""
 
     rewards: dict[str, float]
     measured: dict[str, float]
 
 
 class Wrong(Exception):
-    """What the user wrote cannot be used. The text says why."""
+    """The user's input cannot be used. The text says why."""
 
 
 class Arguments:
-    """The keys of ours are taken one by one; what is `left` is for the environment."""
+    """The arguments. Our own keys are taken out one by one; what is `left` goes to the environment."""
 
     def __init__(self, given: Json) -> None:
         self.left = dict(given)
@@ -99,20 +99,20 @@ class Arguments:
         self.seed = self.take("seed", 0)
         self.split = self.take("split", "train")
         if self.split not in SPLITS or self.tasks < 1:
-            raise Wrong(f"split is {' or '.join(SPLITS)}, and tasks is 1 or more")
+            raise Wrong(f"split must be {' or '.join(SPLITS)}, and tasks at least 1")
         sampling = {"temperature": 1.0, "max_tokens": 1024} | self.take("sampling", {})
         # In each task's line, for the program that plays it.
         self.shared: Json = {"model": self.take("model", "policy"), "sampling": sampling}
 
     def take(self, key: str, default: Any) -> Any:
-        """Return the key's value. Wrong if it is of another type than the default; with None, any is right."""
+        """Take a key and return its value. Raise Wrong if its type differs from the default's (None: any type)."""
         value, kind = self.left.pop(key, default), type(default)
         if default is not None and type(value) is not kind:
             raise Wrong(f"{key} is {kind.__name__}, as in {default!r}; got {value!r}")
         return value
 
     def has(self, text: str) -> bool:
-        """Return whether this split has the question: its hash decides, so none is in both."""
+        """Return whether the question belongs to this split. Its hash decides, so no question is in both."""
         return (int(digest(text), 16) % HELD_OUT == 0) == (self.split == "held_out")
 
 
@@ -121,7 +121,7 @@ def digest(text: str) -> str:
 
 
 def require_known(name: str, names: Collection[str], what: str) -> None:
-    """Raise Wrong with the names that are nearest."""
+    """Raise Wrong, with the nearest names, unless the name is known."""
     if name not in names:
         near = difflib.get_close_matches(name, names, 3) or [one for one in names if name.lower() in one.lower()][:3]
         hint = f"; nearest: {', '.join(near)}" if near else ""

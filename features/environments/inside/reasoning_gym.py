@@ -28,16 +28,16 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def tasks(name: str, given: Arguments) -> Iterator[Json]:
-    """Yield tasks with questions that differ.
+    """Yield tasks with different questions.
 
-    `system`: which of reasoning-gym's system prompts; "" for none, and then all of the answer counts. `shots`: how many
-    solved questions come before, none of which is a task.
+    `system`: one of reasoning-gym's system prompts; "" for none, and then the whole answer is scored. `shots`: how many
+    solved questions come first, none of which is a task.
     """
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     system, shots = given.take("system", "default"), given.take("shots", 0)
     if shots < 0:
-        raise Wrong(f"shots is 0 or more, got {shots}")
+        raise Wrong(f"shots must be 0 or more, got {shots}")
     if system:
         require_known(system, SYSTEM_PROMPTS, "system prompt")
     before = [{"role": "system", "content": SYSTEM_PROMPTS[system]}] if system else []
@@ -58,19 +58,19 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
 
 def _solved(entry: Json, system: str) -> list[Json]:
     if entry["answer"] is None:
-        raise Wrong("shots: this generator stores no answers, for many are right")
+        raise Wrong("shots: this generator stores no answers, because many are right")
     solved = f"<answer>{entry['answer']}</answer>" if system else entry["answer"]
     return [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": solved}]
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Ask once, and return the score; with a system prompt also `format`, whether there was an answer in its tags."""
+    """Ask once, and return the score. With a system prompt, also `format`: whether the answer was in its tags."""
     from reasoning_gym.utils import extract_answer
 
     generator = _generator(task["generator"], task["settings"])
     entry = _entry(generator, task["index"])
     if entry["question"] != task["messages"][-1]["content"]:
-        raise RuntimeError(f"{task['generator']} makes another question than that of the task")
+        raise RuntimeError(f"{task['generator']} generates a different question than the task's")
     asked = run.openai().chat.completions.create(model=task["model"], messages=task["messages"], **task["sampling"])
     answer = (asked.choices[0].message.content or "").strip()
     found = extract_answer(answer) if task["tagged"] else answer

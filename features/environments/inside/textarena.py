@@ -1,4 +1,4 @@
-"""The kind `textarena`: games, of which the policy plays one seat, and a program or a model each of the others."""
+"""The kind `textarena`: games in which the policy plays one seat, and a program or a model plays each other seat."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def names() -> Iterator[tuple[str, str]]:
 def tasks(name: str, given: Arguments) -> Iterator[Json]:
     """Yield games with different seeds.
 
-    `players`: how many, by default the fewest that the game takes. `seat`: the policy's; by default each in turn.
+    `players`: how many (default: the fewest that the game allows). `seat`: the policy's (default: each in turn).
     `opponent`: "random", a model's name, or FILE.py:FUNCTION.
     """
     opponent, system = given.take("opponent", "random"), given.take("system", PROMPT)
@@ -57,7 +57,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Play to the end. A player is our agent `player-N`, or `opponent-N` if another model than the policy plays."""
+    """Play to the end. Players are agents named `player-N`, or `opponent-N` if a model other than the policy plays."""
     game = _made(task["game"], task["settings"])
     game.reset(num_players=task["players"], seed=task["seed"])
     program, rng = _program(task["opponent"]), random.Random(task["seed"])
@@ -88,7 +88,7 @@ def _agent(player: int, task: Json) -> str:
 
 
 def _ask(run: Rollout, player: int, task: Json, seen: str) -> str:
-    """Return a model's move. That of another than the policy is recorded alone, so that nothing learns from it."""
+    """Return a model's move. Moves of other models than the policy are recorded but never trained on."""
     agent, model = _agent(player, task), _model(player, task)
     before = [{"role": "system", "content": task["system"]}] if task["system"] else []
     messages = [*before, {"role": "user", "content": seen}]
@@ -110,13 +110,13 @@ def _program(opponent: str) -> Callable[[str, int, random.Random], str] | None:
 
 
 def _random_move(seen: str, player: int, rng: random.Random) -> str:
-    """One of the moves in brackets that the game listed last."""
+    """A random one of the bracketed moves that the game listed last."""
     lines = [moves for line in seen.splitlines() if (moves := MOVE.findall(line))]
     return rng.choice(lines[-1]) if lines else seen[-1:]
 
 
 def _taken(name: str, settings: Json, numbers: Sequence[int]) -> int:
-    """Return the first number of players that the game takes."""
+    """Return the smallest number of players that the game allows."""
     for players in numbers:
         try:
             _made(name, settings).reset(num_players=players, seed=0)
@@ -145,5 +145,5 @@ def _fetch_nothing(wanted: str | list[str], **_: Any) -> bool:
         if not any(next(Path(path).glob(f"*/{one}*"), None) for path in nltk.data.path):
             where = Path(sys.prefix) / "nltk_data"
             fetch = f"{sys.executable} -m nltk.downloader -d {where} {one}"
-            raise Wrong(f"this game wants NLTK's {one}, and nothing is fetched here; do it by `{fetch}`")
+            raise Wrong(f"this game needs NLTK's {one}, and nothing is downloaded here; run `{fetch}`")
     return True

@@ -1,4 +1,4 @@
-"""The kind `verifiers`: its tasksets, played by its own harnesses; its seats are our agents."""
+"""The kind `verifiers`: its tasksets, played by its own harnesses. Its seats are our agents."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def tasks(name: str, given: Arguments) -> Iterator[Json]:
-    """Yield tasks of a taskset, shuffled by the seed if they have an end.
+    """Yield tasks of a taskset, shuffled by the seed if their number is finite.
 
-    `env`: as their `[env]`, such as {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "docker"}}}. The other
-    keys are the taskset's.
+    `env`: like their `[env]`, for example {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "docker"}}}. Other
+    keys go to the taskset.
     """
     from verifiers.v1.utils.loaders import load_taskset
 
@@ -54,7 +54,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Play one episode. What is measured has `SEAT.NAME` as its name; of several runs of a seat the mean counts."""
+    """Play one episode. Measurements are named `SEAT.NAME`; if a seat runs several times, their mean counts."""
     episode = asyncio.run(_episode(task, run))
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -96,7 +96,7 @@ async def _episode(task: Json, run: Rollout) -> Any:
 
 
 def _config(env: Json, run: Rollout | None = None) -> Any:
-    """Their configuration: by default the harness `null`, unless the taskset has one, as a process of this machine."""
+    """Their configuration. Default: the taskset's harness or else `null`, as a process on this machine."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import EnvConfig
     from verifiers.v1.env import Env
