@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -127,7 +127,8 @@ async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(ben
 
 
 async def test_two_features_with_the_same_hook_are_refused_and_are_closed() -> None:
-    closed, anything = 0, cast(Any, object())
+    closed = 0
+    anything: Any = object()
 
     class Guiding(TrainerPlugin):
         @asynccontextmanager
