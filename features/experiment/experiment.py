@@ -157,13 +157,6 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
     return settings, config
 
 
-def check_agent(experiment: Experiment, config: Config) -> None:
-    try:
-        runner_for(config, experiment.agent, experiment.preload.split(",") if experiment.preload else [], print)
-    except ConfigError as error:
-        raise ConfigError(f"agent: {error.message}") from None
-
-
 def _files(experiment: Experiment, config: Config) -> dict[str, str]:
     """The hashes of the task files, the files in the agent's command line, and the files of the user's functions."""
     own = [name for _, name in own_functions(config.trainer)] + [config.rewards.function or ""]
@@ -187,7 +180,10 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
     lessons, gpus = lessons_of(plan, directory), gpus_of(jobs)
     results = results_of(lessons)
     if len(results) < len(lessons):
-        check_agent(plan, lessons[0].config)
+        try:
+            runner_for(lessons[0].config, plan.agent, plan.preload.split(",") if plan.preload else [], print)
+        except ConfigError as error:
+            raise ConfigError(f"agent: {error.message}") from None
     if dry_run:
         typer.echo(cost(plan, len(lessons) - len(results), [*results.values()], jobs))
         return

@@ -315,7 +315,11 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
         return NoConnection(f"upstream {upstream} cannot be reached through litellm: {message}")
     if "Timeout" in names:
         return UpstreamTimeout(f"upstream {upstream}: litellm waited too long: {message}")
-    status, own = _provider_status(chain), getattr(error, "status_code", None)
+    # What the provider answered: litellm changes some, but keeps the error that it began with.
+    others = [e for e in chain if not type(e).__module__.startswith("litellm.exceptions")]
+    found = [status for e in others if isinstance(status := getattr(e, "status_code", None), int)]
+    status = next((status for status in reversed(found) if 400 <= status < 600), None)
+    own = getattr(error, "status_code", None)
     if status is None and "APIConnectionError" in names:
         return UpstreamUnreachable(f"upstream {upstream} broke off: {message}")
     refusal = own if isinstance(own, int) and 400 <= own < 600 else 502  # litellm's own
@@ -335,13 +339,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _provider_status(chain: Iterable[BaseException]) -> int | None:
-    """The status that the provider answered: litellm changes some, but keeps the error that it began with."""
-    others = [e for e in chain if not type(e).__module__.startswith("litellm.exceptions")]
-    found = [status for e in others if isinstance(status := getattr(e, "status_code", None), int)]
-    return next((status for status in reversed(found) if 400 <= status < 600), None)
 
 
 def _headers(chain: Iterable[Any]) -> list[Header]:

@@ -61,7 +61,7 @@ class Teacher:
         if self._model is None:
             await self.check()
         rows = [sample.token_ids[: self._longest] for sample in batch.samples]
-        spans = [[(*span, _is_plain(sample, span[0])) for span in answers_of(sample)] for sample in batch.samples]
+        spans = [answers_of(sample) for sample in batch.samples]
         asked = (row for row, of_row in zip(rows, spans, strict=True) if any(is_plain for *_, is_plain in of_row))
         distinct = list(dict.fromkeys(asked))
         scored = dict(zip(distinct, await all_of(map(self._ask, distinct)), strict=True))
@@ -87,16 +87,11 @@ class Teacher:
                 raise GuideError(f"teacher: {error}") from None
 
 
-def answers_of(sample: Sample) -> list[tuple[int, int]]:
-    """Return each answer [start, end) in a row. There is context between any two."""
-    found, place = [], 0
+def answers_of(sample: Sample) -> list[tuple[int, int, bool]]:
+    """Return each answer [start, end) in a row, and whether it was sampled at temperature 1 alone, as vLLM scores."""
+    found, place, shaped = [], 0, {start for start, _, _ in sample.shaped}
     for sampled, tokens in groupby(sample.mask):
         start, place = place, place + len(list(tokens))
-        if sampled:
-            found.append((start, place))
+        if sampled:  # there is context between any two
+            found.append((start, place, sample.temperatures[start] == 1.0 and start not in shaped))
     return found
-
-
-def _is_plain(sample: Sample, start: int) -> bool:
-    """Whether an answer was sampled at temperature 1 and in no other way: vLLM scores a prompt only like that."""
-    return sample.temperatures[start] == 1.0 and all(start != other for other, _, _ in sample.shaped)
