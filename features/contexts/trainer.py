@@ -45,8 +45,6 @@ def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
 
 
 class SiftPlugin(TrainerPlugin):
-    """Excludes calls from RL, or gives them a negative advantage, by how their answers were used."""
-
     metrics = group(
         "samples",
         ("calls_rejected", "count", "calls with an answer that was not used (`contexts.rejected`)"),

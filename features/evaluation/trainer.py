@@ -16,8 +16,6 @@ log = logging.getLogger(__name__)
 
 
 class EvaluatingPlugin(TrainerPlugin):
-    """Evaluates new versions if configured, and names the best one at the end."""
-
     metrics = group(
         "eval",
         ("eval_reward", "reward", "mean reward of held-out tasks"),

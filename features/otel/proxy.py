@@ -279,8 +279,6 @@ def attributes_of(start: CallStart, end: CallEnd) -> dict[str, Any]:
 
 
 class OtelPlugin(ProxyPlugin):
-    """Receives spans always; exports calls where `otel.otlp_endpoint` is set."""
-
     routers = (router,)
 
     def __init__(self, config: Config) -> None:

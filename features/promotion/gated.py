@@ -43,7 +43,6 @@ class GatedPublisher(Publisher):
         return last.version is not None
 
     async def builds_on(self, base: int, live: PolicyVersion) -> bool:
-        """Return whether `base` is the live version, or is tested against it."""
         test = await self._tests.under_way()
         return base == live.version or (test is not None and (test.version, test.against) == (base, live.version))
 

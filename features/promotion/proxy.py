@@ -32,8 +32,6 @@ class VersionTest(BaseModel):
 
 
 class PromotionPlugin(ProxyPlugin):
-    """Splits new rollouts between the live version and a candidate, and decides which stays."""
-
     fields = ((Policy, PolicyTest), (VersionSeen, VersionTest))
 
     @asynccontextmanager

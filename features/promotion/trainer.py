@@ -11,8 +11,6 @@ from .promotions import NOT_GATED, Promotions, candidates_server
 
 
 class GatedPublishingPlugin(TrainerPlugin):
-    """Publishes candidates where the configuration asks for it, and otherwise ends what is tested."""
-
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
         config, store, swap = core.config, core.store, core.swap

@@ -331,7 +331,6 @@ class TinkerTrainer:
         return [[0.0] * min(len(ids), 1) + found.get(i, []) for i, ids in enumerate(token_ids)]
 
     def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
-        """Return the log-probabilities of each row's answers, at temperature 1; 0.0 for all other tokens."""
         found = self.logprobs([sample.token_ids for sample in samples])
         return [[v * m for v, m in zip(row, s.mask, strict=True)] for row, s in zip(found, samples, strict=True)]
 
@@ -382,7 +381,6 @@ class TinkerTrainer:
         """Do nothing: no other process waits for this one."""
 
     def close(self) -> None:
-        """Leave the service, and let the trackers finish their files."""
         self._service.forget()
         self.trackers.close()
 

@@ -47,8 +47,6 @@ METRICS = {
 
 
 class TunePlugin(TrainerPlugin):
-    """Learns from recorded rollouts: the best ones, pairs of siblings, thumbs up and down, or all of them by RL."""
-
     methods = ("sft", "dpo", "kto")
     metrics = METRICS
 
