@@ -162,10 +162,8 @@ def test_a_reply_belongs_to_the_call_before_it_and_tools_write_none() -> None:
 def test_results_in_anthropics_messages_are_no_reply() -> None:
     used = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]}
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "No! Wrong!"}]}
-    asked = {"model": "m", "max_tokens": 9, "messages": [user("Look")]}
-    more = asked | {"messages": [user("Look"), used, result]}
-    pairs = ((asked, used), (more, said("")))
-    calls = [call(i, [], {}, endpoint="messages", request=r, response=a) for i, (r, a) in enumerate(pairs)]
+    turns = [user("Look"), used, result, said("")]
+    calls = [call(n, turns[:n], {}, endpoint="messages", response=turns[n]) for n in (1, 3)]
     assert [*replies({"calls": calls}, str)] == []
 
 

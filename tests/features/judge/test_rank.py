@@ -321,13 +321,11 @@ async def rewarded(system: Any, rollout_id: str) -> list[tuple[str, float]]:
     return [(one["name"], one["reward"]) for one in found]
 
 
-async def labelled(system: Any, *labels: float, task: str = "t", name: str = "human") -> list[str]:
+async def labelled(system: Any, *labels: float, task: str) -> None:
     """Completed rollouts that say what they are worth, with people's labels."""
-    ids = [f"{task}{i}" for i in range(len(labels))]
-    for i, (rollout_id, label) in enumerate(zip(ids, labels, strict=True)):
-        await completed(system, rollout_id, f"{task}: worth {i}", X_Task_Id=task)
-        await system.post("/reward", {"rollout_id": rollout_id, "reward": label, "name": name})
-    return ids
+    for i, label in enumerate(labels):
+        await completed(system, f"{task}{i}", f"{task}: worth {i}", X_Task_Id=task)
+        await system.post("/reward", {"rollout_id": f"{task}{i}", "reward": label, "name": "human"})
 
 
 async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(unranked: Any, judge: ScriptedJudge) -> None:
@@ -359,6 +357,12 @@ async def test_check_compares_with_labels(system: Any, judge: ScriptedJudge) -> 
     assert found["verdict"] == "it agrees more than chance does"
     shown = (await system.lightning("rewards", "check", "rank")).stdout
     assert "pairs ordered alike: 1.00 (1.00 to 1.00) of 36" in shown and "/#/rollouts/t" in shown
+    for source, labels in (("rank:openai/m@of-before", (0, 1)), ("env", (1, 0))):  # they have the name `reward`, too
+        for i, label in enumerate(labels):
+            await system.post("/reward", {"rollout_id": f"t0-{i}", "reward": label, "source": source})
+    done = await system.lightning("rewards", "check", "rank", "--label", "reward", "--json")
+    found = json.loads(done.stdout)
+    assert (found["labels"], found["alike"]) == (2, 0.0)
 
 
 async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_line(
@@ -383,17 +387,6 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
         await asyncio.sleep(0.05)
     judge.status = 200
     assert "2 labels named human\n3 more have no score: openai/m: its answer cannot be read" in (await waiting)[1]
-
-
-async def test_a_rewarders_own_scores_are_no_labels(system: Any, judge: ScriptedJudge) -> None:
-    """They have the name `reward`, too."""
-    ids = await labelled(system, 0, 1, name="other")
-    for source, labels in (("rank:openai/m@of-before", (0, 1)), ("env", (1, 0))):
-        for rollout_id, label in zip(ids, labels, strict=True):
-            await system.post("/reward", {"rollout_id": rollout_id, "reward": label, "source": source})
-    done = await system.lightning("rewards", "check", "rank", "--label", "reward", "--json")
-    found = json.loads(done.stdout)
-    assert (found["labels"], found["alike"]) == (2, 0.0)
 
 
 def test_agreement_by_hand() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from random import Random
@@ -53,23 +52,13 @@ async def test_nothing_that_an_agent_or_a_model_says_is_more_than_text(start: An
 
 
 async def test_a_rollout_is_shown_with_its_contexts_and_credit(start: Any, tmp_path: Path) -> None:
-    """It has a rejected first answer and a sub-agent."""
-
-    def one(role: str, text: str) -> dict[str, Any]:
-        return {"role": role, "content": text}
-
-    order, report = "Read the appendix and say what is in it.", "The appendix says that the parser was moved."
-    function = {"name": "ask", "arguments": json.dumps({"order": order})}
-    calls = {"role": "assistant", "tool_calls": [{"id": f"call_{1:024x}", "type": "function", "function": function}]}
-    task = [one("system", "You lead."), one("user", "Find why the build fails.")]
-    result = one("tool", report) | {"tool_call_id": f"call_{1:024x}"}
+    """Its first answer is rejected, another agent helps."""
+    said = [{"role": "assistant", "content": f"This is answer {i}, which is long enough."} for i in range(4)]
+    task = [{"role": "system", "content": "You lead."}, {"role": "user", "content": "Find why the build fails."}]
+    help_ = [{"role": "user", "content": "Read the appendix."}]
+    turns = [("lead", task), ("lead", task), ("helper", help_), ("lead", [*task, said[1], *help_])]
     async with start() as system:
-        for agent, messages, answer in (
-            ("lead", task, one("assistant", "The compiler is too old, I would say.")),
-            ("lead", task, calls),
-            ("helper", [one("system", "You help."), one("user", order)], one("assistant", report)),
-            ("lead", [*task, calls, result], one("assistant", "The parser is missing, it seems to me now.")),
-        ):
+        for (agent, messages), answer in zip(turns, said, strict=True):
             system.vllm.answer = lambda _, answer=answer: answer
             body = {"model": "policy", "messages": messages}
             await system.post("/rollouts/r1/v1/chat/completions", body, X_Agent_Name=agent)
@@ -79,13 +68,12 @@ async def test_a_rollout_is_shown_with_its_contexts_and_credit(start: Any, tmp_p
             await store.steps.claim(["r1"], 0, credit=[CallCredit("r1", seq, 1.0, *rest) for seq, *rest in placed])
         (shown,) = await drawn(system, tmp_path, "rollouts/r1")
     for words in (
-        "0 lead new, rejected", "1 lead retries 0, advantage +0.5", "2 helper delegates 1, advantage −0.25",
-        "3 lead continues 1, returns 2, advantage +0.5", "left out: another attempt was used",
-        "begins the rollout's first row",
+        "0 lead new, rejected", "1 lead retries 0, advantage +0.5", "2 helper new, advantage −0.25",
+        "3 lead continues 1, advantage +0.5", "left out: another attempt was used", "begins the rollout's first row",
     ):  # fmt: skip
         assert words in shown["text"]
     assert shown["boxes"] == ["box out", "box up", "box down", "box up"]
-    assert shown["text"].count("calls ask") == 1, "what the call before has shown is not shown again"
+    assert shown["text"].count("Find why") == 1, "what the call before has shown is not shown again"
 
 
 async def test_a_call_shows_what_is_new_in_it_and_its_tokens_as_text(start: Any, tmp_path: Path) -> None:

@@ -240,9 +240,8 @@ async def test_a_test_is_shown_while_it_is_under_way_and_after_it(start: Any) ->
         while (evidence := (await system.get("/policy"))["test"]["evidence"]).get("groups") != 2:
             pass
         assert evidence["metrics"]["reward"]["difference"] == 0.0
-        for command in (("policy", "list"), ("status",)):
-            shown = f"testing version {version} against 0: 4 of at most 40 rollouts; reward +0.00 (2 pairs, undecided)"
-            assert shown in await told(*command)
+        shown = f"testing version {version} against 0: 4 of at most 40 rollouts; reward +0.00 (2 pairs, undecided)"
+        assert shown in await told("policy", "list") and shown in await told("status")
         assert (await system.call("POST", "/policy/rollback"))[0] == 409
         await system.post("/policy/promote", {"version": 0})
         ended = f"the test of version {version} against 0 was ended: version 0 was made live during the test"
