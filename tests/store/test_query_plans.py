@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
@@ -70,12 +71,8 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 
 
 async def plan(database: Database, statement: str) -> list[str]:
-    parameters = dict.fromkeys(sql_parameters(statement))
+    parameters = dict.fromkeys(re.findall(r":(\w+)", statement))
     return [row["detail"] for row in await database.all(f"EXPLAIN QUERY PLAN {statement}", parameters)]
-
-
-def sql_parameters(statement: str) -> set[str]:
-    return {word.split(":")[1].rstrip(",);\n") for word in statement.split() if ":" in word}
 
 
 async def test_no_table_is_read_from_end_to_end(database: Database) -> None:

@@ -41,13 +41,6 @@ class Walk:
         """The files of these functions, relative to the product's root."""
         return list(dict.fromkeys(str(Path(code.co_filename).relative_to(ROOT)) for code in self.functions))
 
-    def listing(self) -> str:
-        """One line for each file, with its functions."""
-        names: dict[str, list[str]] = {file: [] for file in self.files}
-        for code in self.functions:
-            names[str(Path(code.co_filename).relative_to(ROOT))].append(code.co_qualname)
-        return "\n".join(f"{len(of):3} {file}: {', '.join(of)}" for file, of in names.items())
-
 
 def marking(app: ASGIApp) -> ASGIApp:
     """The app, with each of its requests marked as what a walk follows."""
@@ -137,11 +130,11 @@ def told(heading: str) -> list[str]:
 async def test_a_walk_names_the_files_that_run_in_order(agent: aiohttp.ClientSession, what: str, heading: str) -> None:
     call, walk = await walk_of(agent, "call"), await walk_of(agent, what)
     named = [file for file in walk.files if "adds" not in heading or file not in call.files]
-    assert told(heading) == named, walk.listing()
+    assert told(heading) == named, [code.co_qualname for code in walk.functions]
     assert len(walk.files) <= MOST[what]
 
 
 async def test_the_writer_runs_what_a_record_adds(agent: aiohttp.ClientSession) -> None:
     walk, named = await walk_of(agent, "call", others=True), told("What its record adds")
     assert len(named) == 2
-    assert set(named) <= set(walk.files), walk.listing()
+    assert set(named) <= set(walk.files), [code.co_qualname for code in walk.functions]
