@@ -47,10 +47,8 @@ def rows(*asked: tuple[Json, tuple[int, ...], tuple[int, ...]]) -> list[Sample]:
         ({"input": [OUTPUT], **AFTER_R}, True),
         ({"input": [USER, OUTPUT], **AFTER_R}, False),
         ({"messages": [USER, CALL, RESULT, USER]}, False),
-        ({"messages": [USER, CALL]}, False),
         ({"messages": [USER, CALL, ANTHROPIC_AND_TEXT]}, False),
         ({"messages": [USER, CALL, RESULT, CALL, RESULT]}, False),
-        ({"messages": [USER, CALL, CALL, RESULT]}, False),
         ({"messages": [USER, "no message"]}, False),
     ],
 )

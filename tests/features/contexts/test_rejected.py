@@ -9,7 +9,7 @@ import pytest
 
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.features.contexts.config import ContextsConfig
-from lightning_proxy.features.contexts.graph import Graph, graph_of
+from lightning_proxy.features.contexts.graph import graph_of
 from lightning_proxy.features.contexts.trainer import sifted
 from lightning_proxy.trainer.credit.strategies import Credited, group_credit
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
@@ -18,7 +18,7 @@ from support.sections import TrainerConfig
 
 Json = dict[str, Any]
 SYSTEM, TASK = {"role": "system", "content": "You are it."}, {"role": "user", "content": "Find why the build fails."}
-LOST, USED, SUMMARY, LAST = (
+LOST, USED, SUMMARY, LAST = ANSWERS = [
     {"role": "assistant", "content": text}
     for text in (
         "The compiler is too old for the flags that the build file sets, I think.",
@@ -26,7 +26,7 @@ LOST, USED, SUMMARY, LAST = (
         "So far: the log of the last build says that a header of the parser is missing.",
         "The header of the parser was moved in the last commit: include it from its new place.",
     )
-)
+]
 BEGUN = [SYSTEM, TASK]
 SUMMARISE, SINCE = {"role": "user", "content": "Sum up."}, {"role": "user", "content": SUMMARY["content"]}
 GO_ON = {"role": "user", "content": "Go on, then."}
@@ -42,49 +42,38 @@ def asked(place: int, request: Json | list[Json], answer: Json, **more: Any) -> 
 # Which attempts are at the same request ------------------------------------------------------------------------------
 
 
-def graph(*calls: ModelCall) -> Graph:
-    found = graph_of(calls)
-    assert found is not None
-    return found
+JSON_FORM = {"response_format": {"type": "json_object"}}
+OPEN = {"tools": [{"type": "function", "function": {"name": "open"}}]}
+WENT_ON = [*BEGUN, USED, GO_ON]
+OF_PROVIDER = {"input": "Go on.", "conversation": "conv_1"}
+CHOICE = {"role": "system", "content": f"One of three: {LOST['content']}\n{USED['content']}\n{SUMMARY['content']}"}
 
 
 @pytest.mark.parametrize(
-    ("form", "other"),
+    "requests",
     [
-        ({"response_format": {"type": "json_object"}}, {}),
-        ({"tools": [{"type": "function", "function": {"name": "open"}}]}, {"tools": []}),
+        # A program may read one call's JSON, and go on with another's words.
+        [{"messages": BEGUN, **JSON_FORM}, BEGUN, WENT_ON],
+        [{"messages": BEGUN, **OPEN}, {"messages": BEGUN, "tools": []}, WENT_ON],
+        [{"prompt": [1, 2]}, {"prompt": [7, 8]}],
+        # What a conversation of the provider's had before is not known.
+        [OF_PROVIDER, OF_PROVIDER],
+        # Samples that one prompt has are all used.
+        [BEGUN, BEGUN, BEGUN, [CHOICE, TASK]],
     ],
+    ids=["form", "tools", "tokens", "conversation", "samples"],
 )
-def test_an_answer_of_another_form_is_no_attempt(form: Json, other: Json) -> None:
-    """A program may read one call's JSON, and go on with another's words."""
-    first, second = asked(0, {"messages": BEGUN, **form}, LOST), asked(1, {"messages": BEGUN, **other}, USED)
-    found = graph(first, second, asked(2, [*BEGUN, USED, GO_ON], LAST))
-    assert found.calls[1].edges == [] and found.rejected() == {}
+def test_what_is_no_attempt_at_the_same_request_is_rejected_for_none(requests: list[Any]) -> None:
+    found = graph_of([asked(n, one, said) for n, (one, said) in enumerate(zip(requests, ANSWERS, strict=False))])
+    assert found is not None and found.rejected() == {}
+    assert requests[0] is BEGUN or found.calls[1].edges == []
 
 
-def test_prompts_of_tokens_are_not_all_the_same() -> None:
-    calls = [
-        asked(0, {"prompt": [1, 2]}, LOST),
-        asked(1, {"prompt": [7, 8]}, USED),
-        asked(2, {"prompt": [1, 2, 3]}, SUMMARY, extends="c0"),
-        asked(3, {"prompt": [1, 2, 3, 4]}, LOST, extends="c2"),
-    ]
-    found = graph(*calls)
-    assert [one.edges for one in found.calls] == [[], [], [("continues", 0)], [("continues", 2)]]
-    assert found.rejected() == {}
-    again = graph(replace(calls[0], superseded_by="c1"), replace(calls[1], request={"prompt": [1, 2]}))
-    assert again.calls[1].edges == [("retries", 0)]
-
-
-def test_what_a_conversation_of_the_providers_had_before_is_not_known() -> None:
-    more = {"input": "Go on.", "conversation": "conv_1"}
-    assert graph(asked(0, more, LOST), asked(1, more, USED)).calls[1].edges == []
-
-
-def test_samples_that_one_prompt_has_are_all_used() -> None:
-    samples = [asked(place, BEGUN, answer) for place, answer in enumerate((LOST, USED, SUMMARY))]
-    given = "\n".join(["You make one of three:", *(answer["content"] for answer in (LOST, USED, SUMMARY))])
-    assert graph(*samples, asked(3, [{"role": "system", "content": given}, TASK], LAST)).rejected() == {}
+def test_prompts_of_tokens_continue_each_other_and_are_sent_again() -> None:
+    calls = [asked(0, {"prompt": [1, 2]}, LOST), asked(1, {"prompt": [1, 2, 3]}, USED, extends="c0")]
+    again = [replace(calls[0], superseded_by="c1"), asked(1, {"prompt": [1, 2]}, USED)]
+    found = [graph.calls[1].edges for made in (calls, again) if (graph := graph_of(made))]
+    assert found == [[("continues", 0)], [("retries", 0)]]
 
 
 # What is learned -----------------------------------------------------------------------------------------------------
