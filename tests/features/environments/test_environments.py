@@ -1,26 +1,31 @@
-"""`--environment KIND:NAME` against a real proxy, with a played package and a played vLLM."""
+"""`--environment KIND:NAME` against a real proxy and a played vLLM, with played packages; and with the real ones."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from itertools import repeat
+from math import gcd
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 
+from lightning_proxy.core.tokens import ONLY_RECORDED
 from lightning_proxy.features.environments.commands import _stand_in
 from lightning_proxy.features.environments.source import ROOT, KindsEnvironment, experiment_of, source_of
 from lightning_proxy.trainer.collect.collector import Collector
 from support.command_line import lightning
+from support.paths import EXAMPLES
 from support.played_kinds import played_kind
 from support.sections import TrainerConfig
 from tests.conftest import System
@@ -156,9 +161,14 @@ ENV_REGISTRY = {"Larger-v0": Spec()}
 
 
 @pytest.fixture(autouse=True)
-def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory with a played reasoning_gym (`sums` asks for a sum, `drawn` for a word) and textarena."""
+def played(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with a played reasoning_gym (`sums` asks for a sum, `drawn` for a word) and textarena.
+
+    Long tests install the real packages there.
+    """
     monkeypatch.chdir(tmp_path)
+    if "long" in request.keywords:
+        return
     played_kind("reasoning_gym", REASONING_GYM)
     played_kind("textarena", TEXTARENA)
 
@@ -427,3 +437,107 @@ async def test_in_self_play_each_seat_has_its_own_reward(running: Running, tmp_p
     agents = {call["call_id"]: call["agent"] for call in rollout["calls"]}
     own = {agents[one["call_id"]]: one["reward"] for one in rollout["rewards"] if one["name"] == "reward"}
     assert (own, rollout["status"]) == ({"player-0": 1.0, "player-1": -1.0}, "completed")
+
+
+# The real packages, installed as a user does it ----------------------------------------------------------------------
+
+
+def install(kind: str, *more: str) -> None:
+    done = lightning("environments", kind, "--install", *more)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"installing into .venv-environments/{kind}, with their dependencies: ")
+
+
+async def evaluated(system: System, environment: str, args: str) -> float:
+    options = ("--environment", environment, "--environment-args", args, "--json")
+    code, out, err = await system.lightning("eval", *options)
+    assert code == 0, err
+    return float(json.loads(out)["rows"][0]["mean_reward"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_questions_of_reasoning_gym(running: Running, tmp_path: Path) -> None:
+    install("reasoning_gym")
+    assert len((await asyncio.to_thread(lightning, "environments", "reasoning_gym")).stdout.splitlines()) == 106
+
+    def answer(body: Json) -> Json:
+        numbers = body["messages"][-1]["content"].partition(": ")[2].partition(".")[0]
+        return {"role": "assistant", "content": f"<answer>{gcd(*map(int, numbers.split(', ')))}</answer>"}
+
+    async with running(tmp_path) as system:
+        system.vllm.answer = answer
+        assert await evaluated(system, "reasoning_gym:gcd", '{"tasks": 4, "max_value": 20}') == 1.0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_game_of_textarena(running: Running, tmp_path: Path) -> None:
+    """Who takes the first free cell loses or wins, and never makes an invalid move."""
+    install("textarena")
+    assert len((await asyncio.to_thread(lightning, "environments", "textarena")).stdout.splitlines()) == 712
+
+    def answer(body: Json) -> Json:
+        free = body["messages"][-1]["content"].rpartition("Available Moves: ")[2]
+        return {"role": "assistant", "content": free.split(", ")[0].strip("' \n")}
+
+    async with running(tmp_path) as system:
+        system.vllm.answer = answer
+        assert -1 < await evaluated(system, "textarena:TicTacToe-v0", '{"tasks": 4}') < 1
+        for rewards in (rollout["named"] for rollout in await rollouts_of(system)):
+            assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
+            assert sum(reward for name, reward in rewards.items() if name[:-1] in ("player-", "opponent-")) == 0
+    done = await asyncio.to_thread(lightning, "run", "--environment", "textarena:Hangman-v0")
+    assert "this game wants NLTK's words, and nothing is fetched here; do it by `" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_taskset_of_verifiers_with_tools(running: Running, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "taskset", tmp_path / "taskset")
+    install("verifiers", "--with", str(tmp_path / "taskset"))
+    listed = (await asyncio.to_thread(lightning, "environments", "verifiers")).stdout
+    assert " ".join(listed.splitlines()[-1].split()) == "word-problems Word problems with a calculator"
+
+    def answer(body: Json) -> Json:
+        first, last = body["messages"][0]["content"], body["messages"][-1]
+        if "###DONE###" in first:  # the played user
+            (question,) = re.findall(r".+ has .+\?|.+ buys .+\?", first)
+            return {"role": "assistant", "content": "###DONE###" if last["content"].isdigit() else question}
+        if last["role"] == "tool":
+            return {"role": "assistant", "content": last["content"]}
+        given = json.dumps({"expression": expression(last["content"])})
+        call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": given}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    async def streamed(request: web.Request) -> web.Response:
+        message = answer(await request.json())
+        calls = [{"index": 0, **call} for call in message.get("tool_calls", [])]
+        delta = message | ({"tool_calls": calls} if calls else {})
+        ends = [(delta, None), ({}, "tool_calls" if calls else "stop")]
+        chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "base"}
+        chunks = [{**chunk, "choices": [{"index": 0, "delta": d, "finish_reason": end}]} for d, end in ends]
+        lines = [*map(json.dumps, chunks), "[DONE]"]
+        text = "".join(f"data: {line}\n\n" for line in lines)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async with running(tmp_path) as system:
+        system.vllm.odd = streamed
+        options = ("--mode", "eval", "--json", "--environment", "verifiers:word-problems", "--environment-args")
+        code, out, err = await system.lightning("run", *options, '{"tasks": 2}')
+        assert (code, code or json.loads(out)["mean_reward"]) == (0, 1.0), err
+        rollout, *_ = await rollouts_of(system)
+        code, _, err = await system.lightning("run", *options, '{"tasks": 1, "env": {"id": "user-sim"}}')
+        assert code == 0, err
+        played, *_ = await rollouts_of(system)
+    assert [call["agent"] for call in rollout["calls"]] == ["agent", "agent"]
+    assert rollout["named"] == {"agent.turns": 2.0, "agent.right": 1.0, "reward": 1.0}
+    agents = {(call["agent"], call["untrainable_reason"] == ONLY_RECORDED) for call in played["calls"]}
+    assert (agents, played["reward"]) == ({("assistant", False), ("user", True)}, 1.0)
+
+
+def expression(problem: str) -> str:
+    x, y, z = re.findall(r"\d+", problem)
+    if "gives" in problem:
+        return f"{x} + {y} - {z}"
+    return f"{x} * {y} + {z}" if "boxes" in problem else f"{x} + {y} * {z}"
