@@ -275,26 +275,17 @@ def test_a_wrong_sampler_skips_the_step(make: Make, service: PlayedTinker) -> No
 ROWS = [[*PROMPT, *ANSWER]]
 
 
-def test_a_killed_trainer_goes_on_exactly_from_its_last_checkpoint(make: Make, tmp_path: Path) -> None:
-    steady, killed, resumed = make(), make(), make()
+def test_a_killed_trainer_goes_on_exactly_from_its_last_checkpoint_also_at_its_rate(make: Make, tmp_path: Path) -> None:
+    steady, killed, resumed = make(), make(), make(learning_rate="auto")
+    assert "on a service" in resumed.rate.reason and resumed.rate.value != 0.05
     for step in (1, 2):
         steady.step(batch(step))
     killed.step(batch(1))
     killed.save(tmp_path / "1")
     killed.step(batch(2))  # sent, applied, and not committed
     assert resumed.load(tmp_path / "1") == 1
-    resumed.step(batch(2))
-    assert resumed.logprobs(ROWS) == steady.logprobs(ROWS) != make().logprobs(ROWS)
-
-
-def test_auto_keeps_the_rate_of_a_checkpoint(make: Make, tmp_path: Path) -> None:
-    first, earlier, resumed = make(learning_rate="auto"), make(), make(learning_rate="auto")
-    assert first.step(batch(1))["lr"] == first.rate.value
-    assert "on a service" in first.rate.reason
-    earlier.step(batch(1))
-    earlier.save(tmp_path / "1")
-    resumed.load(tmp_path / "1")
     assert resumed.step(batch(2))["lr"] == 0.05
+    assert resumed.logprobs(ROWS) == steady.logprobs(ROWS) != make().logprobs(ROWS)
 
 
 @pytest.mark.parametrize("route", ["forward_backward", "optim_step", "save_weights"])
