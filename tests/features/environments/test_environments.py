@@ -298,7 +298,7 @@ async def until(is_so: Callable[[], bool]) -> None:
     ("options", "said"),
     [
         (["--environment", "sums"], "--environment must be KIND:NAME, as in reasoning_gym:gcd; got 'sums'"),
-        (["--environment", "gym:sums"], "there is no kind of environments 'gym'; nearest: reasoning_gym; there are"),
+        (["--environment", "gym:sums"], "there is no kind of environments 'gym'; nearest: reasoning_gym; known kinds: "),
         (["--environment", "reasoning_gym:sum"], "reasoning_gym: there is no generator 'sum'; nearest: sums"),
         ([*SUMS, "{"], "--environment-args is not JSON: "),
         ([*SUMS, '{"many": 1}'], "reasoning_gym: unknown in --environment-args: many; sums takes most"),
@@ -488,7 +488,7 @@ async def test_a_game_of_textarena(running: Running, tmp_path: Path) -> None:
             assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
             assert sum(reward for name, reward in rewards.items() if name[:-1] in ("player-", "opponent-")) == 0
     done = await asyncio.to_thread(lightning, "run", "--environment", "textarena:Hangman-v0")
-    assert "this game wants NLTK's words, and nothing is fetched here; do it by `" in done.stderr
+    assert "this game needs NLTK's words, and nothing is downloaded here; run `" in done.stderr
 
 
 @pytest.mark.long
