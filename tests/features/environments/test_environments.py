@@ -298,7 +298,7 @@ async def until(is_so: Callable[[], bool]) -> None:
     ("options", "said"),
     [
         (["--environment", "sums"], "--environment must be KIND:NAME, as in reasoning_gym:gcd; got 'sums'"),
-        (["--environment", "gym:sums"], "there is no kind of environments 'gym'; nearest: reasoning_gym; known kinds: "),
+        (["--environment", "gym:sums"], "kind of environments 'gym'; nearest: reasoning_gym; known kinds: "),
         (["--environment", "reasoning_gym:sum"], "reasoning_gym: there is no generator 'sum'; nearest: sums"),
         ([*SUMS, "{"], "--environment-args is not JSON: "),
         ([*SUMS, '{"many": 1}'], "reasoning_gym: unknown in --environment-args: many; sums takes most"),
