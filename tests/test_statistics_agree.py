@@ -60,7 +60,7 @@ def test_an_experiment_of_one_seed_has_them(versus: dict[str, Any]) -> None:
 
 
 def test_promotion_weighs_a_drop_by_the_same_differences(versus: dict[str, Any]) -> None:
-    gate = pytest.importorskip("lightning_proxy.features.promotion.gate")
+    gate = pytest.importorskip("lightning_proxy.features.promotion.proxy")
     promotions = pytest.importorskip("lightning_proxy.features.promotion.promotions")
     low = min(0.0, *(reward for own in B.values() for reward in own))
     settings: dict[str, Any] = {

@@ -112,7 +112,7 @@ async def test_a_team_is_shown_no_number_that_it_is_not_given_and_offered_nothin
 
 
 async def test_the_test_of_a_version_is_shown(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.features.promotion.gate.LOOK_S", 0.05)
+    monkeypatch.setattr("lightning_proxy.features.promotion.proxy.LOOK_S", 0.05)
     policy = {"promotion": "gated", "gate": {"metrics": {"reward": 0.1, "answer_tokens": 0.2}}}
     async with start(publish="lora", policy=policy, trainer={"group_size": 2}) as system:
         async with system.store() as store:

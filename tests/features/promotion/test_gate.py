@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from contract.system import listening
-from lightning_proxy.features.promotion import gate
+from lightning_proxy.features.promotion import proxy as gate
 from lightning_proxy.features.promotion.commands import line_of
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.proxy.gateway import routing

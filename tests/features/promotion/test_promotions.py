@@ -20,9 +20,9 @@ from contract.system import CLI
 from lightning_proxy.cli import app
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward, RolloutName
-from lightning_proxy.features.promotion import gate
-from lightning_proxy.features.promotion.gate import Gate
+from lightning_proxy.features.promotion import proxy as gate
 from lightning_proxy.features.promotion.promotions import Promotion, Promotions
+from lightning_proxy.features.promotion.proxy import Gate
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import Collapse

@@ -9,9 +9,9 @@ import pytest
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward
-from lightning_proxy.features.promotion import gate
-from lightning_proxy.features.promotion.gate import Weighed, weigh
+from lightning_proxy.features.promotion import proxy as gate
 from lightning_proxy.features.promotion.promotions import Observed, Promotion, choose
+from lightning_proxy.features.promotion.proxy import Weighed, weigh
 
 TEST = Promotion(1, version=2, against=1, status="testing", began_at=0.0)
 NOW = 1_000.0
