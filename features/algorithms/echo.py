@@ -2,12 +2,12 @@
 
     added to the loss = -w / N · sum of log p over the tokens that tools wrote,   w = algorithms.echo_weight
 
-N is how many such tokens the step has, so that w does not depend on how long results are, or how the step is cut into
-passes. w is 0.1, as the authors' runs and prime-rl have it. A result is the context between two answers of a row if
-nothing but tools' results was added there, with what the chat template puts around it: nothing is tokenised again.
-Groups whose rewards are all equal are trained on, too, if they have results.
-`logprobs`: (K,), those of a pass; its sum over the passes of a step is the formula above.
-Source: arXiv 2605.24517, section 3.1; prime-rl's `echo`, which also normalises by the number of such tokens.
+N is the number of such tokens in the step, so w does not depend on the length of results or on how the step is cut into
+passes. w is 0.1, as in the authors' runs and prime-rl. A result is the context between two answers of a row if only
+tool results were added there, including the chat template's text around them: nothing is tokenised again. Groups with
+equal rewards are also trained on if they have results. `logprobs`: (K,), those of a pass; the sum over a step's passes
+is the formula above. Source: arXiv 2605.24517, section 3.1; prime-rl's `echo`, which also normalises by the number of
+such tokens.
 
 By hand, w = 0.1: a tool wrote two tokens, of probability 0.5 and 0.25. Added: 0.1 / 2 · (log 2 + log 4) = 0.104.
 """

@@ -23,7 +23,7 @@ from ...trainer.types import Sibling
 
 
 def gdpo(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return each sibling's advantage, once for each of its calls; by names that it has no rewards of, none."""
+    """Return each sibling's advantage, repeated for its calls. Names without a reward do not count for a sibling."""
     found = [0.0] * len(group)
 
     def add(returns: Mapping[int, float], weight: float) -> None:

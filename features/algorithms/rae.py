@@ -1,13 +1,13 @@
-"""RAE: compares a rollout with a running mean of earlier ones, for each agent or seat apart (`trainer.credit: rae`).
+"""RAE: compares a rollout with a running mean of earlier ones, one mean per agent or seat (`trainer.credit: rae`).
 
     A_ip = R_ip - b_ip,   b_ip = sum over earlier rollouts j of d^n_j · R_jp, divided by the sum of d^n_j
 
 R_ip is the return of agent p's calls in rollout i: the rollout's own reward, or else the sum of those calls'. d is
 0.95, and n_j counts the rollouts of p between j and i. It is for games, where no two rollouts are siblings. The earlier
 rollouts are those of the group: of a step (`trainer.compare: step`), or the last 32 (`trainer.lone_rollouts: running`).
-A rollout's own return is not in its baseline, so the gradient keeps its expectation. SPIRAL's begins at 0 and never
-ends; here it begins anew with each group, and the first rollout of all teaches nothing.
-Source: SPIRAL, arXiv 2506.24119, section on role-conditioned advantage estimation, and its train_spiral.py.
+A rollout's own return is not in its baseline, so the gradient is unbiased. SPIRAL's mean starts at 0 and never resets;
+here it restarts with each group, and a group's first rollout teaches nothing. Source: SPIRAL, arXiv 2506.24119, section
+on role-conditioned advantage estimation, and its train_spiral.py.
 
 By hand: a seat's returns are 1, -1, 1. A is 0, then -1 - 1 = -2, then 1 - (0.95 · 1 - 1) / (0.95 + 1) = 1.0256.
 """

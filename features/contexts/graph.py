@@ -396,7 +396,7 @@ class Graph:
             root.edges = [Edge("delegates", by.place)]
 
     def _ordered(self, result: Atom) -> list[_Call]:
-        """The last call of the context that a result's tool call began, if the result is its answer, or that's end."""
+        """The last call of the context that a result's tool call started, if the result is the end of its answer."""
         if (root := self._begun.get(result.who)) is None:
             return []
         what, text = result.what.strip(), self._last[root].text
@@ -404,7 +404,7 @@ class Graph:
         return [self._last[root]] if is_same else []
 
     def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, int]:
-        """The tool call that gave this new context its order, of several one that began none, and how much shows it.
+        """The tool call that ordered this new context, if possible one without a context, and how much text shows it.
 
         It is certain if the order is the whole question. If it is only a part, the context has to show more. If headers
         name a thread's parent, the order comes from that parent, whatever the prompt shows.

@@ -143,7 +143,7 @@ class CostPage(BaseModel):
 
 @router.get("/costs", response_model=CostPage)
 async def get_costs(request: ControlRequest, by: By = "day", since: Finite = 0.0, limit: Limit = 100) -> dict[str, Any]:
-    """What calls used and cost, by UTC day (newest first), model, key, task, rollout or mode (dearest first).
+    """What calls used and cost, by UTC day (newest first), model, key, task, rollout or mode (costliest first).
 
     `since` is Unix time. A key that sees only its own rollouts gets their costs only.
     """

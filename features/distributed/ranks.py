@@ -1,8 +1,8 @@
 """Runs one trainer in several processes (ranks). Rank 0 leads; the others repeat its work.
 
-The samples of a step are shared out, and gradients are summed before anybody uses them, so a step's update does not
-depend on the number of ranks. A sharded model (FSDP2) has a part of each layer, and of its gradients and optimizer's
-state, on every rank. Embeddings, head and LoRA adapters stay unsharded.
+The samples of a step are divided among ranks, and gradients are summed before use, so a step's update does not depend
+on the number of ranks. A sharded model (FSDP2) has a part of each layer, its gradients and its optimizer state on every
+rank. Embeddings, head and LoRA adapters stay unsharded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Ranks(Processes):
         self._joined = False
 
     def prepare(self, state: PartialState, model: Any) -> Any:
-        """Join the other ranks; give all rank 0's trained weights. DDP would average gradients, summed here."""
+        """Join the other ranks, and give all of them rank 0's weights. Not DDP, which averages gradients."""
         self._join(state)
         if self.sharded:
             shard(model, state.device)
@@ -85,7 +85,7 @@ class Ranks(Processes):
 
     @contextmanager
     def together(self, method: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Have all other ranks call the trainer's `method` while rank 0 runs the block. They just run the block."""
+        """On rank 0, make other ranks call the trainer's `method` during the block. On others, just run the block."""
         with self.turn, _lost_ranks_named():
             tells = self.rank == 0 and self.size > 1 and not self._calling
             if tells:
@@ -135,7 +135,7 @@ class Ranks(Processes):
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum every rank's gradients in float32, in one message. FSDP2 has summed those of sharded parameters."""
+        """Sum all ranks' gradients in float32, in one message. FSDP2 has already summed those of sharded parameters."""
         if self.size == 1:
             return
         parameters = [p for p in parameters if not isinstance(p, DTensor)]

@@ -1,4 +1,4 @@
-"""Turns `--environment KIND:NAME` into what `run` takes. Each kind has its Python in `.venv-environments/KIND`."""
+"""Turns `--environment KIND:NAME` into input for `run`. Each kind has its Python in `.venv-environments/KIND`."""
 
 from __future__ import annotations
 

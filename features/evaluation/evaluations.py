@@ -111,7 +111,7 @@ class Evaluations:
         return {row["version"] for row in await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})}
 
     async def best(self) -> Best | None:
-        """Return the best version by complete held-out rewards, or the newest that no interval is above."""
+        """Return the best version by finished evaluations, or else the newest whose interval is not below another's."""
         servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]  # the few that have files
         stored = await self.read(OF_VERSIONS, versions=dumps(servable))
         if servable == [0] and not stored:

@@ -40,7 +40,7 @@ class Evaluator:
         return await self.evaluations.under_way() | (set() if best is None else {best.version})
 
     async def evaluate(self, stop: asyncio.Event, verify: Callable[[], Awaitable[object]]) -> None:
-        """Evaluate the live version if that is due, once verified. Leave it when `stop` is set, to the next start."""
+        """Evaluate the live version if due, once it is verified. Once `stop` is set, leave it to the next start."""
         live = await self._core.store.versions.live()
         if self._config.tasks is None or not await self.evaluations.is_due(live, self._config.every_steps):
             return

@@ -1,4 +1,4 @@
-"""`experiment`: runs each variant with each seed that has no result (a lesson), and shows what all of them found."""
+"""`experiment`: runs each variant with each seed (a lesson) that has no result yet, and shows all results."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class Experiment(Work):
         if (self.rollouts is None) == (self.minutes is None):
             raise ValueError("rollouts or minutes, one of the two, says how long each run trains")
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("seeds: each once")
+            raise ValueError("seeds: give each seed once")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class LessonPlan:
-    """One variant with one seed. `settings` are its configuration file; `made_with` is all that its result rests on."""
+    """One variant with one seed. `settings`: its configuration; `made_with`: everything that its result depends on."""
 
     variant: str
     seed: int
@@ -98,7 +98,7 @@ class LessonPlan:
 
 
 def read_experiment(file: Path, config: Path | None) -> Experiment:
-    """Read the file; `config` is the configuration if it names none. ConfigError with a line for each wrong key."""
+    """Read the file. `config` is the configuration if it names none. ConfigError has a line for each wrong key."""
     try:
         found = Experiment.model_validate({"config": config} | read_yaml(file))
     except ValidationError as error:
@@ -108,7 +108,7 @@ def read_experiment(file: Path, config: Path | None) -> Experiment:
 
 
 def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
-    """Return all lessons, every variant with the first seed first. ConfigError names the variant and the wrong key."""
+    """Return all lessons, ordered by seed, then variant. ConfigError names the variant and the wrong key."""
     base = read_config(experiment.config)
     config_of(deepcopy(base), path=experiment.config)
     shared = experiment.model_dump(mode="json", exclude={"config", "seeds", "variants"}, exclude_none=True)
@@ -126,7 +126,7 @@ def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
 
 
 def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tuple[Json, Config]:
-    """A variant's settings, checked as the commands of its lessons would."""
+    """A variant's settings, checked as its lessons' commands will check them."""
     label = f"variant {name}"
     settings = merged(base, changes)
     config = config_of(deepcopy(settings), path=Path(label))
@@ -158,7 +158,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
 
 
 def _files(experiment: Experiment, config: Config) -> dict[str, str]:
-    """The hashes of the task files, the files in the agent's command line, and the files of the user's functions."""
+    """Hashes of the task files, of files in the agent's command line, and of files with the user's functions."""
     own = [name for _, name in own_functions(config.trainer)] + [config.rewards.function or ""]
     words = [*experiment.agent, *(name.rpartition(":")[0] for name in own)]
     files = [experiment.tasks, experiment.held_out, *map(Path, words)]
@@ -230,7 +230,7 @@ def say(what: str, lesson: str = "") -> None:
 async def run_lessons(
     plan: Experiment, lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env]
 ) -> list[str]:
-    """Run lessons without a result, as many at once as there are `slots`; save it. Return those that failed."""
+    """Run the lessons without a result, one per slot at once, and save results. Return those that failed."""
     left = iter([lesson for lesson in lessons if lesson.name not in results])
     failed: list[str] = []
 
@@ -270,7 +270,7 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
         ]
         if changes:
             raise ConfigError(
-                f"{lesson.name} is finished, and was made with something else: {'; '.join(changes)}. Put that back, "
+                f"{lesson.name} is finished, and was made with other settings: {'; '.join(changes)}. Put that back, "
                 f"choose another --dir, or remove {lesson.result} to run it again"
             )
     return results
@@ -305,7 +305,7 @@ def minutes_of(result: Json) -> float:
 
 
 def lines(results: Sequence[Json]) -> list[list[str]]:
-    """Return the table's head, and a line for each variant. `above` compares with the first variant, paired by task."""
+    """Return the table's header and a line per variant. `above`: the difference from the first, paired by task."""
     variants: dict[str, dict[int, Json]] = {}
     for one in sorted(results, key=lambda one: int(one["seed"])):
         variants.setdefault(one["variant"], {})[one["seed"]] = one
@@ -346,7 +346,7 @@ def _mean(values: Matrix, sign: str = "") -> tuple[str, str]:
 
 
 def write(results: Sequence[Json], directory: Path) -> None:
-    """Write results.md (the table), results.csv (a line for each run) and results.json (all, and what it rests on)."""
+    """Write results.md (the table), results.csv (a line per run) and results.json (everything, with settings)."""
     head, *rows = lines(results)
     table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     text = "".join(f"| {' | '.join(row)} |\n" for row in table)

@@ -1,4 +1,4 @@
-"""Runs a user's reward function, `child.py FILE NAME`: a line that it is loaded, then rollouts in, answers out."""
+"""Runs a user's reward function, `child.py FILE NAME`: a line once it is loaded, then rollouts in, answers out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULE = "lightning_reward_function"  # whatever the file is called, it hides no
 
 
 def main(file: str, name: str) -> None:
-    """Load the function, then answer one rollout after the other until standard input ends."""
+    """Load the function, then answer one rollout after another until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the function prints is for the log
     rollouts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -42,7 +42,7 @@ def main(file: str, name: str) -> None:
 
 
 def loaded(file: str, name: str) -> Any:
-    """Return the function; LookupError if there is none, or what its file raises."""
+    """Return the function. Raises LookupError if it does not exist, or what its file raises."""
     sys.path[0] = str(Path(file).parent)  # where its imports look
     module = sys.modules[MODULE] = ModuleType(MODULE)
     module.__file__ = file
@@ -54,7 +54,7 @@ def loaded(file: str, name: str) -> Any:
 
 
 def named(answer: Any, name: str) -> dict[str, float]:
-    """Return the rewards in an answer by name: a number has the function's name. Raise TypeError."""
+    """Return the rewards in an answer by name; a bare number gets the function's name. Raises TypeError."""
     rewards = answer if isinstance(answer, dict) else {} if answer is None else {name: answer}
     found = {}
     for key, given in rewards.items():
@@ -77,7 +77,7 @@ def error_line(error: BaseException, file: str) -> str:
 
 
 def _read(rollouts: queue.SimpleQueue[bytes]) -> None:
-    """Pass lines on. At their end the proxy is gone, and this process ends too, also within a slow function."""
+    """Pass lines on. Their end means that the proxy is gone, so this process ends too, even inside a slow function."""
     for line in sys.stdin.buffer:
         rollouts.put(line)
     os._exit(0)

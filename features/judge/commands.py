@@ -31,9 +31,9 @@ def rescore(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it would give, and why; post nothing")] = False,
     as_json: Json = False,
 ) -> None:
-    """Ask a rewarder about completed rollouts of the store, and record its rewards; older ones stay.
+    """Have a rewarder score completed rollouts in the store, and record its rewards. Older rewards stay.
 
-    The same command resumes where it was stopped. The exit code is 1 if it failed for a rollout.
+    The same command resumes where it stopped. The exit code is 1 if it failed for a rollout.
     """
     from .rescore import Rescore, rescore_command
 
@@ -54,7 +54,7 @@ def check(
     label: Annotated[str, typer.Option(help="the name of the rewards that are the truth")] = "human",
     as_json: Json = False,
 ) -> None:
-    """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards."""
+    """Show how far a rewarder agrees with people's labels, or with another rewarder's rewards."""
     from .rescore import check_rewarder
 
     check_rewarder(configuration(context), kind, label, as_json=as_json)
@@ -68,7 +68,7 @@ def rate(
     ] = "",
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="the most rollouts")] = 50,
 ) -> None:
-    """Rate rollouts by hand, one after the other: rewards named `human`, which `rewards check` compares with."""
+    """Rate rollouts by hand, one after another. `rewards check` compares with these rewards, named `human`."""
     from .rate import rate_rollouts
 
     rate_rollouts(configuration(context), ids or [], person or getpass.getuser(), limit)

@@ -1,4 +1,4 @@
-"""The section `judge`: what gives rewards next to `rewards.function`, and the models that judge."""
+"""The section `judge`: what gives rewards in addition to `rewards.function`, and the models that judge."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AskedModel(Section):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether somebody else reads the questions: the address is none of a private network."""
+        """Return whether third parties read the questions: the address is not in a private network."""
         host = urlsplit(self.address).hostname or ""
         try:
             return not ip_address(host).is_private
@@ -112,12 +112,12 @@ class JudgeConfig(FeatureSection):
     calls: CallsConfig = CallsConfig()
 
     def named(self, rewards: RewardsConfig) -> list[tuple[str, RewarderConfig]]:
-        """Return `use` with the names of the rewards: `reward` of one that is alone, or else its `name` or its kind."""
+        """Return `use` with the names of its rewards: `reward` for a single entry, else its `name` or its kind."""
         alone = len(self.use) == 1 and rewards.function is None
         return [(entry.name or ("reward" if alone else entry.kind), entry) for entry in self.use]
 
     def judges(self, config: Config) -> list[tuple[str, RewarderConfig]]:
-        """Return all that ask models, with the names of their rewards: also the judge of calls, if it has credit."""
+        """Return all rewarders that ask models, with their rewards' names, and the judge of calls if credit uses it."""
         calls: dict[str, Any] = {"kind": "judge", "model": self.calls.model, "api_base": self.calls.api_base}
         is_used = "judge" in config.trainer.credits.values()
         return [*self.named(config.rewards), *([("judge", RewarderConfig.model_construct(**calls))] if is_used else [])]
@@ -144,4 +144,4 @@ class JudgeConfig(FeatureSection):
         if self.calls.model is None:
             raise ValueError("the judge of calls needs judge.calls.model, such as openai/gpt-5-mini")
         if config.trainer.failed_rollouts != "drop":
-            raise ValueError("the judge of calls scores no failed rollouts: leave trainer.failed_rollouts at drop")
+            raise ValueError("the judge of calls does not score failed rollouts: leave trainer.failed_rollouts at drop")

@@ -1,4 +1,4 @@
-"""The client of the models that judge, and the texts of what agents did: data, between marks that it cannot contain."""
+"""The client for judge models, and the texts that they read: what agents did, between marks that it cannot contain."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ IS_DATA = (
 
 
 class Away(Exception):
-    """A rewarder cannot work for now: its model is away, its file broken, its budget spent. Rollouts wait for it."""
+    """A rewarder cannot work now: its model is away, its file broken or its budget spent. Rollouts wait for it."""
 
 
 class NoReward(Exception):
-    """A rewarder failed for a rollout. It is not asked about it again."""
+    """A rewarder failed for a rollout, and is not asked about it again."""
 
 
 class NeverAnswered(NoReward):
-    """The model refuses this question for what stands in it."""
+    """The model refuses this question because of its content."""
 
 
 class _Refused(Away):
-    """Perhaps it is this question alone that is not answered."""
+    """The model refused, perhaps only this question."""
 
 
 class Field(NamedTuple):
-    """Is asked for next to a reason; `read` raises ValueError. A vLLM gets `pattern`: a schema misleads small ones."""
+    """What to ask for besides a reason. `read` may raise ValueError. vLLM gets `pattern`: small models need it."""
 
     name: str
     schema: Json
@@ -77,10 +77,10 @@ class Field(NamedTuple):
 
 
 class JudgeModel:
-    """The model that a rewarder asks. Answers, and what it used, are in the store; without one here, for one run.
+    """The model that a rewarder asks. Its answers and usage are in the store, or else in memory for one run.
 
-    `clean` takes secrets, and what `recording.redact` names, out of what it reads. Clean each text before it is
-    shortened and stands between marks: half a secret is not known for one, and a pattern may match a mark.
+    `clean` removes secrets, and what `recording.redact` names, from texts. Clean each text before shortening it and
+    putting it between marks: half a secret is not recognised, and a pattern might match a mark.
     """
 
     def __init__(self, name: str, config: AskedModel, whole: Config, database: Database | None) -> None:
@@ -95,11 +95,11 @@ class JudgeModel:
     async def choose(
         self, system: str, mark: str, text: str, scale: Mapping[str, float], about: Sequence[str]
     ) -> tuple[str, str]:
-        """Return which name of the scale the model answers, and its reason. Raise as `ask`."""
+        """Return the name on the scale that the model chooses, and its reason. Raises what `ask` does."""
 
         def read(answer: str) -> str:
             if answer not in scale:
-                raise ValueError(f"the answer is one of {', '.join(scale)}")
+                raise ValueError(f"the answer must be one of {', '.join(scale)}")
             return answer
 
         field = Field("answer", TEXT | {"enum": [*scale]}, f'"({"|".join(scale)})"', read)
@@ -108,7 +108,7 @@ class JudgeModel:
         )
 
     async def ask(self, system: str, text: str, field: Field, about: Sequence[str]) -> tuple[Any, str]:
-        """Return what `field` reads, and the reason. NoReward if two answers are wrong; Away. `about`: rollouts."""
+        """Return what `field` reads, and the reason. NoReward if two answers are wrong; Away. `about`: the rollouts."""
         turns = [{"role": "user", "content": text}]
         for _ in range(2):
             answer = await self._answer(system, turns, field, about)
@@ -124,7 +124,7 @@ class JudgeModel:
         raise NoReward(f"{self._config.model}: its answer cannot be read ({wrong}): {shown}")
 
     async def _answer(self, system: str, turns: Sequence[Json], field: Field, about: Sequence[str]) -> str:
-        """The model's answer, from before if it was asked this. Raise Away, NoReward."""
+        """The model's answer, reused if it was asked this before. Raises Away, NoReward."""
         asked = dumps([self._config.model, self._config.address, system, turns, *field[:3]])
         digest = hashlib.sha256(asked.encode()).hexdigest()
         async with self._slots:
@@ -151,7 +151,7 @@ class JudgeModel:
         return answer
 
     async def _sent(self, body: Json) -> str:
-        """The answer. What it used is counted: a guess if that is not said, and perhaps was paid for."""
+        """Send the question. Usage is counted; if it is not reported but may have been paid for, it is estimated."""
         spent = guess = Used(len(dumps(body)) // 4)
         problem = f"{self._config.model} gives no answer"
         try:
@@ -171,7 +171,7 @@ class JudgeModel:
             spent = Used()
             raise Away(f"{problem}: {str(error)[:200] or type(error).__name__}") from None
         except UNREADABLE:
-            raise Away(f"{self._config.model} answers something else than its API says: {text[:200]}") from None
+            raise Away(f"{self._config.model} gives an answer that is not in its API's form: {text[:200]}") from None
         finally:
             tokens, price = spent.input + spent.output, await asyncio.to_thread(price_of, self._config, self._whole)
             usd = price.of(spent) if price else 0.0
@@ -197,7 +197,7 @@ async def spent_by_each(database: Database) -> list[Json]:
 
 
 def price_of(config: AskedModel, whole: Config) -> Price | None:
-    """Return the model's price by `prices`; None if nobody knows it. One of our own machines is free without one."""
+    """Return the model's price from `prices`; None if unknown. A model on our own machines is free by default."""
     prices, model = Prices(whole.prices), (config.model or "").partition("/")[2]
     if config.api == "hosted_vllm":
         return prices.configured(model) or Price(0, 0, 0, 0)
@@ -205,7 +205,7 @@ def price_of(config: AskedModel, whole: Config) -> Price | None:
 
 
 def require_model(what: str, asked: AskedModel, config: Config) -> None:
-    """Raise ConfigError unless the model may be asked: one elsewhere needs a key and a budget."""
+    """Raise ConfigError unless the model may be asked: an external one needs a key and a budget."""
     budget, what = config.section(JudgeConfig).budget, f"{what}: {asked.model}"
     if asked.is_elsewhere and asked.key is None:
         raise ConfigError(f"{what} needs a key: set {APIS[asked.api][1]}")
@@ -215,11 +215,11 @@ def require_model(what: str, asked: AskedModel, config: Config) -> None:
         raise ConfigError(f"{what} has no price, which judge.budget.usd needs: add it to prices")
     where = urlsplit(asked.address)
     if where.hostname in ("127.0.0.1", "localhost") and where.port == config.proxy.port:
-        raise ConfigError(f"{what} is asked through this proxy, which would judge that, too: name the model's server")
+        raise ConfigError(f"{what} is asked through this proxy, which would judge that too: name its server")
 
 
 def body_of(config: AskedModel, system: str, turns: Sequence[Json], field: Field) -> Json:
-    """Return a request for a JSON object of a reason and one more field."""
+    """Return a request for a JSON object with a reason and one more field."""
     fields = {"reason": TEXT, field.name: field.schema}
     whole = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
     model = (config.model or "").partition("/")[2]
@@ -238,12 +238,12 @@ def body_of(config: AskedModel, system: str, turns: Sequence[Json], field: Field
 
 
 def pattern_of(name: str, pattern: str) -> str:
-    """Return the pattern of an answer: an object of a reason, and of what `name` has the pattern for."""
+    """Return the regular expression of an answer: an object with a reason and the field `name`."""
     return rf'\{{"reason": "{REASON}", "{name}": {pattern}\}}'
 
 
 def answer_of(config: AskedModel, answer: Json) -> tuple[str, Used | None]:
-    """Return the text of an answer, and what it used if it says so."""
+    """Return the text of an answer, and its usage if given."""
     told = used(answer.get("usage"))
     if config.api != "anthropic":
         return answer["choices"][0]["message"]["content"] or "", told
@@ -255,12 +255,12 @@ def answer_of(config: AskedModel, answer: Json) -> tuple[str, Used | None]:
 
 
 def decisions(rollout: Json) -> list[Json]:
-    """Return the calls that were answered and not sent again."""
+    """Return the calls that were answered and not repeated by the client."""
     return [call for call in rollout["calls"] if call["status"] == "ok" and call["superseded_by"] is None]
 
 
 def text_of(message: Json, clean: Callable[[str], str]) -> str:
-    """Return a message with its calls as clean text, without lone surrogates, which cannot be sent."""
+    """Return a message and its tool calls as clean text, without lone surrogates, which cannot be sent."""
     calls = "".join(f"\n[calls {one.name} {one.arguments}]" for one in calls_in(message))
     return clean((body(message) + calls).encode(errors="replace").decode())
 
@@ -276,7 +276,7 @@ def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[str]:
 
 
 def written(mark: str, messages: Iterable[str], most: int) -> str:
-    """Return messages as one text of at most `most` characters. A mark begins each, which none can contain."""
+    """Return messages as one text of at most `most` characters. Each begins with a mark that none can contain."""
     return shortened("\n".join(f"{mark} {one}" for one in messages), most)
 
 
@@ -288,7 +288,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def mark_for(texts: Iterable[str]) -> str:
-    """Return a mark that no text can contain, since it depends on all of them, and is always the same for them."""
+    """Return a mark that none of the texts can contain, because it depends on all of them. Same texts, same mark."""
     digest = hashlib.sha256()
     for text in texts:
         raw = text.encode(errors="replace")

@@ -1,4 +1,4 @@
-"""Plugs in the rewarders, which completed rollouts wait for, and the routes of people who rate."""
+"""Runs the rewarders that completed rollouts wait for, and adds the routes for people who rate."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Unrated(BaseModel):
 async def get_queue(
     request: ControlRequest, person: Annotated[str, Query(min_length=1, max_length=200)], limit: Limit = 50
 ) -> Any:
-    """Ended rollouts that this person (a `source`) has not rated, the newest first."""
+    """Ended rollouts that this person (a `source`) has not rated yet, newest first."""
     key_id = request.caller.sees
     statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY)
     wanted = {"person": person, "limit": limit, "key_id": key_id}
@@ -64,10 +64,10 @@ async def get_queue(
 async def take_back_reward(
     request: ControlRequest, rollout_id: PathId, reward_id: Annotated[int, Path(ge=0, lt=2**63)]
 ) -> None:
-    """Take back a reward named `human` that the same key gave (all of `proxy.api_keys` are one), or any as an admin."""
+    """Take back a reward named `human` that the same key gave (`proxy.api_keys` count as one), or any as an admin."""
     caller = request.caller
     if caller.rollout is not None:
-        raise Forbidden("a rollout's own key takes back no reward")
+        raise Forbidden("a rollout's own key cannot take back rewards")
     row = {"rollout_id": rollout_id, "reward_id": reward_id, "any": caller.is_admin, "key_id": caller.key_id}
 
     async def work(db: Transaction) -> None:

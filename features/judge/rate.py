@@ -1,4 +1,4 @@
-"""Shows rollouts one after the other, and takes a person's reward for each, or for its calls."""
+"""Shows rollouts one after another, and takes a person's reward for each rollout or its calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _body(rollout: dict[str, Any], rated: re.Match[str], person: str) -> dict[st
     if rated["seq"] is not None:
         call_id = next((call["call_id"] for call in rollout["calls"] if call["seq"] == int(rated["seq"])), None)
         if call_id is None:
-            raise ConfigError(f"it has no call {rated['seq']}")
+            raise ConfigError(f"this rollout has no call {rated['seq']}")
     reward = _THUMBS[value] if value in _THUMBS else float(value)
     body = {"rollout_id": rollout["rollout_id"], "call_id": call_id, "reward": reward, "final": False}
     return body | {"name": HUMAN, "source": person, "comment": rated["comment"]}

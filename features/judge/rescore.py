@@ -37,7 +37,7 @@ POSTED = ("rollout_id", "reward", "call_id", "name", "source", "comment", "final
 
 @dataclass(slots=True, kw_only=True)
 class Rescore:
-    """A run of the command. `scored`: what rollouts were given; `there_before`: how many had these rewards."""
+    """A run of the command. `scored`: the rewards given to rollouts; `there_before`: how many had them already."""
 
     config: Config
     ids: Sequence[str]
@@ -51,7 +51,7 @@ class Rescore:
     there_before: int = 0
 
     async def run(self) -> None:
-        """Ask and post. Raise ConfigError if that cannot begin or go on."""
+        """Ask and post. Raises ConfigError if it cannot start or continue."""
         async with opened(self.config, self.rewarder) as rewarder, ApiClient.of(self.config, patience_s=60) as api:
             groups, slots = await self._groups(api, rewarder), asyncio.Semaphore(rewarder.at_once)
             with progress_bar() as progress:
@@ -65,7 +65,7 @@ class Rescore:
                 await all_of(map(score, groups))
 
     async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
-        """Ids of rollouts with rewards that are posted together: a task's, where they are compared or retrained."""
+        """Ids of rollouts whose rewards are posted together: a task's, if its rollouts are compared or retrained."""
         if self.ids:
             return [[(await find(api, one))["rollout_id"] for one in self.ids]]
         groups = defaultdict[str, list[str]](list)
@@ -77,7 +77,7 @@ class Rescore:
         return [*groups.values()]
 
     async def _score(self, api: ApiClient, rewarder: Rewarder, group: list[str]) -> None:
-        """Ask about rollouts, without any that has this version's rewards already, and post all of it at once."""
+        """Ask about rollouts that lack this version's rewards, and post all rewards at once."""
         posts, scored = list[Json](), list[Json]()
         for part in [group] if rewarder.in_groups else [[rollout_id] for rollout_id in group]:
             rollouts, source = await read_rollouts(api, part), await rewarder.source()
@@ -101,7 +101,7 @@ class Rescore:
 
 
 def rescore_command(work: Rescore, *, as_json: bool) -> None:
-    """Run the command. Raise ConfigError for a wrong option; exit with 1 if the rewarder failed."""
+    """Run the command. Raises ConfigError for a wrong option; exits with 1 if the rewarder failed."""
     if work.rewarder == "function" and work.config.rewards.function is None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
     try:
@@ -142,7 +142,7 @@ def show(work: Rescore, *, as_json: bool) -> None:
 
 @asynccontextmanager
 async def opened(config: Config, which: str) -> AsyncIterator[Rewarder]:
-    """Yield the rewarder with this name or kind; its budget counts for this run. Raise ConfigError."""
+    """Yield the rewarder with this name or kind. Its budget applies to this run. Raises ConfigError."""
     if which != "function":
         await check(config)
     every = all_rewarders(config)
@@ -160,7 +160,7 @@ async def opened(config: Config, which: str) -> AsyncIterator[Rewarder]:
 
 
 async def read_rollouts(api: ApiClient, rollout_ids: Sequence[str]) -> list[Json]:
-    """Return rollouts with full requests, without the ones that were deleted."""
+    """Return rollouts with full requests, skipping deleted ones."""
     found = []
     for rollout_id in rollout_ids:
         try:
@@ -179,7 +179,7 @@ class Labelled(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """`alike`: the share of `pairs` ordered alike, with its 95 % interval; a tied score counts a half."""
+    """`alike`: the share of `pairs` that both order alike, with its 95 % interval; a tied score counts as half."""
 
     labels: int
     pairs: int
@@ -198,7 +198,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | None:
-    """Return how scores agree with labels, of one task where there are such pairs, or always; None without a pair."""
+    """Return how scores agree with labels, within tasks if there are such pairs; None without any pair."""
     labels, scores = (np.array([one[i] for one in found], dtype=float) for i in (2, 3))
     tasks = np.array([one.task_id or one.rollout_id for one in found])
     siblings, pairs = tasks[:, None] == tasks, np.triu(labels[:, None] != labels)
@@ -239,7 +239,7 @@ def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> 
 
 
 async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreement, list[str]]:
-    """The rewarder's source, its agreement, and why rollouts have no score."""
+    """The rewarder's source, its agreement, and reasons why rollouts have no score."""
     async with opened(config, which) as rewarder, ApiClient.of(config) as api:
         source, is_rank = await rewarder.source(), rewarder.in_groups
         groups = await _labelled(api, label, source)
@@ -264,7 +264,7 @@ async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreeme
 
 
 async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[Json, float]]]:
-    """The newest completed rollouts with a label, by task. The rewarder's own rewards are no labels."""
+    """The newest completed rollouts with a label, by task. The rewarder's own rewards do not count as labels."""
     own, groups = source.partition("@")[0], defaultdict[str, list[tuple[Json, float]]](list)
     listed = (await collect(api, {"status": "completed"}, NEWEST))[0]
     for rollout in await read_rollouts(api, [one["rollout_id"] for one in listed]):
@@ -282,7 +282,7 @@ async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[
 
 @retry(retry=retry_if_exception_type(Away), stop=stop_after_attempt(4), wait=wait_exponential(2), reraise=True)
 async def _scores(rewarder: Rewarder, source: str, rollouts: Sequence[Json]) -> list[float | str]:
-    """The scores of a group, recorded ones if all have them, or why it has none. No answer is paid for twice."""
+    """A group's scores (recorded ones if all rollouts have them), or why it has none. No answer is paid for twice."""
     recorded = [
         {(one["name"], one["call_id"]): one["reward"] for one in rollout["rewards"] if one["source"] == source}
         for rollout in rollouts

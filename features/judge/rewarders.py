@@ -1,11 +1,11 @@
-"""What gives rewards to ended rollouts: a user's function, and judges that ask a model.
+"""The rewarders of ended rollouts: a user's function, and judges that ask a model.
 
-`rank`          orders the siblings of a group by an aim; scores go from 0 to 1, by place
-`rubric`        weighted criteria, each asked apart with its reason; the reasons are the reward's comment
-`next_message`  what the user says next tells whether the call before it helped: -1, 0 or 1
+`rank`          orders the siblings of a group by an aim; scores from 0 to 1, by place
+`rubric`        weighted criteria, each asked separately; the reasons become the reward's comment
+`next_message`  whether a call helped, by what the user says next: -1, 0 or 1
 `judge`         a score of each call, from 0 to 1, for `trainer.credit: judge`
 
-The function runs in processes of its own (`child.py`). One is started again after a fault or a change of the file.
+The function runs in its own processes (`child.py`), which restart after an error or a change of the file.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ LONGEST_ANSWER = 2**20
 
 
 class GivenScore(NamedTuple):
-    """One reward. Without a `name` it has the rewarder's; without a `call_id` it is the rollout's own."""
+    """One reward. `name` None: the rewarder's name; `call_id` None: for the rollout itself."""
 
     value: float
     comment: str | None = None
@@ -104,7 +104,7 @@ Given = list[Reward] | str  # what one rollout is given, perhaps nothing; or why
 
 
 class Rewarder:
-    """Rewards ended rollouts (as `GET /rollouts/{id}?requests=whole` has them), `at_once` many of them, or groups."""
+    """Rewards ended rollouts (as `GET /rollouts/{id}?requests=whole` has them). `at_once`: rollouts or groups."""
 
     in_groups = False
     at_once = AT_ONCE
@@ -117,17 +117,17 @@ class Rewarder:
         return f"judge.use: {self.kind}"
 
     async def check(self) -> None:
-        """Raise Away, or ConfigError, if it cannot begin."""
+        """Raise Away or ConfigError if it cannot start."""
 
     async def source(self) -> str:
-        """Return the `source` of its rewards: the rewarder, and the version of its question. Raise Away."""
+        """Return the `source` of its rewards: the rewarder and the version of its question. Raises Away."""
         raise NotImplementedError
 
     async def close(self) -> None:
         """End what it started."""
 
     async def reward(self, rollouts: Sequence[Json]) -> list[Given]:
-        """Return what each rollout of a group is given, in their order; all of it or, with Away, nothing."""
+        """Return each rollout's rewards, in the group's order: all of them, or raise Away."""
         source = await self.source()
         return [
             scores if isinstance(scores, str) else self._given(rollout["rollout_id"], scores, source)
@@ -146,7 +146,7 @@ class Rewarder:
         ]
 
     async def group(self, rollouts: Sequence[Json]) -> list[Sequence[GivenScore] | str]:
-        """Return the scores of each rollout of a group, or why it has none. Raise Away."""
+        """Return each rollout's scores, or why it has none. Raises Away."""
 
         async def score(rollout: Json) -> Sequence[GivenScore] | str:
             try:
@@ -157,12 +157,12 @@ class Rewarder:
         return await together(map(score, rollouts))
 
     async def scores(self, rollout: Json) -> Sequence[GivenScore]:
-        """Return what one rollout is given. Raise NoReward, Away."""
+        """Return one rollout's scores. Raises NoReward, Away."""
         raise NotImplementedError
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Do several things at once, each to its end; then raise the first error."""
+    """Run several tasks at once, each to its end, then raise the first error."""
     found: list[T] = []
     for one in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(one, BaseException):
@@ -172,7 +172,7 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class FunctionProcess:
-    """One process with the function, which answers one rollout at a time. `version`: of the file that it has loaded."""
+    """A process with the function, which answers one rollout at a time. `version`: of the file that it loaded."""
 
     def __init__(self, config: RewardsConfig) -> None:
         self._config, self.version, self._lifeline = config, "", -1
@@ -201,7 +201,7 @@ class FunctionProcess:
         self.version = version
 
     async def answer(self, rollout: bytes, limit_s: float) -> dict[str, float]:
-        """Return the rewards of a line by name; NoReward. A process that is late, or cancelled, is ended."""
+        """Return a line's rewards by name. Raises NoReward. A late or cancelled process is ended."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(rollout)
@@ -288,7 +288,7 @@ class ModelRewarder(Rewarder):
 
 
 class Rank(ModelRewarder):
-    """Asks for an order of the siblings. Of the more there are, the less of each is read."""
+    """Asks for an order of the siblings. The more there are, the less of each is shown."""
 
     in_groups, question = True, RANK_SYSTEM
 
@@ -309,7 +309,7 @@ class Rank(ModelRewarder):
         return [[GivenScore(scores[i], found[one][1])] if i in scores else refused for i, one in enumerate(shown)]
 
     async def _without_refused(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, Any]:
-        """The order of the attempts; if it is refused, that of all but one: an attempt must not spoil others'."""
+        """The order of the attempts. If it is refused, leave one out: an attempt must not spoil the others."""
         for out in (None, *(attempts if len(attempts) > 2 else ())):
             try:
                 return await self._ordered([one for one in attempts if one != out], about)
@@ -318,7 +318,7 @@ class Rank(ModelRewarder):
         raise refused
 
     async def _ordered(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, tuple[int, str]]:
-        """The place of each attempt, from 0, and why."""
+        """The place of each attempt, from 0, and the reason."""
         letters = dict(zip(LETTERS, attempts, strict=False))
 
         def read(order: list[list[str]]) -> dict[str, int]:
@@ -333,7 +333,7 @@ class Rank(ModelRewarder):
         return {one: (places[letter], f"{letter}: {reason}"[:500]) for letter, one in letters.items()}
 
     def _question(self, attempts: Mapping[str, Attempt]) -> tuple[str, str]:
-        """The system prompt, and the attempts by their letters: what all begin with, and the rest of each."""
+        """The system prompt, and the attempts by letter: their common beginning, then the rest of each."""
         every, same = [*attempts.values()], 0
         mark, most = mark_for(one for messages in every for one in messages), min(LONGEST, LONGEST_GROUP // len(every))
         while all(messages[same : same + 1] == every[0][same : same + 1] != () for messages in every):
@@ -351,13 +351,13 @@ def order_pattern(letters: Sequence[str]) -> str:
 
 
 def by_place(strength: Mapping[K, float]) -> dict[K, float]:
-    """Return scores from 0, the weakest, to 1. Those that are equally strong share the mean of their places."""
+    """Return scores from 0 (the weakest) to 1. Equally strong attempts share the mean of their places."""
     values = sorted(strength.values())
     return {i: (values.index(v) + (values.count(v) - 1) / 2) / (len(values) - 1) for i, v in strength.items()}
 
 
 class Rubric(ModelRewarder):
-    """Asks about every criterion. The reward is the mean by weight, from 0 to 1."""
+    """Asks about every criterion. The reward is the weighted mean, from 0 to 1."""
 
     question = RUBRIC_SYSTEM
 
@@ -389,7 +389,7 @@ class UserReply(NamedTuple):
 
 
 class NextMessage(ModelRewarder):
-    """Goes by rules in several languages, or asks a model if there is one."""
+    """Scores a call by the user's next message: with rules for several languages, or a model if configured."""
 
     question = NEXT_MESSAGE_SYSTEM + RULES.read_text()
 
@@ -418,7 +418,7 @@ def _rules() -> dict[str, re.Pattern[str]]:
 
 
 def by_rules(reply: UserReply) -> float:
-    """Return -1, 0 or 1; a "no" with thanks is 0. Of a long text, the beginning and the end are looked at."""
+    """Return -1, 0 or 1; a "no" with thanks is 0. Of a long text, only the beginning and the end count."""
     rules, text = _rules(), shortened(reply.message.strip(), 2 * LOOKED_AT)
     one, other = (Counter(WORD.findall(each.casefold())) for each in (text, shortened(reply.request, 2 * LOOKED_AT)))
     if one.total() > 2 and 2 * (one & other).total() >= SAME * (one.total() + other.total()):
@@ -434,7 +434,7 @@ def by_rules(reply: UserReply) -> float:
 
 
 def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
-    """Yield what users wrote directly after an answer. What tools wrote is in between, and nobody's reply."""
+    """Yield what users wrote directly after an answer. Tool results do not count as replies."""
     calls = decisions(rollout)
     turns = [*chat_turns(calls)]
     known: dict[int, int] = {}  # by the digest of what a call was shown
@@ -451,7 +451,7 @@ def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
 
 
 class Judge(ModelRewarder):
-    """Scores each call of agents with a judge's credit, once; no held-out rollouts, which are not trained on."""
+    """Scores, once, each call of agents whose credit is `judge`. Skips held-out rollouts, which are not trained on."""
 
     label = "judge.calls"
 

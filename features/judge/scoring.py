@@ -1,4 +1,4 @@
-"""Asks the rewarders about completed rollouts, which await it in the store: no step takes them. One process does."""
+"""Has rewarders score completed rollouts, which wait for it in the store before any step. One process does the work."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ KINDS = {"rank": Rank, "rubric": Rubric, "next_message": NextMessage, "judge": J
 
 
 def all_rewarders(config: Config, database: Database | None = None) -> list[Rewarder]:
-    """Return what gives rewards: `rewards.function`, each of `judge.use`, and the judge of calls if it has credit."""
+    """Return all rewarders: `rewards.function`, each of `judge.use`, and the judge of calls if credit uses it."""
     functions = [] if config.rewards.function is None else [Function(config)]
     judges = config.section(JudgeConfig).judges(config)
     return [*functions, *(KINDS[entry.kind](name, entry, config, database) for name, entry in judges)]
 
 
 async def check(config: Config) -> None:
-    """Raise ConfigError if a rewarder cannot work, or has a name that does not count."""
+    """Raise ConfigError if a rewarder cannot work, or if its reward's name has no weight."""
     found = all_rewarders(config)
     for rewarder in found:
         is_named = isinstance(rewarder, ModelRewarder) and (rewarder.config.name or len(found) > 1)
@@ -91,14 +91,14 @@ async def check(config: Config) -> None:
 
 
 class Spoken:
-    """The rollouts that await some of `rewarders`, which are all that are asked."""
+    """Tracks which rollouts still await which of `rewarders` (all configured ones)."""
 
     def __init__(self, database: Database, rewarders: Sequence[str]) -> None:
         self._db = database
         self._all = {"rewarders": dumps([*rewarders]), "count": len(rewarders)}
 
     async def begin(self) -> None:
-        """Await no rollout that all have spoken about: one that was awaited may be gone."""
+        """Release rollouts that all present rewarders have scored: one that they awaited may have been removed."""
         await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
 
     async def missing(self, rewarder: str, limit: int) -> list[str]:
@@ -106,7 +106,7 @@ class Spoken:
         return [row["rollout_id"] for row in rows]
 
     async def record(self, rewarder: str, given: Mapping[str, Sequence[Reward]]) -> list[Reward]:
-        """Record rewards, and that the rewarder has spoken. Return those of rollouts that still awaited it."""
+        """Record rewards, and that the rewarder is done. Return the rewards of rollouts that still awaited it."""
 
         async def work(db: Transaction) -> list[Reward]:
             recorded: list[Reward] = []
@@ -155,7 +155,7 @@ class Scorer:
             log.error("rewards: internal error", exc_info=errors.exceptions[0])
 
     async def _ask(self, rewarder: Rewarder) -> None:
-        """Ask one rewarder; while it is away, the others go on. Then it is asked about one group at a time."""
+        """Ask one rewarder. While it is away, others continue; then it is asked about one group at a time."""
         failed, slots = 0, asyncio.Semaphore(rewarder.at_once)
         while True:
             try:
@@ -212,7 +212,7 @@ class Scorer:
 
 
 def not_counted(names: set[str], config: TrainerConfig) -> str | None:
-    """Return what to do about rewards of these names if none of them counts in training."""
+    """Return a warning, with a fix, if none of these reward names counts in training."""
     if not names or names & config.training_weights.keys():
         return None
     return (
@@ -227,7 +227,7 @@ class AwaitingGroup(NamedTuple):
 
 
 async def ready(database: Database, config: TrainerConfig, rewarder: str, most: int) -> list[AwaitingGroup]:
-    """Return about `most` groups that await this rewarder and have ended, or waited for `group_timeout_s`."""
+    """Return about `most` groups that await this rewarder and have ended, or have waited `group_timeout_s`."""
     found: list[AwaitingGroup] = []
     for pool in await database.all(POOLS_TO_SPEAK, {"rewarder": rewarder}):
         if len(found) >= most:

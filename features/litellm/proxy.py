@@ -1,4 +1,4 @@
-"""Calls providers through litellm (`kind: litellm`, docs/providers.md), which has a thread for all of its objects."""
+"""Calls providers through litellm (`kind: litellm`, docs/providers.md). All of litellm's objects live in one thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _TYPES = {
 
 
 class LitellmUpstream:
-    """Sends requests through litellm within the upstream's time limits, and makes HTTP answers of its objects."""
+    """Sends requests through litellm within the upstream's time limits, and turns its objects into HTTP answers."""
 
     def __init__(self, config: UpstreamConfig) -> None:
         self._config = config
@@ -63,13 +63,13 @@ class LitellmUpstream:
         self._listed, self._served = sorted(named), frozenset(named.values())
 
     async def open(self, request: Request) -> LitellmAnswer:
-        """Make one call of litellm, without any retry of its own. Also raise InvalidRequest, NotFound."""
+        """Make one call through litellm, without its retries. Also raises InvalidRequest and NotFound."""
         name, path, seconds = self._config.name, request.path, self._config.first_byte_timeout_s
         if request.method == "GET" and path == "/v1/models":
             models = [{"id": model, "object": "model", "owned_by": name} for model in self._listed]
             return LitellmAnswer(200, [_JSON], orjson.dumps({"object": "list", "data": models}))
         if request.method != "POST" or path not in FUNCTIONS:
-            raise Unsupported(f"upstream {name}: kind litellm has no {request.method} {path}")
+            raise Unsupported(f"upstream {name}: kind litellm does not support {request.method} {path}")
         body, key = self._parsed(request), self._key(request)
         try:
             async with asyncio.timeout(seconds):
@@ -101,7 +101,7 @@ class LitellmUpstream:
             )
         messages = body.get("messages", [{}])  # others make litellm fail in ways that look like the provider's
         if not messages or dicts(messages) != messages:
-            raise InvalidRequest("messages must be a list of objects, one at least", param="messages")
+            raise InvalidRequest("messages must be a non-empty list of objects", param="messages")
         return dict(body)
 
     def _key(self, request: Request) -> str | None:
@@ -115,7 +115,7 @@ class LitellmUpstream:
         return headers.get(b"x-api-key") or bearer.removeprefix("Bearer ").strip() or None
 
     async def _begun(self, path: str, body: Json, key: str | None) -> LitellmAnswer:
-        """Ask litellm. The operator's settings win over the agent's; its own time limit is only a net under ours."""
+        """Ask litellm. The operator's settings override the agent's. litellm's time limit is only a fallback."""
         timeout = self._config.first_byte_timeout_s + self._config.idle_timeout_s
         ours = {"api_base": self._config.base_url, "api_key": key, "timeout": timeout}
         given = {name: value for name, value in ours.items() if value is not None}
@@ -175,14 +175,14 @@ class LitellmAnswer(Answer):
 
 
 class LitellmThread:
-    """A thread with an event loop, from the first call on, in which all of litellm's objects stay."""
+    """A thread with an event loop, started by the first call, in which all of litellm's objects live."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
 
     async def run(self, work: Awaitable[T]) -> T:
-        """Do the work there. Raises whatever it raises."""
+        """Do the work in this thread. Raises whatever it raises."""
 
         async def there() -> T:
             return await work
@@ -194,7 +194,7 @@ class LitellmThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), self._loop))
 
     def drop(self, events: AsyncGenerator[bytes]) -> None:
-        """Release a stream, which may not be at its end."""
+        """Release a stream that may not have ended."""
         if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(events.aclose(), self._loop)
 
@@ -210,7 +210,7 @@ class LitellmThread:
 async def _asked(
     path: str, body: Json, params: Mapping[str, Any]
 ) -> tuple[bytes | AsyncGenerator[bytes], list[Header]]:
-    """Litellm's answer, and the provider's headers as far as litellm keeps them. `params` win over `body`."""
+    """litellm's answer, and the provider's headers as far as litellm keeps them. `params` override `body`."""
     litellm = import_litellm()
     if path == "/v1/messages" and body.get("stream"):
         _require_streamed_messages(litellm, body["model"])
@@ -248,7 +248,7 @@ async def _wind_up() -> None:
 
 
 def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
-    """Raise ImportError, before the provider is asked, where litellm would need the packages of its own proxy."""
+    """Raise ImportError, before the provider is asked, if litellm would need its own proxy's packages."""
     from litellm.utils import ProviderConfigManager
 
     provider = litellm.LlmProviders(litellm.get_llm_provider(model)[1])
@@ -257,7 +257,7 @@ def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
 
 
 def _fields(path: str) -> frozenset[str]:
-    """The request fields of an API, as the packages that litellm builds upon declare them."""
+    """The request fields of an API, as declared by the packages that litellm builds on."""
     from litellm.types.llms.anthropic import AnthropicMessagesRequest
     from openai.types import completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_create_params
@@ -275,7 +275,7 @@ def _fields(path: str) -> frozenset[str]:
 
 
 def _event(path: str, chunk: Any) -> bytes:
-    """One event in the API's own framing; of /v1/messages litellm gives bytes that are framed already."""
+    """One event in the API's own framing. For /v1/messages, litellm returns bytes that are framed already."""
     if isinstance(chunk, bytes):
         return chunk
     if path == "/v1/completions" and not (chunk.usage and chunk.usage.total_tokens):
@@ -291,7 +291,7 @@ def _json(result: Any) -> bytes:
 
 
 class ProviderError(LightningError):
-    """The error answer of the provider, or of litellm in its place."""
+    """The provider's error answer, or litellm's in its place."""
 
     def __init__(self, message: str, status: int, headers: list[Header]) -> None:
         super().__init__(message)
@@ -301,7 +301,7 @@ class ProviderError(LightningError):
 
 
 def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> LightningError:
-    """Return the error to show: ProviderError if the provider answered, else the reason why it did not."""
+    """Return the error to show: ProviderError if the provider answered, else the reason why not."""
     text = str(error).partition("\nTraceback (most recent call last)")[0]
     message = redacted(text, secrets)[:_LONGEST_MESSAGE]
     chain = list(_chain(error))
@@ -327,7 +327,7 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:
-    """Return the text without these secrets, values of secret environment variables, and addresses."""
+    """Return the text without these secrets, values of secret environment variables and addresses."""
     known = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     for secret in sorted({*secrets, *known}, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:

@@ -30,10 +30,10 @@ def optimize(
     promote: Annotated[bool, typer.Option("--promote", help="make the best prompt live")] = False,
     as_json: Json = False,
 ) -> None:
-    """Search for a better prompt. The agent changes nothing: the proxy puts the prompts in.
+    """Search for a better prompt. The agent need not change: the proxy inserts the prompts.
 
-    Rollouts are of mode eval: no weights are trained on them. Every prompt that is tried is a version, and the best
-    one is compared with the first on held-out tasks. The same command resumes where it was stopped.
+    Rollouts are in mode eval, so no weights are trained on them. Every prompt that is tried becomes a version, and the
+    best is compared with the first on held-out tasks. The same command resumes where it stopped.
     """
     from ...commands.formats import print_json
     from ...commands.signals import run_until_signal

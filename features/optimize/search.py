@@ -3,7 +3,7 @@
 `gepa`: reflective mutation, and a Pareto front over tasks (arXiv 2507.19457), by its authors' package.
 `apo`: textual gradients (a critic's words, by which an editor rewrites) and beam search (ProTeGi, arXiv 2305.03495).
 
-A search always runs from its beginning: the store and the file of reflections have what it did before, at no cost.
+A search always replays from its beginning. The store and the file of reflections make earlier parts free.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ T = TypeVar("T")
 
 
 class BudgetSpent(Exception):
-    """The rollouts, or the reflections, that the search may take are used up."""
+    """The search has used up its rollouts or its reflections."""
 
 
 class Score(NamedTuple):
@@ -100,7 +100,7 @@ async def optimized(
     config: Config, command: list[str], *, method: str, prompt: str, tasks: Path, held_out: Path | None, reflect: str,
     reflect_url: str | None, budget: int, concurrency: int, promote: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what a search found; LightningError. `mean_…`: of validation tasks; else of held-out ones."""
+    """Return a search's result. `mean_…`: over validation tasks, others: held-out ones. Raises LightningError."""
     require_litellm(f"--reflect {reflect}")
     lessons, validation, unseen = split(tasks, held_out)
     view = ProgressView(Console(stderr=True))
@@ -118,7 +118,7 @@ async def optimized(
         await job.open()
         await (apo_search if method == "apo" else gepa_search)(job, reflection, own)
         if not job.tried:
-            raise ConfigError(f"--budget {budget} is less than one look at the validation tasks")
+            raise ConfigError(f"--budget {budget} is less than one run of the validation tasks")
         first, best = next(iter(job.tried.values())), job.best
         before, after = [
             [score.reward for score in await job.scores(one.version, unseen, held_out=True)] for one in (first, best)
@@ -135,14 +135,14 @@ async def optimized(
 
 
 def split(file: Path, held_out: Path | None) -> tuple[list[Task], list[Task], list[Task]]:
-    """Return tasks to learn from, to compare prompts on, and to judge by; ConfigError if they are too few."""
+    """Return tasks to learn from, to validate on, and to hold out. ConfigError if there are too few."""
     tasks = read_tasks(file)
     random.Random(SEED).shuffle(tasks)
     size = 0 if held_out else len(tasks) // HELD_OUT
     unseen, tasks = read_tasks(held_out) if held_out else tasks[:size], tasks[size:]
     size = min(VALIDATION, len(tasks) // 2)
     if not size or not unseen:
-        raise ConfigError(f"{file} has too few tasks: some are learned from, some compare prompts, some are held out")
+        raise ConfigError(f"{file} has too few tasks: some to learn from, some to validate on, some to hold out")
     return tasks[size:], tasks[:size], unseen
 
 
@@ -167,7 +167,7 @@ def summary(found: dict[str, Any], *, promoted: bool) -> str:
 
 
 class Search:
-    """Tries versions of a prompt, none twice on a task. The store has the rollouts, by the name of the `run`."""
+    """Tries versions of a prompt, never twice on the same task. Rollouts are in the store, by the name of the `run`."""
 
     def __init__(
         self, api: ApiClient, runner: Runner, options: RunOptions, view: ProgressView, prompt: str, run: str,
@@ -181,7 +181,7 @@ class Search:
         self.taken = 0  # rollouts of the search
 
     async def open(self) -> None:
-        """Read what earlier starts of the run have tried; end the rollouts that they left running."""
+        """Read what earlier starts of the run tried, and end rollouts that they left running."""
         route = f"/prompts/{quote(self.prompt, safe='')}/rollouts"
         for one in (await self._api.request("GET", route, params={"run": self._run}))["data"]:
             if one["status"] == "running":
@@ -200,12 +200,12 @@ class Search:
         return max(self.tried.values(), key=lambda one: (one.mean, -one.version))
 
     async def version_of(self, text: str, **more: Any) -> int:
-        """Return the version with this text; it is added if there is none."""
+        """Return the version with this text, adding it if needed."""
         body = {"name": self.prompt, "text": text, **more}
         return int((await self._api.request("POST", "/prompts", body))["version"])
 
     async def scores(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
-        """Return rewards on the tasks, in order. BudgetSpent before any is run; `held_out` ones cost none."""
+        """Return rewards on the tasks, in order. Raises BudgetSpent before running any; `held_out` ones are free."""
         # By name: gepa pads a batch to its size with a task that it has already.
         missing = {task.task_id: task for task in tasks if (version, task.task_id) not in self._known}
         if not held_out and len(missing) > max(self.budget - self.taken, 0):
@@ -240,7 +240,7 @@ class Search:
 
 
 class Reflection:
-    """To the n-th same text it returns the n-th answer of the file; BudgetSpent for more than `most`."""
+    """The reflecting model. For the n-th same text it returns the file's n-th answer. `most`: answers allowed."""
 
     def __init__(self, model: str, base_url: str | None, file: Path, most: int) -> None:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
@@ -258,7 +258,7 @@ class Reflection:
         return reduce(Used.plus, (used(kept["usage"]) or Used() for kept in self._answers.values()), Used())
 
     async def ask(self, text: str) -> str:
-        """Return the model's answer; LightningError if it gives none, BudgetSpent if it may not be asked again."""
+        """Return the model's answer. LightningError if it gives none, BudgetSpent if it may not be asked again."""
         digest = hashlib.sha256(f"{self._model}\n{text}".encode(errors="surrogatepass")).hexdigest()
         self._uses[digest] += 1
         key = f"{digest} {self._uses[digest]}"
@@ -292,7 +292,7 @@ class Reflection:
 
 
 def lesson_of(rollout: Json) -> dict[str, str]:
-    """Return what the agent was asked, what it and its tools did, and what came of it."""
+    """Return what the agent was asked, what it and its tools did, and the outcome."""
     messages = max((turn.messages for turn in chat_turns(rollout["calls"])), key=len, default=[])
     done = list[str]()
     for message in messages:
@@ -311,7 +311,7 @@ def lesson_of(rollout: Json) -> dict[str, str]:
 
 
 def _feedback(rollout: Json) -> Iterator[str]:
-    """The reward, its comments, failed tools, failed calls, how the rollout ended."""
+    """Feedback on a rollout: reward, comments, failed tools and calls, and how it ended."""
     yield f"reward: {rollout['reward']}"
     newest = {(reward.get("call_id"), reward["name"]): reward for reward in rollout["rewards"]}  # oldest first
     for reward in newest.values():
@@ -328,7 +328,7 @@ def _feedback(rollout: Json) -> Iterator[str]:
 
 
 async def apo_search(job: Search, reflection: Reflection, own: str) -> None:
-    """Try prompts until the rounds are over or the budget is spent; all versions tried are in `job.tried`."""
+    """Try prompts until the rounds are over or the budget is spent. All versions tried are in `job.tried`."""
     rng = random.Random(SEED)
 
     async def edited(parent: Candidate) -> str:
@@ -350,13 +350,13 @@ async def apo_search(job: Search, reflection: Reflection, own: str) -> None:
 
 
 def between(answer: str) -> str | None:
-    """Return the text between the tags that the editor was to write; None without them."""
+    """Return the text between the tags that the editor should write; None without them."""
     found = re.search(r"<prompt>\s*(\S.*?)\s*</prompt>(?!.*</prompt>)", answer, re.DOTALL)
     return found[1] if found else None
 
 
 async def gepa_search(job: Search, reflection: Reflection, own: str) -> None:
-    """Try prompts until the budget is spent; all versions tried are in `job.tried`. The package runs in a thread."""
+    """Try prompts until the budget is spent. All versions tried are in `job.tried`. The package runs in a thread."""
     try:
         import gepa
     except ImportError:
@@ -376,7 +376,7 @@ async def gepa_search(job: Search, reflection: Reflection, own: str) -> None:
 
 
 class _Ended(BaseException):
-    """Ends the package, which ignores any other exception."""
+    """Stops the package, which ignores all other exceptions."""
 
 
 class _Adapter:

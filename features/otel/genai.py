@@ -41,7 +41,7 @@ _CHATS_REASONS = {"tool_call": "tool_calls", "end_turn": "stop"}
 
 
 def operation_of(attributes: Attributes) -> str | None:
-    """Return what the span did: `chat`, `retrieval`, `execute_tool`, … None: it does not say."""
+    """Return what the span did: `chat`, `retrieval`, `execute_tool`, …; None if it does not say."""
     named = first(attributes, OPERATION)
     if named is None:
         return "chat" if "gen_ai.request.model" in attributes else None
@@ -49,7 +49,7 @@ def operation_of(attributes: Attributes) -> str | None:
 
 
 def is_action(attributes: Attributes) -> bool:
-    """Return whether it is a retriever, or a tool that no model called: other results are in the next request."""
+    """Return whether the span is a retriever, or a tool that no model called: other results are in the next request."""
     operation = operation_of(attributes)
     return operation == "retrieval" or (operation == "execute_tool" and not attributes.get("gen_ai.tool.call.id"))
 
@@ -67,7 +67,7 @@ def action_of(attributes: Attributes, error: str | None) -> Event:
 
 
 def request_of(attributes: Attributes) -> Json:
-    """Return the call's request, as /v1/chat/completions takes it."""
+    """Return the call's request in the form of /v1/chat/completions."""
     system = parsed(attributes.get("gen_ai.system_instructions"))
     asked = [{"role": "system", "parts": system if isinstance(system, list) else [system]}] if system else []
     messages = [chat for one in (*asked, *listed(attributes, INPUT)) for chat in _chat_messages(one, "user")]
@@ -85,7 +85,7 @@ def request_of(attributes: Attributes) -> Json:
 
 
 def response_of(attributes: Attributes) -> Json:
-    """Return the call's answer, as /v1/chat/completions gives it."""
+    """Return the call's answer in the form of /v1/chat/completions."""
     reasons = attributes.get("gen_ai.response.finish_reasons")
     reasons = reasons if isinstance(reasons, list) else []
     answered = [
@@ -123,7 +123,7 @@ def first(attributes: Attributes, names: Iterable[str]) -> Any:
 
 
 def listed(attributes: Attributes, names: Iterable[str]) -> list[Json]:
-    """Return the objects of the first of these attributes that the span has: in JSON, numbered, or a single text."""
+    """Return the first of these attributes that the span has, as objects: from JSON, numbered keys, or one text."""
     for name in names:
         value = parsed(attributes.get(name))
         if isinstance(value, dict):
@@ -170,7 +170,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _chat_messages(told: Json, role: str) -> Iterator[Json]:
-    """Yield chat's messages for one that a span tells: the results in it, then what was said, thought and called."""
+    """Yield chat messages for one message in a span: its tool results, then its text, reasoning and tool calls."""
     parts = told.get("parts", told.get("contents", told.get("content")))
     if isinstance(parts, str) and parts.startswith("[{"):  # OpenLLMetry has a list of parts as text
         parts = parsed(parts)
@@ -209,7 +209,7 @@ def _chat_call(call: Json) -> Json:
 
 
 def _chat_tool(tool: Json) -> Json | None:
-    """A tool's definition, with the `function` around it that chat has."""
+    """A tool definition, wrapped in `function` as in chat."""
     if "json_schema" in tool:  # OpenInference's
         schema = parsed(tool["json_schema"])
         return schema if isinstance(schema, dict) else None
@@ -222,7 +222,7 @@ def _chat_tool(tool: Json) -> Json | None:
 
 
 def _joined(content: list[Json]) -> Any:
-    """A message's content: a string where it is text alone, as most clients send it."""
+    """A message's content: a string if it is only text, as most clients send it."""
     if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
         return "".join(part["text"] for part in content) if content else None
     return content

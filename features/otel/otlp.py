@@ -31,7 +31,7 @@ _HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ids in hexadecimal, Unix seconds, attributes over its resource's, why it failed, the `agent` it is part of."""
+    """A span: hexadecimal ids, Unix seconds, attributes (with its resource's), its error, and its `agent`."""
 
     trace_id: str
     span_id: str
@@ -44,7 +44,7 @@ class Span:
 
 
 def encoding_of(content_type: str) -> Encoding:
-    """Return the encoding that a Content-Type names; raises UnsupportedMediaType for another one."""
+    """Return the encoding that a Content-Type names. Raises UnsupportedMediaType for others."""
     media = content_type.partition(";")[0].strip().lower()
     if media not in MEDIA.values():
         raise UnsupportedMediaType(f"OTLP is sent as {' or '.join(MEDIA.values())}, got {media[:60]!r}")
@@ -52,11 +52,11 @@ def encoding_of(content_type: str) -> Encoding:
 
 
 def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
-    """Return an export's spans, and the errors of those that cannot be read. InvalidRequest for any other body."""
+    """Return an export's spans, and errors for spans that cannot be read. InvalidRequest if it is not an export."""
     try:
         resources = [*(_export(body, encoding).get("resourceSpans") or ())]
     except Exception as error:  # whatever bytes from outside lead to
-        raise InvalidRequest(f"the body is no ExportTraceServiceRequest as {encoding}: {error}") from None
+        raise InvalidRequest(f"the body is not an ExportTraceServiceRequest in {encoding}: {error}") from None
     spans: list[Span] = []
     problems: list[str] = []
     for one in resources:
@@ -75,13 +75,13 @@ def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
 
 
 def accepted(encoding: Encoding, rejected: int, why: str) -> bytes:
-    """Return the answer to an export with `rejected` spans not taken. The exporter does not send them again."""
+    """Return the answer to an export of which `rejected` spans were refused. The exporter does not resend them."""
     problem = ExportTracePartialSuccess(rejected_spans=rejected, error_message=_text(why)) if rejected else None
     return _encoded(ExportTraceServiceResponse(partial_success=problem), encoding)
 
 
 def refused(encoding: Encoding, error: LightningError) -> bytes:
-    """Return the error as a google.rpc.Status, as OTLP wants it."""
+    """Return the error as a google.rpc.Status, as OTLP requires."""
     return _encoded(Status(code=_CODES.get(error.status, 2), message=_text(error.message)), encoding)
 
 
@@ -90,7 +90,7 @@ def _encoded(message: Message, encoding: Encoding) -> bytes:
 
 
 def _export(body: bytes, encoding: Encoding) -> Any:
-    """The export as OTLP's JSON has it, but with ids in base64 if it came as protobuf."""
+    """The export in OTLP's JSON form, but with base64 ids if it came as protobuf."""
     if encoding == "json":
         return loads_in_turns(body.decode(errors="replace"), float)
     try:
@@ -123,7 +123,7 @@ def _value(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A text without halves of characters, which cannot be stored."""
+    """The text without lone surrogates, which cannot be stored."""
     return str(value or "").encode(errors="replace").decode()
 
 

@@ -1,10 +1,10 @@
 """OpenTelemetry: spans of recorded calls go out; those that agents post to `/otlp/v1/traces` become calls and actions.
 
-What comes in is recorded in its rollout, durable before it is acknowledged, and once however often it is sent. A call
-without token ids, log-probabilities and a policy version is not trained on.
+Incoming spans are recorded in their rollout, durably before they are acknowledged, and once even if sent repeatedly. A
+call without token ids, log-probabilities and a policy version is not trained on.
 
-What goes out is sent in the background, with the attributes of
-https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/, and `lightning.…` for what they have no name for.
+Outgoing spans are sent in the background, with the attributes of
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/, and `lightning.…` for everything else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
 
 @router.post("/otlp/v1/traces", include_in_schema=False)
 async def post_traces(request: Request) -> Response:
-    """Record the model calls and the actions among the spans. Errors come in the shape that OTLP has for them."""
+    """Record the model calls and actions among the spans. Errors have OTLP's form."""
     try:
         from . import otlp
     except ImportError as error:
@@ -70,7 +70,7 @@ async def post_traces(request: Request) -> Response:
 
 
 async def _record(request: Request, encoding: Encoding) -> list[str]:
-    """Record the calls and actions among the spans, oldest first. Return what is wrong with the others."""
+    """Record the calls and actions among the spans, oldest first. Return the errors of the others."""
     from .otlp import read_spans
 
     p: Parts = request.app.state.parts
@@ -113,7 +113,7 @@ async def _record(request: Request, encoding: Encoding) -> list[str]:
 
 
 async def _record_call(p: Parts, span: Span, rollout: RolloutName, caller: Caller) -> None:
-    """Record the call, unless it is there already: by an earlier try, or because it went through the proxy."""
+    """Record the call, unless an earlier attempt recorded it or it went through the proxy."""
     start, end = await asyncio.to_thread(_call, span, rollout)
     if caller.rollout is not None:  # the policy's code can read a rollout's own key: it is no proof
         end = end._replace(untrainable_reason=BY_ITS_OWN_KEY)
@@ -156,11 +156,11 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
 
 
 def _rollout(span: Span) -> RolloutName:
-    """The rollout that the span or its resource names; else its trace is one. InvalidRequest for a span without ids."""
+    """The rollout that the span or its resource names, or else its trace. InvalidRequest for a span without ids."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
-        raise InvalidRequest("its trace id must have 16 bytes and its span id 8")
+        raise InvalidRequest("a trace id must have 16 bytes and a span id 8")
     if span.started_at <= 0:
-        raise InvalidRequest("it has no time")
+        raise InvalidRequest("the span has no start time")
     ids = {name: _named(span, name) for name in ("rollout_id", "task_id", "agent_name")}
     for name, value in ids.items():
         if value is not None:
@@ -172,7 +172,7 @@ def _rollout(span: Span) -> RolloutName:
 
 
 def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
-    """The spans with the agent that the nearest span around them in the same export names."""
+    """The spans, each with the agent named by the nearest enclosing span in the same export."""
     around = {(span.trace_id, span.span_id): span for span in spans}
     for span in spans:
         one: Span | None = span
@@ -184,7 +184,7 @@ def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _own_agent(span: Span) -> str | None:
-    """The agent that the span names itself, as an id: characters that ids may not have are replaced."""
+    """The agent that the span itself names, as an id: characters not allowed in ids are replaced."""
     name: Any = _named(span, "agent_name") or span.attributes.get("gen_ai.agent.name")
     if name is None and operation_of(span.attributes) == "invoke_agent":
         name = span.attributes.get("agent.name")  # OpenInference's

@@ -1,4 +1,4 @@
-"""Plugs the page over a store alone in: `dashboard`."""
+"""Adds `dashboard`: the page over a store alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def dashboard(
 ) -> None:
     """Show the page over a store alone, in a browser. The proxy need not run.
 
-    A running proxy has the same page at its own address. Here nothing is written, served or trained. The address that
-    is printed holds a key: give it to nobody who is not to read the store.
+    A running proxy has the same page at its own address. Here nothing is written, served or trained. The printed
+    address contains a key: share it only with people who may read the store.
     """
     from ...core.config.server import StoreConfig
     from .dashboard import dashboard as run

@@ -1,4 +1,4 @@
-"""`dashboard`: the page over a store alone. No proxy need run, and nothing is written."""
+"""`dashboard`: serves the page over a store alone, without a proxy and without writing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ router = APIRouter()
 
 @router.get("/readyz")
 async def readyz() -> dict[str, str]:
-    """There is nothing that could answer a call."""
+    """Never ready: there is nothing here to answer calls."""
     return {"status": "alone", "store": "ok"}
 
 
 def dashboard(store: StoreConfig, port: int) -> None:
-    """Serve the page until Ctrl-C, at an address with a key in it. LightningError without port or store."""
+    """Serve the page until Ctrl-C, at an address that contains a key. LightningError if there is no port or store."""
     file = None if store.is_postgres else store.path.expanduser().absolute()
     if file is not None and not file.is_file():
         raise LightningError(f"there is no store at {file}: name one with --store FILE")

@@ -62,10 +62,10 @@ _ROWS = {
 async def feed(
     request: ControlRequest, cursor: Cursor = None, last_event_id: Annotated[Cursor, Header()] = None
 ) -> StreamingResponse:
-    """Calls, rewards, rollouts, training steps and policy versions as they come, until the client or the proxy stops.
+    """Calls, rewards, rollouts, training steps and policy versions as they occur, until the client or the proxy stops.
 
-    It continues after `cursor`, an event's `id`, or begins now. `missed` comes first if events after the cursor are no
-    longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
+    It continues after `cursor` (an event's `id`), or begins now. `missed` comes first if events after the cursor are no
+    longer kept: then reload everything. Of simultaneous events about one record, only the last is sent.
     """
     state = request.app.state
     if not hasattr(state, "looks"):  # one for all feeds
@@ -98,7 +98,7 @@ async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_mi
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """The `n`th event. `data`: the record as it is now. `key_id`: the key that opened the rollout that it is about."""
+    """The `n`th event. `data`: the record's present state. `key_id`: the key that opened the event's rollout."""
 
     n: int
     kind: Kind
@@ -106,7 +106,7 @@ class Happened:
     key_id: str | None
 
     def frame(self, sees: str | None) -> bytes:
-        """Return it as those see it who see the rollouts of this key (None: all); nothing if it is about others'."""
+        """Return the event for callers that see the rollouts of this key (None: all); b"" if they may not see it."""
         data = self.data
         if sees is not None and self.kind == "step":
             data = data | {"reward": None}
@@ -116,10 +116,10 @@ class Happened:
 
 
 class FeedEvents(Feed):
-    """The newest 10,000 events, with what they are about."""
+    """The newest 10,000 events, with their records."""
 
     async def after(self, cursor: int, limit: int) -> tuple[list[Happened], int]:
-        """Return at most `limit` events after `cursor`, of one record the last alone; and the next cursor."""
+        """Return at most `limit` events after `cursor`, only the last of each record, and the next cursor."""
         rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
         last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}
         happened = list[Happened]()
@@ -137,7 +137,7 @@ class FeedEvents(Feed):
 
 
 class Looks:
-    """What happened lately, for all feeds of this process: one looks at the store, and the others hear of it."""
+    """Recent events for all feeds of this process: one feed reads the store and shares them with the others."""
 
     def __init__(self, events: FeedEvents) -> None:
         self.events = events
@@ -145,7 +145,7 @@ class Looks:
         self._read_at, self._read = (-1, -1), (list[Happened](), 0)  # after which cursor, up to which event
 
     async def after(self, cursor: int) -> tuple[list[Happened], int]:
-        """Return events after `cursor`, oldest first, and the cursor after them, which feeds may share."""
+        """Return events after `cursor`, oldest first, and the next cursor. Feeds share the result."""
         async with self._one_at_a_time:
             if monotonic() > self._looked_at + LOOK_S:
                 self._newest, self._looked_at = await self.events.newest(), monotonic()

@@ -1,4 +1,4 @@
-"""Serves the page: `GET /` and its files, which need no key, and what was sampled as text, token by token."""
+"""Serves the page: `GET /` and its files, which need no key, and the text of sampled tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HEADERS = {
 
 @cache
 def files() -> dict[str, bytes]:
-    """Return the page's files by their paths, and the views that features bring. No other file is served."""
+    """Return the page's files and the views of features, by path. No other file is served."""
     own = {path.relative_to(FILES).as_posix(): path for path in sorted(FILES.rglob("*")) if path.suffix in TYPES}
     views = [path for name in FEATURES for path in sorted(FILES.parents[1].glob(f"{name}/views/*.mjs"))]
     imports = "".join(f'import * as {path.stem} from "./{path.name}";\n' for path in views)
@@ -56,7 +56,7 @@ def files() -> dict[str, bytes]:
 @router.get("/")
 @router.get("/page/{name:path}")
 async def get_file(request: Request, name: str = "index.html") -> Response:
-    """The page itself, or a file that it loads."""
+    """The page, or a file that it loads."""
     body = files().get(name)
     if body is None:
         raise NotFound(f"no route {request.method} {request.url.path}")
@@ -69,10 +69,10 @@ async def get_file(request: Request, name: str = "index.html") -> Response:
 
 @dataclass(slots=True)
 class TokenRun:
-    """The tokens of an answer. `texts`: null without the files of the policy's tokenizer on this machine.
+    """The tokens of an answer. `texts`: null if the policy's tokenizer is not on this machine.
 
-    Of several tokens that make one character, the last has its text, and the others have null.
-    `advantage`: what the newest step trained them with, null if it did not.
+    If several tokens form one character, the last has its text and the others have null.
+    `advantage`: from the newest step; null if they were not trained on.
     """
 
     call_id: str
@@ -116,7 +116,7 @@ def _add_texts(model: str, runs: Sequence[TokenRun]) -> None:
 
 @lru_cache(1)
 def _tokenizer(model: str) -> Any:
-    """The tokenizer of a directory, or of a model that was fetched before."""
+    """The tokenizer in a directory, or of a model downloaded earlier."""
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Adds a line about the test of a policy version to `status` and `policy list`; the page shows all its numbers."""
+"""Adds a line about a version's test to `status` and `policy list`. The page shows all its numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def status_rows(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
 
 
 def below_versions(policy: dict[str, Any], versions: list[dict[str, Any]]) -> Iterator[Text]:
-    """Yield the newest test: it is under way, or was the last one."""
+    """Yield a line about the newest test, running or finished."""
     if tests := [version["promotion"] for version in versions if version["promotion"]]:
         yield plain("")
         yield line_of(max(tests, key=lambda test: test["n"]))

@@ -44,7 +44,7 @@ class PromotionConfig(FeatureSection):
             raise ValueError(obstacle)
 
     def merged_obstacle(self, config: Config) -> str | None:
-        """Merged weights are one version for each server, and we choose the server that answers."""
+        """Merged weights need several servers, each with one version, and the choice of the server that answers."""
         upstream = config.policy_upstream
         has_another = upstream is None or not self.is_gated or len(upstream.urls) > 1
         return None if has_another else ONE_SERVER

@@ -1,4 +1,4 @@
-"""Publishes new weights as candidates (`promotion.mode: gated`), and trains on from them. The proxy's gate decides."""
+"""Publishes new weights as candidates (`promotion.mode: gated`); training continues. The proxy's gate decides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .promotions import Promotions
 
 
 class CandidateSwap(Swap):
-    """Gives a candidate's merged weights to the last server, while another version stays live."""
+    """Gives a candidate's merged weights to the last server while another version stays live."""
 
     async def place(self, version: PolicyVersion, begin: Callable[[], Awaitable[None]], check: Check) -> None:
         async with self._locked():
@@ -39,7 +39,7 @@ class GatedPublisher(Publisher):
         self._max_staleness = config.trainer.max_staleness
 
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
-        """Return whether the last step's version was tested, or is."""
+        """Return whether the last step's version was tested or is being tested."""
         return last.version is not None
 
     async def builds_on(self, base: int, live: PolicyVersion) -> bool:
@@ -47,7 +47,7 @@ class GatedPublisher(Publisher):
         return base == live.version or (test is not None and (test.version, test.against) == (base, live.version))
 
     async def waits_for(self, base: int) -> str | None:
-        """Return the reason to wait where the weights are so far ahead that rollouts of the live version are stale."""
+        """Return a reason to wait if the weights are so far ahead that rollouts of the live version are stale."""
         live = await self._store.versions.live()
         newest = await self._store.steps.newest(self._max_staleness + 1, brief=True)
         ahead = (base != live.version) + sum(step.version is None and step.base == base for step in newest)
@@ -59,7 +59,7 @@ class GatedPublisher(Publisher):
         )
 
     async def late(self, base: int) -> Step | None:
-        """Return the last step if it came while a version was tested, and none is any more."""
+        """Return the last step if it finished during a test that is now over."""
         last = await self._store.steps.last()
         if last is None or last.version is not None or last.base != base:
             return None
@@ -68,10 +68,10 @@ class GatedPublisher(Publisher):
     async def _publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> Mapping[str, Any]:
-        """Have a version served next to the live one, verify it, and begin its test. Do nothing during another test."""
+        """Serve a version next to the live one, verify it, and begin its test. Do nothing during another test."""
         live = await self._store.versions.live()
         if not await self.builds_on(base, live):
-            raise Superseded(f"policy version {live.version} is live, and these weights were not trained on from it")
+            raise Superseded(f"policy version {live.version} is live, and these weights do not build on it")
         if await self._tests.under_way() is not None:
             return {}
         version = await self._save(step, metrics)

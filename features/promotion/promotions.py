@@ -1,4 +1,4 @@
-"""The tests of versions before they go live: a `candidate` becomes live or `rejected`. At most one is under way."""
+"""The tests of versions before they go live: a `candidate` becomes live or `rejected`. At most one test runs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
 class Promotion:
     """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/training.md).
 
-    `ended`: not decided, but broken off, because somebody made a version live, for one. `reason` says why.
+    `ended`: stopped undecided, for example because somebody made a version live. `reason` says why.
     """
 
     n: int
@@ -107,10 +107,10 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rollout that is evidence in a test, by what is known now. `rewards`: the ones that are evidence.
+    """A rollout that counts in a test, with what is known now. `rewards`: those that count as evidence.
 
-    `opened_by`: places are counted apart for each. `alone`: its version answered it, and no other model. The last five
-    are metrics (`NO_REWARDS`); None where it has no value of one.
+    `opened_by`: each opener's rollouts are counted separately. `alone`: only its version answered it. The last five are
+    metrics (`NO_REWARDS`), None where it has no value.
     """
 
     rollout_id: str
@@ -141,7 +141,7 @@ class Promotions:
         self._now: UnderTest | None = None
 
     async def now(self) -> UnderTest | None:
-        """Return the test that is under way; None without one. Its evidence may be older than that of `last`."""
+        """Return the running test; None without one. Its evidence may be older than that of `last`."""
         row = await self._db.quick(TESTING)
         if row is None:
             self._now = None
@@ -152,14 +152,14 @@ class Promotions:
         return self._now
 
     async def under_way(self) -> Promotion | None:
-        """Return the test that is under way, with its evidence so far; None without one."""
+        """Return the running test with its evidence so far; None without one."""
         return await self._db.record(Promotion, PROMOTION_UNDER_WAY)
 
     async def last(self) -> dict[int, Promotion]:
         return {one.version: one for one in await self._db.records(Promotion, PROMOTIONS)}
 
     async def begin(self, version: int, step: int, against: int) -> None:
-        """Begin the test of a step's version that is served. Superseded if another is tested, or other is live."""
+        """Begin the test of a step's served version. Superseded if another test runs or another version went live."""
         row: dict[str, Any] = {"version": version, "step": step, "against": against, "at": time.time()}
 
         async def work(db: Transaction) -> None:
@@ -172,7 +172,7 @@ class Promotions:
         await self._db.write(work)
 
     async def assign(self, test: Promotion, rollout: RolloutName, config: Config) -> int:
-        """Return the version that a rollout keeps from now on; after `max_rollouts`, or late, the live one."""
+        """Return the version that a rollout keeps: the live one after `max_rollouts`, or if it comes late."""
         row: dict[str, Any] = {"n": test.n, "against": test.against, "rollout_id": rollout.rollout_id}
         row |= {"task_id": rollout.task_id, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
         known = await self._db.one(KNOWN, row)
@@ -212,7 +212,7 @@ class Promotions:
         await self._db.commit([(FOUND, [{"n": test.n, "evidence": dumps({**evidence})}])])
 
     async def decide(self, test: Promotion, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool:
-        """Make the version live, or take it back, together with the numbers. False if the test had ended before."""
+        """Make the version live or reject it, and store the numbers. Return False if the test had already ended."""
         row: dict[str, Any] = {"n": test.n, "version": test.version, "outcome": outcome, "reason": reason}
         row |= {"evidence": dumps({**evidence}), "at": time.time()}
         statements = GO_LIVE if outcome == "promoted" else (REJECTED,)
@@ -226,17 +226,17 @@ class Promotions:
         return await self._db.write(work)
 
     async def end(self, reason: str) -> None:
-        """Break off the test that is under way."""
+        """Stop the running test."""
         row = {"reason": reason, "at": time.time()}
         await self._db.commit([(END, [row]), (VERSION_UNTESTED, [row])])
 
 
 def choose(test: Promotion, task_id: str | None, place: int, group_size: int, share: float) -> int | None:
-    """Return the version for the rollout at a place, from 0, among all of its task (None: of no task).
+    """Return the version for a rollout, by its place among its task's rollouts, from 0. `task` None: without a task.
 
-    A group is compared entirely or not at all (None). In it, one of each two rollouts in a row goes to each version;
-    which one comes first is drawn by a hash (permuted blocks of two), so order says nothing. It follows from the place
-    alone, so every process decides the same.
+    A group is compared entirely or not at all (None). Of each two consecutive rollouts in it, one goes to each version;
+    a hash decides which (permuted blocks of two), so order has no effect. All depends on the place only, so every
+    process decides the same.
     """
     size = LONE if task_id is None else group_size
     group, within = divmod(place, size)
@@ -247,7 +247,7 @@ def choose(test: Promotion, task_id: str | None, place: int, group_size: int, sh
 
 
 def _drawn(*what: object) -> float:
-    """A number in [0, 1) that is always the same for the same."""
+    """A number in [0, 1), always the same for the same input."""
     digest = blake2b("\n".join(map(repr, what)).encode(), digest_size=7).digest()
     return int.from_bytes(digest) / 256**7
 

@@ -49,14 +49,14 @@ SiblingGroup = dict[str, list[Observed]]  # by side: siblings that are complete,
 
 
 class Gate:
-    """Decides about candidates by the rewards in the store. All its state is there: a restart changes nothing."""
+    """Decides about candidates by the rewards in the store. All state is there, so a restart changes nothing."""
 
     def __init__(self, config: Config, store: Store, tests: Promotions) -> None:
         self._config, self._store, self._tests = config, store, tests
         self._seen: tuple[Any, ...] = ()  # changes when there is something new to weigh
 
     async def run(self) -> None:
-        """Weigh new rollouts and decide until cancelled. One process of several does it."""
+        """Weigh new rollouts and decide, until cancelled. One of several processes does it."""
         while True:
             read = 0
             try:
@@ -65,11 +65,11 @@ class Gate:
                         read = await self.look() if ours else 0
             except Exception as error:  # the next look may succeed; without a gate the trainer would wait for ever
                 is_fault = not isinstance(error, (LightningError, OSError))
-                log.warning("candidates cannot be weighed now: %s", error, exc_info=is_fault)
+                log.warning("candidates cannot be evaluated now: %s", error, exc_info=is_fault)
             await asyncio.sleep(max(LOOK_S, read / PACE))
 
     async def look(self) -> int:
-        """Weigh the rollouts so far, and decide if they are enough; return how many were read."""
+        """Weigh the rollouts so far, and decide if they suffice. Return how many were read."""
         now, test = time.time(), await self._tests.under_way()
         if test is None:
             return 0
@@ -107,7 +107,7 @@ class GuardedMetric(NamedTuple):
         return earned(rollout.rewards, self.rules).returned
 
     def compared(self, groups: Sequence[SiblingGroup], metrics: int) -> tuple[dict[str, Any], Evidence]:
-        """Return the numbers of all groups, as they are kept, and the evidence. `metrics`: how many there are."""
+        """Return the numbers of all groups, for storing, and the evidence. `metrics`: how many there are."""
         pairs, seen = list[float](), {side: list[float]() for side in SIDES}
         for group in groups:
             values = {side: [v for one in group[side] if (v := self.of(one)) is not None] for side in SIDES}
@@ -128,7 +128,7 @@ class GuardedMetric(NamedTuple):
 
 
 def metrics_of(config: Config) -> list[GuardedMetric]:
-    """Return the metrics of the gate; `reward` counts as the trainer has it."""
+    """Return the gate's metrics. `reward` is computed as for the trainer."""
     gate, found = config.section(PromotionConfig), list[GuardedMetric]()
     for name, margin in gate.metrics.items():
         if name in NO_REWARDS:
@@ -141,7 +141,7 @@ def metrics_of(config: Config) -> list[GuardedMetric]:
 
 
 class Weighed(NamedTuple):
-    """The numbers of a test, as they are kept, and what follows from them; `outcome` None: the test continues."""
+    """The stored numbers of a test, and the conclusion. `outcome` None: the test continues."""
 
     evidence: dict[str, Any]
     outcome: Outcome | None
@@ -149,7 +149,7 @@ class Weighed(NamedTuple):
 
 
 def weigh(test: Promotion, rollouts: Sequence[Observed], config: Config, now: float) -> Weighed:
-    """Return the evidence of a test's compared rollouts at this time, and the decision if it is enough."""
+    """Return the evidence from a test's compared rollouts so far, and the decision if it suffices."""
     most, metrics = config.section(PromotionConfig).max_rollouts, metrics_of(config)
     is_full = len(rollouts) >= most
     groups, are_all = _groups(test, rollouts, config, now, is_full)
@@ -166,7 +166,7 @@ def weigh(test: Promotion, rollouts: Sequence[Observed], config: Config, now: fl
 def _groups(
     test: Promotion, rollouts: Sequence[Observed], config: Config, now: float, is_full: bool
 ) -> tuple[list[SiblingGroup], bool]:
-    """Groups that are complete or waited for no more, and if these are all; in order (docs/training.md)."""
+    """Groups that are complete or no longer awaited, in order (docs/training.md), and whether these are all."""
     size, timeout_s = config.trainer.group_size, config.trainer.group_timeout_s
     rewards = [metric for metric in metrics_of(config) if metric.rules is not None]
     members: dict[tuple[Any, ...], list[Observed]] = defaultdict(list)
@@ -192,7 +192,7 @@ def _groups(
 
 
 def _settled_at(rollout: Observed, missing: bool) -> float:
-    """The time from which on a rollout's values count: it has ended and has its rewards, or is waited for no more."""
+    """When a rollout's values are final: it has ended and has its rewards, or is no longer awaited."""
     if rollout.ended_at is None:
         return rollout.created_at + REWARD_WAIT_S
     if missing and rollout.status == "completed":
@@ -220,7 +220,7 @@ def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | 
 
 
 class PolicyTest(BaseModel):
-    """`promotion`: whether new versions are tested before they go live. `test`: the one that is under way."""
+    """`promotion`: whether new versions are tested before they go live. `test`: the running one."""
 
     promotion: Literal["immediate", "gated"]
     test: Promotion | None

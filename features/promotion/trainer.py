@@ -1,4 +1,4 @@
-"""Plugs the gate in: new weights are published as candidates (`promotion.mode: gated`)."""
+"""Publishes new weights as candidates (`promotion.mode: gated`)."""
 
 from __future__ import annotations
 

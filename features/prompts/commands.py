@@ -1,4 +1,4 @@
-"""`prompts list|show|add|promote|rollback`: the texts that take the place of an agent's own."""
+"""`prompts list|show|add|promote|rollback`: the texts that replace an agent's own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def show(
     name: Name,
     version: Annotated[int | None, typer.Option(metavar="N", help="a version", show_default="the live one")] = None,
 ) -> None:
-    """Print a prompt's text, and nothing else: it can go into a file."""
+    """Print only a prompt's text, for writing it to a file."""
     typer.echo(_ask(context, "GET", _path(name) + ("" if version is None else f"?version={version}"))["text"])
 
 

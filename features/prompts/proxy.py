@@ -1,4 +1,4 @@
-"""Versioned prompts in the place of agents' own, in requests of any of the recorded APIs; and their routes."""
+"""Replaces agents' prompts with versioned ones, in requests of all recorded APIs; and the routes for that."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
 
 @dataclass(frozen=True, slots=True)
 class PromptVersion:
-    """One text of a prompt. `parent`: the version that it was made from. `metrics`: what its maker measured.
+    """One text of a prompt. `parent`: the version that it was made from. `metrics`: measured by its maker.
 
     `rewards`: by mode, the mean reward of the rollouts that kept it.
     """
@@ -126,7 +126,7 @@ class PromptVersion:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A message of an agent, by the agent's name or by its text, and all texts that it may have. `live`: a version."""
+    """An agent's message, identified by the agent's name or its text, and its versions. `live`: the live version."""
 
     name: str
     agent: str | None
@@ -146,7 +146,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What a model was shown in place of the text that the agent `sent`. `place`: the way to it in the request."""
+    """What a model was shown instead of the text that the agent `sent`. `place`: the path to it in the request."""
 
     call_id: str
     name: str
@@ -157,7 +157,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class TriedOut:
-    """A rollout in which a version was tried by an optimisation. `held_out`: it was not part of the search."""
+    """A rollout in which an optimisation tried a version. `held_out`: it was not part of the search."""
 
     rollout_id: str
     version: int
@@ -179,7 +179,7 @@ async def all_prompts(database: Database) -> list[Prompt]:
 
 
 async def prompt_of(database: Database, name: str, version: int | None = None) -> Prompt:
-    """Return the prompt of this name; NotFound if there is none, or no such version of it."""
+    """Return the prompt with this name. NotFound if it or the requested version does not exist."""
     for prompt in await all_prompts(database):
         if prompt.name == name:
             prompt.text_of(version or prompt.live)
@@ -188,7 +188,7 @@ async def prompt_of(database: Database, name: str, version: int | None = None) -
 
 
 async def pin(database: Database, rollout_ids: Sequence[str], versions: Mapping[str, int]) -> None:
-    """Let rollouts keep these versions, unless they keep others already. Unknown rollouts keep nothing."""
+    """Pin rollouts to these versions, unless they are pinned already. Unknown rollouts are ignored."""
     rows = [
         {"rollout_id": rollout_id, "name": name, "version": version}
         for rollout_id in rollout_ids
@@ -198,7 +198,7 @@ async def pin(database: Database, rollout_ids: Sequence[str], versions: Mapping[
 
 
 async def kept_by(database: Database, rollout_id: str, name: str) -> int | None:
-    """Return the version that a rollout keeps; None before its first."""
+    """Return the version that a rollout is pinned to; None if it has none yet."""
     row = await database.quick(ROLLOUT_PROMPT, {"rollout_id": rollout_id, "name": name})
     return None if row is None else int(row["version"])
 
@@ -211,7 +211,7 @@ class _Put(NamedTuple):
 
 
 class PromptRewriter:
-    """All prompts. As long as there is none, a call costs nothing more."""
+    """Rewrites requests by the prompts. While there are none, calls cost nothing extra."""
 
     def __init__(self, database: Database, redactor: Redactor) -> None:
         self._db, self._redactor = database, redactor
@@ -220,10 +220,10 @@ class PromptRewriter:
         self._prompts: list[Prompt] = []
 
     async def put(self, question: Question, rollout: RolloutName) -> Question:
-        """Return the question with prompts put in, as the record has it. The agent's own texts are kept, too.
+        """Return the question with prompts inserted, as it is recorded. The agent's own texts are stored too.
 
-        A prompt is its agent's message of a role, or, where the agent has no name, the message with a text that one of
-        the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.
+        A prompt replaces its agent's message with some role, or for unnamed agents the message with a text of one of
+        its versions. A rollout keeps the version that it began with. Other messages go unchanged.
         """
         if self._prompts or time.monotonic() >= self._looked + LOOK_S:
             self._looked, stamp = time.monotonic(), tuple(await self._db.quick(PROMPTS_CHANGED) or ())
@@ -270,7 +270,7 @@ class PromptRewriter:
 
 
 def find(endpoint: str, request: Json, role: Role) -> Place | None:
-    """Return the place of the first message of a role; None if there is none, or it is not one text alone.
+    """Return the place of the first message with a role; None if there is none, or it is not a single text.
 
     A request that continues a conversation kept by the server lacks the user's first message.
     """
@@ -287,7 +287,7 @@ def find(endpoint: str, request: Json, role: Role) -> Place | None:
 
 
 def _text(content: Any, place: Place) -> Place | None:
-    """The place of the one text in a content."""
+    """The place of a content's only text."""
     match content:
         case str():
             return place
@@ -307,7 +307,7 @@ def text_at(request: Json, place: Place) -> str:
 
 
 def put(value: Any, place: Place, text: str) -> Any:
-    """Return the request with another text there. What is on the way to it is copied, the rest is shared."""
+    """Return the request with another text at that place. Objects on the path are copied, the rest is shared."""
     if not place:
         return text
     copied = value.copy()
@@ -316,14 +316,14 @@ def put(value: Any, place: Place, text: str) -> Any:
 
 
 class Match(Body):
-    """The message: the first one of this role, of this agent, or of any agent if it has the text of a version."""
+    """Which message a prompt replaces: an agent's first with this role; without an agent, one with a version's text."""
 
     agent: Id | None = None
     role: Role = "system"
 
 
 class PromptBody(Body):
-    """A prompt's text. The first one of a new name is the agent's own, and live.
+    """A prompt's text. The first text under a new name is the agent's own, and live.
 
     `match` is needed only for the first version. `parent`: the version that it was made from. `promote`: make it live.
     """
@@ -342,7 +342,7 @@ class PromptVersionBody(Body):
 
 
 class PromptSeen(BaseModel):
-    """`version` and `text`: of the rollout that asks; without one, or before it keeps any, the live ones."""
+    """`version` and `text`: the asking rollout's, or the live ones if there is no rollout or it has none yet."""
 
     name: str
     match: Match
@@ -353,7 +353,7 @@ class PromptSeen(BaseModel):
 
 
 async def add(database: Database, body: PromptBody) -> int:
-    """Add a version and return its number. Conflict where the prompt is another message."""
+    """Add a version and return its number. Conflict if the prompt is for another message."""
     match = body.match or Match()
     row: Json = body.model_dump() | match.model_dump() | {"metrics": dumps(body.metrics), "at": time.time()}
 
@@ -387,8 +387,8 @@ async def get_prompt(
 ) -> dict[str, Any]:
     """A prompt, for an agent that asks for its text.
 
-    A rollout (its key, or `X-Rollout-Id`) gets the version that it keeps. If it is open and keeps none, it keeps the
-    live one now, unless it asks for a `version`. A rollout's own key sees no `versions`.
+    A rollout (by key or `X-Rollout-Id`) gets the version that it is pinned to. If it is open and has none, it is pinned
+    to the live one, unless it asks for a `version`. A rollout's own key does not see `versions`.
     """
     caller, database = request.caller, request.parts.store.database
     rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")
@@ -407,7 +407,7 @@ async def get_prompt(
 async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None = None) -> dict[str, Any]:
     """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run` names one of them.
 
-    Only the rollouts that were opened with the key that asks, an admin's or an evaluator's are listed.
+    Lists only rollouts opened with the caller's key, an admin's or an evaluator's.
     """
     caller, database = request.caller, request.parts.store.database
     await prompt_of(database, check_id(name, "name"))
@@ -417,7 +417,7 @@ async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None =
 
 @admins.post("/prompts", response_model=PromptSeen)
 async def post_prompt(request: ControlRequest, body: PromptBody) -> dict[str, Any]:
-    """Add a prompt, or a version of one. A text that a version has already is that version."""
+    """Add a prompt, or a version of one. If a version has this text already, it is that version."""
     version = await add(request.parts.store.database, body)
     if body.promote:
         request.caller.log_change(f"version {version} of prompt {body.name} was promoted")
@@ -446,7 +446,7 @@ async def rollback_prompt(request: ControlRequest, name: PathId) -> dict[str, An
 
 
 async def _seen(request: ControlRequest, prompt: Prompt | str, version: int | None = None) -> dict[str, Any]:
-    """The prompt as the caller may see it: code that the policy runs can read its rollout's key."""
+    """The part of a prompt that the caller may see: code that the policy runs can read its rollout's key."""
     caller, database = request.caller, request.parts.store.database
     prompt = await prompt_of(database, prompt) if isinstance(prompt, str) else prompt
     versions, version = list[PromptVersion](), version or prompt.live
@@ -464,7 +464,7 @@ async def _seen(request: ControlRequest, prompt: Prompt | str, version: int | No
 
 
 class OpenedWithPrompts(BaseModel):
-    """`prompts`: versions of prompts by name, if not the live ones."""
+    """`prompts`: versions by prompt name, where not the live ones."""
 
     prompts: Annotated[
         dict[Id, Version],
@@ -473,7 +473,7 @@ class OpenedWithPrompts(BaseModel):
 
 
 class RolloutPrompts(BaseModel):
-    """`prompts`: what the model was shown in place of texts that the agent sent."""
+    """`prompts`: what the model was shown instead of the agent's texts."""
 
     prompts: list[Placed]
 

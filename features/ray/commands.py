@@ -1,4 +1,4 @@
-"""Plugs the executor `ray` in."""
+"""Adds the executor `ray`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def executor(config: Config, command: Sequence[str], say: Callable[[str], None]) -> Runner | None:
-    """Return what runs agent programs on a Ray cluster, if that is configured."""
+    """Return the runner of agent programs on a Ray cluster, if configured."""
     if config.run.executor != "ray":
         return None
     if find_spec("ray") is None:

@@ -1,4 +1,4 @@
-"""The process that Ray's client lives in. It reads from stdin which tasks to start, and reports how they ended."""
+"""The process that Ray's client runs in. It reads tasks to start from stdin, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GONE = (
 
 
 def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[bytes | int]:
-    """Run a program on a node, without our package. Yield b"" once it runs, its output, and its exit code."""
+    """Run a program on a node, without our package. Yield b"" once it runs, then its output and exit code."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
     theirs, lifeline = os.pipe()
     with TemporaryDirectory(prefix="lightning-task-") as directory:
@@ -122,7 +122,7 @@ class Driver:
             del self._runs[id]
 
     async def _say_if_all_wait(self) -> None:
-        """Report once that nothing runs, though programs have waited for long."""
+        """Report once if nothing runs although programs have waited long."""
         since = time.monotonic()
         while time.monotonic() - since < WAITS_S:
             await asyncio.sleep(1.0)

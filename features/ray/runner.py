@@ -1,4 +1,4 @@
-"""Runs agent programs as tasks of a Ray cluster, through a child process that Ray's client lives in (driver.py)."""
+"""Runs agent programs as tasks on a Ray cluster, through a child process that runs Ray's client (driver.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMES = ("http://", "https://")
 
 
 class RayRunner(ServedRunner):
-    """Starts the command on whichever node of the cluster has room for it."""
+    """Starts the command on any node of the cluster that has room for it."""
 
     name = "Ray driver"
 
@@ -45,7 +45,7 @@ class RayRunner(ServedRunner):
 
 
 def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with another root in the proxy's addresses. None: as they are."""
+    """Return the variables with another root in the proxy's addresses; None: unchanged."""
     if proxy_url is None:
         return dict(env)
     root = proxy_url.rstrip("/")

@@ -1,4 +1,4 @@
-"""The section `teacher`: a model whose scores of tokens are learnt from."""
+"""The section `teacher`: a model that scores the policy's tokens for training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TeacherConfig(FeatureSection):
         trainer = config.trainer
         if self.has_guide and trainer.importance_level == "sequence" and trainer.loss_type != "cispo":
             raise ValueError(
-                "a teacher speaks of single tokens, but with trainer.importance_level sequence "
+                "a teacher scores single tokens, but with trainer.importance_level sequence "
                 f"trainer.loss_type {trainer.loss_type} pulls all tokens of an answer alike: use token, or "
                 "loss_type: cispo"
             )

@@ -1,4 +1,4 @@
-"""Asks a teacher about the policy's answers: on-policy distillation (arXiv 2306.08543, arXiv 2306.13649)."""
+"""Has a teacher score the policy's answers: on-policy distillation (arXiv 2306.08543, arXiv 2306.13649)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT = "Hello, world! 1234567 + 89 = 3.14159\n\n\tdef f(x):\n        return x **
 
 
 class Teacher:
-    """One model of one vLLM. It scores the tokens of a row and sees nothing else."""
+    """A model on a vLLM server. It scores the tokens of a row and sees nothing else."""
 
     def __init__(self, config: TeacherConfig, server: VllmServer, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Plugs the teacher in (`teacher`)."""
+"""Adds the teacher (`teacher`) to training steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METRICS = group(
 
 
 class GuidesPlugin(TrainerPlugin):
-    """Teaches RL; methods of fine-tuning do without."""
+    """Adds the teacher's scores to RL; fine-tuning methods do not use it."""
 
     metrics = METRICS
 

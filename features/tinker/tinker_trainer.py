@@ -1,4 +1,4 @@
-"""Takes the training steps on a service with the Tinker API, by its client: JSON up to 0.24, protobuf from 0.25."""
+"""Takes training steps on a service with the Tinker API, through its client (JSON up to 0.24, protobuf from 0.25)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Scores = list[list[float]]  # of each row, the log-probability of each target
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A row, all of one length: `targets[i]` follows `tokens[i]`. `advantages` have the token's weight in the loss."""
+    """A row; all lists have one length. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
@@ -68,7 +68,7 @@ class Datum:
 
 
 class TinkerService:
-    """One model on a service. After an error it has none: `ready` makes another from a saved state."""
+    """One model on a service. After an error there is none until `ready` makes another from a saved state."""
 
     def __init__(self, config: TinkerConfig, base_model: str, rank: int, seed: int) -> None:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs full addresses, with what lets one in
@@ -86,7 +86,7 @@ class TinkerService:
         self._where = shown(config.base_url or "the Tinker service")
 
     def ready(self, state: str | None) -> None:
-        """Make the model, if there is none, that a saved state has, with its optimizer; or a new one."""
+        """If there is no model, make one from a saved state (with its optimizer), or a new one."""
         if self._model is not None:
             return
         log.info("asking %s for a model", self._where)
@@ -101,7 +101,7 @@ class TinkerService:
             self._model = _result(made) if hasattr(made, "result") else made
 
     def forget(self) -> None:
-        """Give the model up. The service keeps it, with all that was sent to it and not saved."""
+        """Abandon the model. It stays on the service, with everything that was not saved."""
         session, self._session, self._model = self._session, None, None
         if hasattr(session, "close"):
             with suppress(Exception):  # its model is given up, whatever the service answers
@@ -154,7 +154,7 @@ class TinkerService:
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
-        """Turn errors into ConfigError if only the user can help, else TrainingUnavailable, and give the model up."""
+        """Turn errors into ConfigError if only users can fix them, else TrainingUnavailable, and abandon the model."""
         import httpx
 
         t = self._tinker
@@ -200,7 +200,7 @@ def _download(url: str) -> bytes:
 
 
 def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> Weights:
-    """Write the adapter of `model` atomically; return its weights. PublishError if it has other names than PEFT's."""
+    """Write the adapter of `model` atomically and return its weights. PublishError if its names are not PEFT's."""
     if missing := [name for name in (WEIGHTS_FILE, CONFIG_FILE) if name not in files]:
         returned = ", ".join(files) or "nothing"
         raise PublishError(f"the training service returned no {' and no '.join(missing)}: {returned}")
@@ -224,7 +224,7 @@ def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> We
 
 
 class TinkerTrainer:
-    """A `TrainingEngine` on a service. It resumes from saved states alone, so no step counts twice."""
+    """A `TrainingEngine` on a service. It resumes only from saved states, so no step counts twice."""
 
     def __init__(self, config: TrainerConfig, policy: PolicyConfig) -> None:
         if policy.model is None:
@@ -257,7 +257,7 @@ class TinkerTrainer:
         return self.optim_step()
 
     def forward_backward(self, batch: Batch) -> None:
-        """Have the service compute gradients. It scores rollouts at temperature 1; others are left out."""
+        """Have the service compute gradients. Rollouts not sampled at plain temperature 1 are left out."""
         begun = time.perf_counter()
         trained = [sample for sample in batch.samples if sample.trained_tokens]
         samples = [sample for sample in trained if is_plain(sample)]
@@ -299,7 +299,7 @@ class TinkerTrainer:
         return metrics | {"computed_tokens": float(sum(len(row.tokens) for row in rows))}
 
     def optim_step(self) -> dict[str, float]:
-        """Take the step and save the state; return all metrics. `skipped` is 1 if a number is not finite."""
+        """Take the step and save the state. Return all metrics; `skipped` is 1 if a number is not finite."""
         assert self._computed is not None, "forward_backward comes first"
         (batch, metrics), self._computed = self._computed, None
         begun, rate = time.perf_counter(), rate_after(self.settings, self.rate.value, self._updates)
@@ -347,7 +347,7 @@ class TinkerTrainer:
         self._published = write_adapter(self._service.adapter_files(self._name()), self._model, directory)
 
     def save(self, directory: Path) -> None:
-        """Write where the service has its state; `directory` appears atomically."""
+        """Write where the service keeps its state. `directory` appears atomically."""
         if self._state is None:
             self._service.ready(None)
             self._state = self._service.save_state(self._name())
@@ -357,7 +357,7 @@ class TinkerTrainer:
             write_config(temporary, self._saved_config, self.rate.value)
 
     def load(self, directory: Path) -> int:
-        """Resume exactly from what `save` wrote; return its step. ConfigError, and no change, if that cannot be."""
+        """Resume exactly from what `save` wrote, and return its step. ConfigError, changing nothing, if that fails."""
         changed = config_changes(directory, self._saved_config)
         try:
             kept = json.loads((directory / STATE_FILE).read_text())
@@ -386,15 +386,15 @@ class TinkerTrainer:
 
 
 def is_plain(sample: Sample) -> bool:
-    """Return whether all of its answers were sampled at temperature 1 and nothing else."""
+    """Return whether all answers of the sample were sampled at plain temperature 1."""
     return not sample.shaped and all(value == 1.0 for value in compress(sample.temperatures, sample.mask))
 
 
 def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: str) -> list[Datum]:
-    """Return the rows of a step. `weights`: of a token, by rollout.
+    """Return the rows of a step. `weights`: the weight of a token, by rollout.
 
-    Every loss of the service is linear in the advantage, so the weights go into it. Where the service takes the `mean`
-    over a row's tokens and then over the rows, instead of the `sum`, the advantages undo that.
+    Every loss of the service is linear in the advantage, so the weights go into it. If the service averages (`mean`)
+    over a row's tokens and then over rows instead of summing, the advantages compensate for that.
     """
     rows = []
     for sample in samples:
@@ -407,7 +407,7 @@ def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: 
 
 
 def clip_limits(config: TrainerConfig) -> tuple[float, float]:
-    """Return the least and greatest importance ratio that are not clipped."""
+    """Return the smallest and largest importance ratio that are not clipped."""
     if LOSSES[config.loss_type] == "cispo":
         return 0.0, min(config.cap, 1e6)  # JSON has no infinity
     return 1 - config.clip_low, 1 + config.clip_high

@@ -1,4 +1,4 @@
-"""Plugs services in that take the training steps (`tinker.enabled: true`), and refuses what they cannot do."""
+"""Lets a service take the training steps (`tinker.enabled: true`), and refuses what it cannot do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the store that `train --offline` trains on, once, from another store (as of one moment) or from an export."""
+"""Makes the store for `train --offline`, once, from a snapshot of another store or from an export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """Return the store in `directory`, made from `source` if it is missing. ConfigError if it has another."""
+    """Return the store in `directory`, made from `source` if missing. ConfigError if its source was another."""
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
@@ -61,7 +61,7 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
 
 
 def check_store(config: Config) -> None:
-    """Raise ConfigError if `policy.directory` has an offline run of another store, which counts its steps by itself."""
+    """Raise ConfigError if `policy.directory` has an offline run of another store: their step numbers would clash."""
     directory, own = config.policy.directory, config.policy.directory / STORE_FILE
     if (directory / SOURCE_FILE).is_file() and (
         config.store.is_postgres or config.store.path.expanduser().resolve() != own.resolve()
@@ -120,7 +120,7 @@ async def _import_call(recorder: Recorder, row: dict[str, Any], at: float) -> No
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an export of transitions. Raises ConfigError with the number of a row that is none."""
+    """The rows of an export of transitions. ConfigError gives the number of a row that is not one."""
     number = 0
     for number, line in lines(source):
         try:

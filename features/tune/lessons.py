@@ -1,8 +1,8 @@
-"""What a run of fine-tuning learns from, read off rewarded rollouts.
+"""The lessons of a fine-tuning run, read from rewarded rollouts.
 
 Reading claims nothing: RL can still train on these rollouts. `sft` takes the best answers to each task, as RAFT does
-(https://arxiv.org/abs/2304.06767), and no copies: different answers teach more (https://arxiv.org/abs/2308.01825).
-`dpo` takes pairs of siblings with rewards that differ, `kto` every row with whether its rollout is a good one.
+(https://arxiv.org/abs/2304.06767), without duplicates: different answers teach more (https://arxiv.org/abs/2308.01825).
+`dpo` takes pairs of siblings with different rewards, `kto` every row, labelled by whether its rollout is good.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ LEFT_OUT = {
 
 
 class NothingToLearn(LightningError):
-    """No rollout in the store can be learned from."""
+    """The store has no rollout to learn from."""
 
 
 class Example(NamedTuple):
-    """One row, or a chosen and a rejected one with the same prompt. `up`: the first is to become likelier."""
+    """One row, or a chosen and a rejected row with the same prompt. `up`: the first should become likelier."""
 
     rows: tuple[Sample, ...]
     up: bool = True
@@ -58,7 +58,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Lessons:
-    """Lessons to learn from, and lessons of other tasks to measure on; `metrics` counts how they came about."""
+    """Lessons to learn from, and lessons of held-out tasks to measure on. `metrics` counts how they were selected."""
 
     train: tuple[Example, ...]
     held_out: tuple[Example, ...]
@@ -70,7 +70,7 @@ class Lessons:
 
     @property
     def digest(self) -> str:
-        """Return a digest that is equal for two exactly if they have the same lessons."""
+        """Return a digest that is equal exactly if the lessons are the same."""
         parts = [
             [(one.up, [(row.rollout_id, row.token_ids, row.mask) for row in one.rows]) for one in part]
             for part in (self.train, self.held_out)
@@ -79,7 +79,7 @@ class Lessons:
 
 
 class LessonReader:
-    """Reads the lessons of a method from completed rollouts of mode train, as far as calls are of trained agents."""
+    """Reads a method's lessons from completed training rollouts, using calls of trained agents only."""
 
     def __init__(self, method: str, store: Store, trainer: LightningTrainer, sift: Sift | None = None) -> None:
         self._method, self._store, self._trainer = method, store, trainer
@@ -91,7 +91,7 @@ class LessonReader:
         self._seen = Seen()
 
     async def read(self, among: Collection[str] | None = None) -> Lessons:
-        """Return lessons, `among` these rollouts. Tasks are held out whole, always the same. NothingToLearn."""
+        """Return the lessons `among` these rollouts. Whole tasks are held out, always the same. NothingToLearn."""
         self._seen = Seen()
         tasks = await self._rewarded(among)
         choose = {"sft": self._best, "dpo": self._pairs, "kto": self._thumbs}[self._method]
@@ -122,7 +122,7 @@ class LessonReader:
         return Lessons(tuple(train), tuple(held_out), {name: float(value) for name, value in metrics.items()})
 
     async def _rewarded(self, among: Collection[str] | None) -> dict[tuple[Any, ...], list[Rollout]]:
-        """Rewarded rollouts that await no function, newest first, by task: of one tenant each."""
+        """Rewarded rollouts that await no reward function, newest first, by task, each task of one tenant."""
         await self._store.rewards.use(Rules.of(self._config))
         awaiting = await self._store.rollouts.awaiting()
         tasks: dict[tuple[Any, ...], list[Rollout]] = defaultdict(list)
@@ -140,7 +140,7 @@ class LessonReader:
                 return tasks
 
     async def _rows(self, rollout: Rollout) -> tuple[Sample, ...]:
-        """The rows of a rollout that can be learned from; none if it was deleted meanwhile."""
+        """The rows of a rollout that can be learned from; none if it has been deleted."""
         try:
             calls = await self._store.calls.of(rollout.rollout_id)
         except NotFound:
@@ -163,7 +163,7 @@ class LessonReader:
         return rows.samples
 
     async def _best(self, siblings: Sequence[Rollout]) -> list[Example]:
-        """The rows of a task's best rollouts, the newest first among equals, no two with the same tokens."""
+        """The rows of a task's best rollouts, newest first among equals, without duplicates."""
         config: SftConfig = self._section
         least, found = config.min_reward, dict[Any, tuple[Sample, ...]]()
         for rollout in sorted(siblings, key=lambda one: -(one.reward or 0.0)):
@@ -175,7 +175,7 @@ class LessonReader:
         return [Example((row,)) for rows in found.values() for row in rows]
 
     async def _pairs(self, siblings: Sequence[Rollout]) -> list[Example]:
-        """The pairs of a task, those that differ most first; of a rollout with several rows the first counts."""
+        """The pairs of a task, largest difference first. Of a rollout with several rows, the first counts."""
         config: DpoConfig = self._section
         rewards = [one.reward or 0.0 for one in siblings]
         if max(rewards) - min(rewards) < config.margin:
@@ -198,7 +198,7 @@ class LessonReader:
         ]
 
     def _why(self, rewards: Sequence[float]) -> str:
-        """What was found, what the method takes of it, and what had to be left out."""
+        """A text: what was found, what the method needs, and what had to be left out."""
         config = self._config.section(TuneConfig)
         least = "above 0" if config.sft.min_reward is None else f"of at least {config.sft.min_reward:g}"
         rule = {
@@ -226,7 +226,7 @@ def _mixed(*what: object) -> bytes:
 
 
 def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> ModelCall | None:
-    """Return the call with tokens to learn from; unchanged if of no use, None if the template does not show it."""
+    """Return the call with tokens to learn from; unchanged if unusable, None if the template hides its answer."""
     prompt, answer = call.prompt_token_ids, call.response_token_ids
     if not (call.trainable or can_be_imitated(call.untrainable_reason)):
         is_foreign = call.untrainable_reason in (NOT_THE_POLICY, NO_TOKEN_IDS)
@@ -241,7 +241,7 @@ def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> Mod
 
 
 def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens of prompt and answer, tokenised apart; the answer to the token that ends it, unless cut off."""
+    """The tokens of prompt and answer, tokenised separately. The answer includes its end token, unless cut off."""
     if call.endpoint != "chat/completions":
         raise ValueError("no chat")
     (choice,), request = call.response["choices"], call.request
@@ -262,7 +262,7 @@ def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[tup
 
 
 def _as_shown(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as vLLM hands it to a template: text in one piece, a tool call's arguments as an object."""
+    """Return a message as vLLM passes it to a template: text as one string, a tool call's arguments as an object."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)

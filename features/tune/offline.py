@@ -29,7 +29,7 @@ EPOCHS_DONE = "epochs_done"  # a metric of an epoch's last step
 
 
 class OfflineRun:
-    """Passes over the data, each in an order of its own. Its state is in the store, so a killed run resumes exactly."""
+    """Passes over the data, each in a different order. State is in the store, so a killed run resumes exactly."""
 
     def __init__(self, core: TrainerCore, hooks: TrainerHooks, epochs: int) -> None:
         self._config = core.config.trainer
@@ -39,7 +39,7 @@ class OfflineRun:
         self._loop = TrainingLoop(core, None, hooks, self._order)
 
     async def run(self, stop: asyncio.Event) -> Step | None:
-        """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
+        """Train until all epochs or `trainer.max_steps` are done, or `stop` is set. Return the last step."""
         steps = await self._store.steps.all()
         self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in steps), default=0)
         # An earlier run ended with its last epoch, and `epochs` is higher now. Fine-tuning since began no other.
@@ -53,7 +53,7 @@ class OfflineRun:
         return await self._store.steps.last()
 
     async def _end_epoch(self) -> bool:
-        """Note that an epoch is done. False if nothing in it could be learned from. Its last step may be one of SFT."""
+        """Note that an epoch is done. False if nothing in it could be learned from. Its last step may be SFT's."""
         last = await self._store.steps.last()
         if last is None or not await self._store.steps.took_any():
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
@@ -76,7 +76,7 @@ async def train_offline(config: Config, run: Run, offline: Offline, stop: asynci
     """Train on recorded data, which is only read, and write the weights as files."""
     if offline.data is None and config.store.is_postgres:
         raise ConfigError(
-            "train --offline works on a file: make one with `lightning-proxy store migrate postgresql://… "
+            "train --offline needs a store in a file: make one with `lightning-proxy store migrate postgresql://… "
             "sqlite:///copy.db`, and name it with --data copy.db"
         )
     directory = (offline.directory or config.policy.directory / "offline").expanduser().absolute()

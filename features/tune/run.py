@@ -1,11 +1,11 @@
 """A run of fine-tuning on the store's rollouts: reads lessons, tunes the weights, commits and publishes one step.
 
-It claims no rollouts. Until it is committed, its own checkpoints are in `policy.directory`/METHOD/N, where N is the
-step that it starts from.
+It claims no rollouts. Until the commit, its own checkpoints are in `policy.directory`/METHOD/N, where N is the step
+that it starts from.
 
-TRL's own trainers learn: supervised (sft), from pairs (DPO, https://arxiv.org/abs/2305.18290), from thumbs up and down
-(KTO, https://arxiv.org/abs/2402.01306). Rows come with the tokens that were sampled, and only these are in the loss:
-what tools returned is context. The reference is the weights that the run starts from.
+It uses TRL's trainers: supervised (sft), pairs (DPO, https://arxiv.org/abs/2305.18290), thumbs up and down (KTO,
+https://arxiv.org/abs/2402.01306). Rows have the sampled tokens, and only these are in the loss: what tools returned is
+context. The reference is the weights that the run starts from.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TuningRun:
         self._runs = config.policy.directory.absolute() / method
 
     async def run(self, stop: asyncio.Event) -> Step | None:
-        """Fine-tune, commit, publish; return the last step. Wait for a store that cannot be written. NothingToLearn."""
+        """Fine-tune, commit and publish. Return the last step. Waits for an unwritable store. Raises NothingToLearn."""
         while True:
             try:
                 return await self._run(stop)
@@ -152,7 +152,7 @@ class TuningRun:
 
 
 class Rows(NamedTuple):
-    """Rows as a trainer of TRL's takes them, its settings for them, and how many tokens it computes in an epoch."""
+    """Rows in the form that a TRL trainer takes, its settings for them, and the tokens that it computes per epoch."""
 
     dataset: Dataset
     settings: dict[str, Any]
@@ -160,7 +160,7 @@ class Rows(NamedTuple):
 
 
 class GivenRows:
-    """Lets a trainer of TRL's take rows of token ids, with masks and references. Use it as the first base."""
+    """Lets a TRL trainer take rows of token ids, with masks and references. Use it as the first base class."""
 
     model: Any
     precompute_ref_logps: bool
@@ -187,7 +187,7 @@ class ThumbTrainer(GivenRows, KTOTrainer):
 
 
 def _packed(_: LightningTrainer, lessons: Sequence[Example]) -> Rows:
-    """Rows with labels for their answers alone, to be packed into blocks. In a block they do not see each other."""
+    """Rows with labels for answers only, to be packed into blocks. Rows in a block do not see each other."""
     samples = [one.rows[0] for one in lessons]
     lengths = [len(sample.token_ids) for sample in samples]
     labels = [[t if m else IGNORED for t, m in zip(s.token_ids, s.mask, strict=True)] for s in samples]
@@ -209,7 +209,7 @@ def _paired(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
 
 
 def _lent(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
-    """Rows, each with the answer of the row before after its own prompt. A step is one pass: KTO's KL is its mean."""
+    """Rows, each followed by its prompt with the previous row's answer. A step is one pass, as KTO's KL is its mean."""
     config, most = trainer.settings.section(TuneConfig).kto, trainer.max_tokens
     samples = [one.rows[0] for one in lessons]
     lent: list[Row] = []
@@ -235,7 +235,7 @@ def referred(
     settings: dict[str, Any],
     **columns: Sequence[Any],
 ) -> Rows:
-    """Return rows, each with another, and with the log-probabilities of their answers under the present weights."""
+    """Return pairs of rows, with the log-probabilities of their answers under the present weights."""
     scores, count = answer_logprobs(trainer, [*rows, *others]), len(rows)
     dataset = Dataset.from_dict({
         "ids": [list(ids) for ids, _ in rows],
@@ -256,14 +256,14 @@ def referred(
 
 
 def _collate_pairs(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad B pairs to (2B, T), the chosen first, as TRL wants it."""
+    """Pad B pairs to (2B, T), chosen rows first, as TRL expects."""
     ids, mask = ([row[f"{side}{what}"] for side in ("", "other_") for row in rows] for what in ("ids", "mask"))
     references = {"ref_chosen_logps": "ref", "ref_rejected_logps": "other_ref"}
     return padded(ids, mask) | {name: torch.tensor([row[ours] for row in rows]) for name, ours in references.items()}
 
 
 def _collate_thumbs(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad B rows, and with KL_ the same prompts with other answers, each to (B, T)."""
+    """Pad B rows to (B, T), and also, named KL_…, the same prompts with other answers."""
     own = padded([row["ids"] for row in rows], [row["mask"] for row in rows])
     lent = padded([row["other_ids"] for row in rows], [row["other_mask"] for row in rows])
     values = {"ref_logps": "ref", "ref_KL_logps": "other_ref", "label": "label"}
@@ -275,7 +275,7 @@ def _collate_thumbs(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def padded(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Pad B rows to (B, T) ids, attention mask and mask of the sampled tokens, by the names that TRL wants."""
+    """Pad B rows to (B, T): ids, attention mask and mask of sampled tokens, under TRL's names."""
     lengths = torch.tensor([len(row) for row in ids])
     tokens = pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
     return {
@@ -286,7 +286,7 @@ def padded(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> dict
 
 
 def answer_logprobs(trainer: LightningTrainer, rows: Sequence[Row]) -> list[float]:
-    """Return the log-probability of the sampled tokens of each row under the policy's present weights."""
+    """Return each row's log-probability of its sampled tokens under the policy's present weights."""
     scored = trainer.logprobs([ids for ids, _ in rows])
     return [math.fsum(compress(scores, mask)) for scores, (_, mask) in zip(scored, rows, strict=True)]
 
@@ -294,8 +294,8 @@ def answer_logprobs(trainer: LightningTrainer, rows: Sequence[Row]) -> list[floa
 def measured(method: str, trainer: LightningTrainer, lessons: Sequence[Example]) -> dict[str, float]:
     """Return the numbers of held-out lessons under the present weights; {} if there is nothing to compare.
 
-    sft: the mean cross-entropy (nats) of the answers' tokens. Else the share of comparisons in which the better answer
-    is the likelier, and by how many nats it is on average: dpo's of each pair, kto's of each answer with thumbs up with
+    sft: the mean cross-entropy (nats) of the answers' tokens. Otherwise the share of comparisons in which the better
+    answer is likelier, and by how many nats on average: dpo compares each pair, kto each answer with thumbs up with
     each with thumbs down.
     """
     rows = [row for one in lessons for row in one.rows]
@@ -311,7 +311,7 @@ def measured(method: str, trainer: LightningTrainer, lessons: Sequence[Example])
 
 
 class Method(NamedTuple):
-    """TRL's trainer and settings, how lessons become its rows and its batches, and our names for what it logs."""
+    """TRL's trainer and settings, how lessons become rows and batches, and our names for what it logs."""
 
     trainer: type[Trainer]
     settings: Callable[..., Any]
@@ -331,7 +331,7 @@ METHODS = {
 
 
 class FitCallback(TrainerCallback):
-    """Ends the run on request, logs epochs, and marks complete checkpoints, with the numbers up to their step."""
+    """Ends the run on request, logs epochs, and marks complete checkpoints with the numbers up to their step."""
 
     def __init__(self, stopped: Callable[[], bool]) -> None:
         self._stopped = stopped
@@ -358,7 +358,7 @@ class FitCallback(TrainerCallback):
 def tune(
     method: str, trainer: LightningTrainer, lessons: Lessons, directory: Path, stopped: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """Train from the newest checkpoint; return metrics, or None if stopped. LightningError if it diverged."""
+    """Train from the newest checkpoint. Return metrics, or None if stopped. LightningError if it diverged."""
     how, section = METHODS[method], getattr(trainer.settings.section(TuneConfig), method)
     before = measured(method, trainer, lessons.held_out)
     rows, config, cuda = how.rows(trainer, lessons.train), trainer.settings, torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Plugs fine-tuning in: `train --method sft`, `dpo` and `kto`, and training without a server (`train --offline`)."""
+"""Adds fine-tuning (`train --method sft`, `dpo` and `kto`), and training without a server (`train --offline`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a process fit for others' code. As a script it is the kind's Python: packages look at their variables."""
+"""Prepares a process for third-party code. As a script it replaces the kind's Python, to clear variables early."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def alone() -> None:
 
 @contextmanager
 def own_folder() -> Iterator[None]:
-    """Work in an empty folder. An episode's is where `run` put its task, which goes also if the episode is killed."""
+    """Work in an empty folder. An episode's is next to its task file, which is removed even if it is killed."""
     task = os.environ.get(TASK_FILE)
     place = task and Path(task).parent
     with tempfile.TemporaryDirectory("-environment", dir=place, ignore_cleanup_errors=True) as folder:

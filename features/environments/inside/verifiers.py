@@ -120,7 +120,7 @@ def _client(run: Rollout) -> Json:
 
 
 def _run_scripts_here() -> None:
-    """Have harnesses' program run by this Python: verifiers would make an environment with uv, from the network."""
+    """Run the harnesses' program with this Python: verifiers would download an environment for it with uv."""
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
     from verifiers.v1.runtimes import subprocess
 

@@ -108,7 +108,7 @@ def trainer(**keys: Any) -> dict[str, Any]:
         ({"variants": {"../a": {}}}, "variants.../a"),
         ({"minutes": 3}, "rollouts or minutes"),
         ({"rollouts": None}, "rollouts or minutes"),
-        ({"seeds": [1, 1]}, "seeds: each once"),
+        ({"seeds": [1, 1]}, "seeds: give each seed once"),
         ({"agents": "x"}, "agents: unknown key; did you mean agent?"),
         ({"tasks": "none.jsonl"}, "cannot read none.jsonl"),
         ({"agent": "nowhere agent.py"}, "agent: there is no program 'nowhere' to start"),

@@ -261,11 +261,11 @@ def test_a_url_in_a_request_is_not_called(tmp_path: Path) -> None:
 def test_what_litellm_cannot_do_is_a_clear_error_before_the_provider_is_asked(tmp_path: Path) -> None:
     with anthropic_behind(tmp_path, "claude") as (anthropic, proxy):
         for path, fields, status, told in (
-            ("audio/speech", {}, 501, "kind litellm has no POST /v1/audio/speech"),
+            ("audio/speech", {}, 501, "kind litellm does not support POST /v1/audio/speech"),
             ("messages", {"stream": True}, 501, "docs/providers.md"),
             ("chat/completions", {"logprobs": True}, 400, "logprobs"),
-            ("chat/completions", {"messages": "hi"}, 400, "messages must be a list of objects"),
-            ("chat/completions", {"messages": ["hi"]}, 400, "messages must be a list of objects"),
+            ("chat/completions", {"messages": "hi"}, 400, "messages must be a non-empty list of objects"),
+            ("chat/completions", {"messages": ["hi"]}, 400, "messages must be a non-empty list of objects"),
         ):
             answer = ask(proxy, "claude", path, **fields)
             assert (answer.status, told in answer.error["message"]) == (status, True), answer.body

@@ -156,7 +156,7 @@ async def test_what_is_wrong_ends_the_command_with_one_line(
     for method, more, code, said in (
         ("apo", ["--prompt", "nobody"], 1, "no prompt 'nobody'"),
         ("apo", ["--tasks", str(small)], 2, "too few tasks"),
-        ("apo", ["--budget", "2"], 2, "less than one look at the validation tasks"),
+        ("apo", ["--budget", "2"], 2, "less than one run of the validation tasks"),
         ("apo", [], 1, "openai/m does not answer"),
         ("gepa", [], 1, "openai/m does not answer"),
     ):
