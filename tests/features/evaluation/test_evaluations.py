@@ -117,13 +117,10 @@ async def test_an_own_keys_rewards_make_no_version_the_best(served: tuple[Any, S
     await rewarded(store, 1, *[0.8] * 4)
     own, plain = await system.key("own", scope="own"), await system.key("plain")
 
-    async def reward_all(ids: list[str], reward: float, key: dict[str, str]) -> None:
-        await system.post("/reward", [{"rollout_id": one, "reward": reward} for one in ids], **key)
-
     async def given(key: dict[str, str], mode: str, reward: float) -> list[str]:
         body = {"task_id": "t", "n": 10, "mode": mode, "policy_version": 2}
         ids = [one["rollout_id"] for one in await system.post("/rollouts", body, **key)]
-        await reward_all(ids, reward, key)
+        await system.post("/reward", [{"rollout_id": one, "reward": reward} for one in ids], **key)
         return ids
 
     async def shown() -> tuple[int, Any]:
@@ -137,7 +134,7 @@ async def test_an_own_keys_rewards_make_no_version_the_best(served: tuple[Any, S
     await given(plain, "train", 0.9)
     assert await shown() == (2, {"train": {"mean": pytest.approx(0.9), "rollouts": 10}})
     ids = await given(await system.key("judge", evaluator=True), "train", 0.1)
-    await reward_all(ids, 5.0, plain)
+    await system.post("/reward", [{"rollout_id": one, "reward": 5.0} for one in ids], **plain)
     await store.rewards.recount()  # as the proxy does in a moment
     assert await shown() == (1, {"train": {"mean": pytest.approx(0.1), "rollouts": 10}})
 

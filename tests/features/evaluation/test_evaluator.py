@@ -59,17 +59,14 @@ class Evaluating:
 
     def evaluator(self, *options: str, **more: Any) -> Evaluator:
         """The trainer's, after a start. `options`: of the agent."""
-        file, agent, tasks = (self.directory / name for name in ("system.yaml", "agent.py", "held_out.jsonl"))
+        agent, tasks = self.directory / "agent.py", self.directory / "held_out.jsonl"
         agent.write_text(AGENT)
         tasks.write_text("\n".join(json.dumps({"task_id": f"t{x}", "x": x / 4}) for x in range(4)))
-        settings = self.system.config.model_dump(mode="json")
-        settings["proxy"]["port"] = int(self.system.url.rsplit(":", 1)[1])
         command = [sys.executable, str(agent), *options]
-        settings["evaluation"] = {"tasks": str(tasks), "command": command, "every_steps": 10, "samples": 1, **more}
-        settings["policy"]["directory"] = str(self.directory)
-        file.write_text(json.dumps(settings))
+        section = {"tasks": str(tasks), "command": command, "every_steps": 10, "samples": 1, **more}
+        config = load_config(self.directory / "system.yaml", {"evaluation": section})
         engine: Any = SimpleNamespace(trackers=SimpleNamespace(report=self.reported.append))
-        return Evaluator(TrainerCore(load_config(file), self.store, engine, Run()))
+        return Evaluator(TrainerCore(config, self.store, engine, Run()))
 
     async def evaluated(self, evaluator: Evaluator, version: int = 0) -> HeldOut:
         """What an evaluation between two steps leaves."""
@@ -83,6 +80,7 @@ class Evaluating:
 @pytest.fixture
 async def e(start: Any) -> AsyncIterator[Evaluating]:
     async with start(publish="lora") as system, system.store() as store:
+        await system.lightning("status")  # writes the configuration
         yield Evaluating(system, store)
 
 

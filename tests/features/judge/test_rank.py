@@ -329,22 +329,21 @@ async def labelled(system: Any, *labels: float, task: str) -> None:
 
 
 async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(unranked: Any, judge: ScriptedJudge) -> None:
-    system = unranked
     for task in ("t", "u"):
-        await labelled(system, 0, 1, 2, task=task)
-    done = await system.lightning("rescore", "--rewarder", "rank", "--dry-run", "t0", "t1")
+        await labelled(unranked, 0, 1, 2, task=task)
+    done = await unranked.lightning("rescore", "--rewarder", "rank", "--dry-run", "t0", "t1")
     assert done.returncode == 0, done.stderr
     *shown, summary = re.sub("  [AB]: ", "  ", done.stdout).splitlines()
     why = "  the more, the better"
     assert shown == ["t0: reward 0", why, "t1: reward 1", why, "reward: mean 0.5"]
-    assert summary.endswith("; nothing was posted") and await rewarded(system, "t0") == [("human", 0.0)]
-    done = await system.lightning("rescore", "--rewarder", "rubric", "--dry-run", "t0")
+    assert summary.endswith("; nothing was posted") and await rewarded(unranked, "t0") == [("human", 0.0)]
+    done = await unranked.lightning("rescore", "--rewarder", "rubric", "--dry-run", "t0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "judge.use has no rubric; there is rank (reward)" in done.stderr
     for asked, scored_before in ((6, 0), (0, 6)):
-        told = json.loads((await system.lightning("rescore", "--rewarder", "rank", "--json")).stdout)
+        told = json.loads((await unranked.lightning("rescore", "--rewarder", "rank", "--json")).stdout)
         assert (told["asked"], told["scored_before"], len(judge.asked)) == (asked, scored_before, 3)
-    assert [(await rewarded(system, f"u{i}"))[-1] for i in range(3)] == [("reward", i / 2) for i in range(3)]
+    assert [(await rewarded(unranked, f"u{i}"))[-1] for i in range(3)] == [("reward", i / 2) for i in range(3)]
 
 
 async def test_check_compares_with_labels(system: Any, judge: ScriptedJudge) -> None:
