@@ -1,7 +1,5 @@
 """Agents with adapters of their own: who uses which, what moves it, and which weights answer."""
 
-import math
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,7 @@ from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.types import Batch, Sample
-from support.models import VOCABULARY
+from support.ranks import batch, shared_out
 from support.training import learner
 
 OWN = {"writer": ["writer", "rewriter"], "checker": ["checker"]}
@@ -66,26 +63,14 @@ async def test_calls_go_to_the_adapters_of_their_agents_or_else_the_shared_one(r
         assert [v["adapters"] for v in listed["data"]] == [{}, {}, served]
 
 
-def rows(adapter: str, seed: int) -> tuple[Sample, ...]:
-    """A row of each of four rollouts; all rows of all adapters begin with the same prompt."""
-    rng, found = random.Random(seed), []
-    for rollout in range(4):
-        answer = [rng.randrange(2, VOCABULARY) for _ in range(rng.randrange(1, 6))]
-        n = len(answer)
-        logprobs = (0.0,) * 3 + tuple(-math.log(VOCABULARY) + rng.gauss(0, 0.5) for _ in answer)
-        advantages = (0.0,) * 3 + (rng.choice([-1.0, 1.0]),) * n
-        of_tokens: Any = ((0, 5, 6, *answer), (0,) * 3 + (1,) * n, logprobs, advantages, (1.0,) * (3 + n))
-        found.append(Sample(f"r{rollout}", "t", *of_tokens, adapter=adapter))
-    return tuple(found)
-
-
-def test_all_adapters_and_their_optimizer_states_are_resumed_exactly(base: Path, tmp_path: Path) -> None:
-    given = [Batch(step, rows("default", step) + rows("writer", 10 + step), ()) for step in (1, 2, 3)]
-    first = learner(base, tmp_path / "a", OWN)
+def test_all_adapters_and_their_optimizer_states_are_resumed_exactly(directory: Path, tmp_path: Path) -> None:
+    given = [shared_out(batch(step), ("default", "writer")) for step in (1, 2, 3)]
+    first = learner(directory / "model", tmp_path / "a", OWN)
     for one in given[:2]:
         first.step(one)
     first.save(tmp_path / "2")
-    again = learner(base, tmp_path / "b", {name: OWN[name] for name in reversed(OWN)}, seed=7)  # in another order
+    in_another_order = {name: OWN[name] for name in reversed(OWN)}
+    again = learner(directory / "model", tmp_path / "b", in_another_order, seed=7)
     assert again.load(tmp_path / "2") == 2
     assert first.step(given[2])["loss"] == again.step(given[2])["loss"]
     for name in first.weight_sets.names:

@@ -14,7 +14,6 @@ from lightning_proxy.trainer.step.losses import EntropyBonus
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
 from support.paths import EXAMPLES
 from support.ranks import batch, trainer
-from support.training import learner
 
 
 def test_what_a_guide_says_is_measured(directory: Path) -> None:
@@ -77,10 +76,9 @@ def test_with_a_target_the_weight_grows_while_the_entropy_is_low_only(monkeypatc
     assert [*used, bonus.weight] == pytest.approx([0.0, 0.005, 0.01, 0.0125, 0.0, 0.0125])
 
 
-def test_an_adapted_weight_goes_on_after_a_restart(base: Path, tmp_path: Path) -> None:
-    first, again = (learner(base, tmp_path, entropy={"target": 9.0}) for _ in range(2))
-    sample = Sample("r", "t", (0, 5, 7), (0, 0, 1), (0.0, 0.0, -3.0), (0.0, 0.0, 1.0), (1.0,) * 3)
-    used = [first.step(Batch(number, (sample,), ("r",)))["entropy_coef"] for number in (1, 2)]
+def test_an_adapted_weight_goes_on_after_a_restart(directory: Path, tmp_path: Path) -> None:
+    first, again = (trainer(directory, entropy={"target": 9.0}) for _ in range(2))
+    used = [first.step(batch(number))["entropy_coef"] for number in (1, 2)]
     first.save(tmp_path / "checkpoint")
     again.load(tmp_path / "checkpoint")
-    assert [*used, again.step(Batch(3, (sample,), ("r",)))["entropy_coef"]] == [0.0, 0.005, 0.01]
+    assert [*used, again.step(batch(3))["entropy_coef"]] == [0.0, 0.005, 0.01]
