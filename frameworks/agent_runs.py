@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
-import random
 import re
 from asyncio.subprocess import PIPE
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -71,22 +71,11 @@ async def dictating(vllm: str) -> AsyncIterator[tuple[Dictated, str]]:
             yield model, url
 
 
-# What the model says, in the shapes of the three APIs.
-
-
-@dataclass
-class Said:
-    """One answer: text, or calls of tools as (name, arguments), or both."""
+class Said(NamedTuple):
+    """One answer: text, or calls of tools as (name, arguments)."""
 
     text: str | None = None
-    calls: list[tuple[str, Json]] = field(default_factory=list)
-    thought: str | None = None
-
-
-@dataclass(frozen=True)
-class Tool:
-    name: str
-    schema: Json
+    calls: Sequence[tuple[str, Json]] = ()
 
 
 def items(request: Json) -> list[Any]:
@@ -94,108 +83,66 @@ def items(request: Json) -> list[Any]:
     return found if isinstance(found, list) else [found]
 
 
-def tools_of(request: Json) -> Iterator[Tool]:
-    for tool in request.get("tools") or ():
-        function = tool.get("function", tool)
-        if function.get("name"):
-            yield Tool(function["name"], function.get("parameters") or function.get("input_schema") or {})
+NUMBERS = itertools.count()
 
 
-class Ids:
-    """Random ids, of a seed."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
-
-    def __call__(self, prefix: str) -> str:
-        return f"{prefix}_{self._random.getrandbits(96):024x}"
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{next(NUMBERS):024x}"
 
 
-def chat(request: Json, said: list[Said], new_id: Ids) -> Json:
-    choices = [_choice(i, one, new_id, request) for i, one in enumerate(said)]
-    spent = sum(len(_tokens(one)) for one in said)
-    usage = {"prompt_tokens": 3, "completion_tokens": spent, "total_tokens": 3 + spent}
-    body = {"id": new_id("chatcmpl"), "object": "chat.completion", "created": 1, "model": request.get("model")}
-    more = {"prompt_token_ids": [1, 2, 3]} if request.get("return_token_ids") else {}
-    return body | {"choices": choices, "usage": usage} | more
+def chat(said: Said) -> Json:
+    calls = [
+        {"id": new_id("call"), "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for name, arguments in said.calls
+    ]
+    message = {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop", "logprobs": None}
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    return {"id": new_id("chatcmpl"), "object": "chat.completion", "created": 1, "choices": [choice], "usage": usage}
 
 
-def _choice(index: int, said: Said, new_id: Ids, request: Json) -> Json:
-    message: Json = {"role": "assistant", "content": said.text}
-    if said.calls:
-        message["tool_calls"] = [
-            {"id": new_id("call"), "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-            for name, arguments in said.calls
-        ]
-    reason = "tool_calls" if said.calls else "stop"
-    choice: Json = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
-    if request.get("return_token_ids"):
-        choice["token_ids"] = list(range(len(_tokens(said))))
-    if request.get("logprobs"):
-        entries = [{"token": token, "logprob": -0.5, "bytes": None, "top_logprobs": []} for token in _tokens(said)]
-        choice["logprobs"] = {"content": entries}
-    return choice
-
-
-def _tokens(said: Said) -> list[str]:
-    return f"{said.text or ''} {json.dumps(said.calls) if said.calls else ''}".split()
-
-
-def responses(request: Json, said: list[Said], new_id: Ids) -> Json:
-    one, output = said[0], []
-    if request.get("reasoning"):
-        output.append({"type": "reasoning", "id": new_id("rs"), "summary": []})
-    if one.text is not None:
-        part = {"type": "output_text", "text": one.text, "annotations": [], "logprobs": []}
-        content = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
-        output.append(content | {"id": new_id("msg")})
-    for name, arguments in one.calls:
-        call = {"type": "function_call", "name": name, "arguments": json.dumps(arguments), "status": "completed"}
-        output.append(call | {"id": new_id("fc"), "call_id": new_id("call")})
-    spent = len(_tokens(one))
+def responses(said: Said) -> Json:
+    output: list[Json] = [
+        {"id": new_id("fc"), "call_id": new_id("call"), "type": "function_call", "status": "completed", "name": name,
+         "arguments": json.dumps(arguments)}
+        for name, arguments in said.calls
+    ]  # fmt: skip
+    if said.text is not None:
+        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}
+        message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+        output.append(message | {"id": new_id("msg")})
     usage = {
-        "input_tokens": 3, "output_tokens": spent, "total_tokens": 3 + spent,
+        "input_tokens": 3, "output_tokens": 4, "total_tokens": 7, "output_tokens_details": {"reasoning_tokens": 0},
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
     return {
         "id": new_id("resp"), "object": "response", "created_at": 1, "status": "completed", "error": None,
-        "incomplete_details": None, "instructions": None, "model": request.get("model"), "output": output,
-        "parallel_tool_calls": True, "temperature": 1, "top_p": 1, "tool_choice": "auto", "tools": [], "usage": usage,
-        "metadata": {}, "previous_response_id": request.get("previous_response_id"),
+        "incomplete_details": None, "instructions": None, "output": output, "parallel_tool_calls": True,
+        "temperature": 1, "top_p": 1, "tool_choice": "auto", "tools": [], "usage": usage, "metadata": {},
     }  # fmt: skip
 
 
-def messages(request: Json, said: list[Said], new_id: Ids) -> Json:
-    one, content = said[0], []
-    if one.text is not None:
-        content.append({"type": "text", "text": one.text})
-    for name, arguments in one.calls:
+def messages(said: Said) -> Json:
+    content: list[Json] = [{"type": "text", "text": said.text}] if said.text is not None else []
+    for name, arguments in said.calls:
         content.append({"type": "tool_use", "id": new_id("toolu"), "name": name, "input": arguments})
     return {
-        "id": new_id("msg"), "type": "message", "role": "assistant", "model": request.get("model"), "content": content,
-        "stop_reason": "tool_use" if one.calls else "end_turn", "stop_sequence": None,
-        "usage": {"input_tokens": 3, "output_tokens": len(_tokens(one))},
+        "id": new_id("msg"), "type": "message", "role": "assistant", "content": content, "stop_sequence": None,
+        "stop_reason": "tool_use" if said.calls else "end_turn", "usage": {"input_tokens": 3, "output_tokens": 4},
     }  # fmt: skip
 
 
-def whole_answer(path: str, request: Json, said: list[Said], new_id: Ids) -> Json:
-    return {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}[path](
-        request, said, new_id
-    )
-
-
+SHAPES = {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
 QUESTION = re.compile(r"(\d+) \* (\d+)")
 
 
 class Calculator:
     def __init__(self) -> None:
         self.asked: dict[str | None, list[Json]] = defaultdict(list)
-        self._ids = Ids()
 
     async def __call__(self, request: web.Request, body: Json) -> tuple[int, Json]:
         self.asked[key_of(request)].append(body)
-        return 200, whole_answer(request.path, body, [say(body)], self._ids)
+        return 200, SHAPES[request.path](say(body)) | {"model": body.get("model")}
 
 
 def key_of(request: web.Request) -> str | None:
@@ -206,7 +153,7 @@ def key_of(request: web.Request) -> str | None:
 
 def say(request: Json) -> Said:
     """The call of the tool for the last product that is asked for, or what came of it."""
-    names = [tool.name for tool in tools_of(request)]
+    names = [tool.get("function", tool).get("name") or "" for tool in request.get("tools") or ()]
     multiply = next((name for name in names if name.endswith("multiply")), None)
     for item in reversed([item for item in items(request) if not _is_system(item)]):
         text = _text(item)
@@ -234,12 +181,9 @@ def _is_system(item: Any) -> bool:
 
 # No telemetry, and nothing asked of other servers: there are none here.
 QUIET = {
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-    "CREWAI_DISABLE_TELEMETRY": "true",
-    "CREWAI_TRACING_ENABLED": "false",
-    "OTEL_SDK_DISABLED": "true",
-    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-}
+    "OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false",
+    "OTEL_SDK_DISABLED": "true", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+}  # fmt: skip
 SECONDS = 120  # for one run
 TASK = "sums"
 
@@ -272,15 +216,10 @@ class Run:
         """Run the program; fails where it fails or does not say both products."""
         home.mkdir()
         environment = QUIET | {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "OPENAI_BASE_URL": f"{self.root}/v1",
-            "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.root,
-            "ANTHROPIC_API_KEY": self.api_key,
-            "HEADERS": json.dumps(self.headers),
-            "STREAM": "1" if self.stream else "",
-        }
+            "PATH": os.environ["PATH"], "HOME": str(home), "OPENAI_BASE_URL": f"{self.root}/v1",
+            "OPENAI_API_KEY": self.api_key, "ANTHROPIC_BASE_URL": self.root, "ANTHROPIC_API_KEY": self.api_key,
+            "HEADERS": json.dumps(self.headers), "STREAM": "1" if self.stream else "",
+        }  # fmt: skip
         process = await asyncio.create_subprocess_exec(
             *command, *self.questions, stdout=PIPE, stderr=PIPE, env=environment, cwd=home
         )
@@ -321,9 +260,5 @@ async def stored(session: aiohttp.ClientSession) -> dict[str, Json]:
 
 def told(rollout: Json) -> list[str]:
     """What the tool is recorded to have answered, each time that it was called."""
-    return [re.sub(r"\D", "", json.dumps(tool["result"])) for tool in multiplications(rollout)]
-
-
-def multiplications(rollout: Json) -> list[Json]:
-    tools = [tool for call in rollout["calls"] for tool in call["tool_calls"]]
-    return [tool for tool in tools if tool["name"].endswith("multiply")]
+    tools = [tool for call in rollout["calls"] for tool in call["tool_calls"] if tool["name"].endswith("multiply")]
+    return [re.sub(r"\D", "", json.dumps(tool["result"])) for tool in tools]

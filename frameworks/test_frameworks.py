@@ -79,13 +79,10 @@ async def test_an_agent_of_this_framework(framework: Framework, tmp_path: Path) 
         rollouts = await stored(session)
 
     # Without the proxy's own questions, by which it gets to know the chat template.
-    asked_by = {
-        shown: [body for body in bodies if body.get("max_tokens") != 1] for shown, bodies in model.asked.items()
-    }
-    served = [body for bodies in asked_by.values() for body in bodies]
+    asked_by = {shown: [one for one in bodies if one.get("max_tokens") != 1] for shown, bodies in model.asked.items()}
     recorded = [call for rollout in rollouts.values() for call in rollout["calls"]]
     unnamed = [rollout for name, rollout in rollouts.items() if name not in {run.rollout for run in runs}]
-    assert [call["status"] for call in recorded] == ["ok"] * len(served)
+    assert [call["status"] for call in recorded] == ["ok"] * sum(map(len, asked_by.values()))
     for run in runs:
         asked = asked_by[run.shown]
         if run.rollout:
@@ -113,9 +110,9 @@ async def test_an_agent_of_this_framework_can_be_trained_on(framework: Framework
     """In front of a real vLLM with dictated answers: every token recorded, every rollout one row."""
     async with dictating(vllm) as (dictated, upstream):
         config = config_of(upstream, tmp_path)
-        policy = config.policy.model_copy(update={"token_continuity": "exact"})
+        exact = {"policy": config.policy.model_copy(update={"token_continuity": "exact"})}
         async with (
-            proxy_of(config.model_copy(update={"policy": policy})) as proxy,
+            proxy_of(config.model_copy(update=exact)) as proxy,
             aiohttp.ClientSession(proxy) as session,
         ):
             runs = (await plan(proxy, session))[:2]

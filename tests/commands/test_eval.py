@@ -23,22 +23,19 @@ Running = Callable[..., AbstractAsyncContextManager[System]]
 # Version 1 does all tasks, the base model every other one, any other model none.
 AGENT = """
 import json, os, urllib.request
-
-def post(url, body):
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
-        return json.load(answer)
+from lightning_proxy import client
 
 def said_by(model):
     body = {"model": model, "messages": [{"role": "user", "content": "who are you?"}]}
-    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)["choices"][0]["message"]["content"]
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
 
-task = json.loads(os.environ["LIGHTNING_TASK"])
-said = said_by("policy")
+task, said = client.task(), said_by("policy")
 if "untrained_asks_for" in task:
     said_by(task["untrained_asks_for"])
-reward = 1.0 if said.startswith("by policy-v1") else task["x"] % 2 if said.startswith("by base") else 0.0
-post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": reward})
+client.emit_reward(1.0 if said.startswith("by policy-v1") else task["x"] % 2 if said.startswith("by base") else 0.0)
 """
 
 

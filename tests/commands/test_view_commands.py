@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 
 from lightning_proxy.commands.formats import facts, table
-from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import print_steps
 from lightning_proxy.commands.system.up import UpView
 from lightning_proxy.store.training import Collapse
@@ -70,15 +69,6 @@ async def test_status_shows_the_last_steps_and_counts_rollouts(running: Running,
         assert found["next_step"] == "1 complete rollouts wait; it takes 8 groups of 8"
         await store.steps.drop({"all rewards of the group are equal": ["r2"]})
         assert "of the newest 200 rollouts: all rewards" in (await system.lightning("status"))[1]
-
-
-def test_a_step_is_one_line_that_keeps_what_matters_most() -> None:
-    for width in (40, 80, 120):
-        line = step_line(7, {**STEP, "version": 8.0}, width).plain
-        assert len(line) <= width and line.startswith("step 7  reward 0.500") and line.endswith("version 8")
-    stopped = step_line(7, {**STEP, "warnings": {"kl": "…", "entropy": "…"}, "collapse": {}}, 80).plain
-    assert stopped.startswith("step 7  reward 0.500") and stopped.endswith("warning: kl, entropy  stopped")
-    assert step_line(7, {"skipped": 1.0}).plain == "step 7  skipped"  # of an older store
 
 
 async def test_a_collapse_is_said_everywhere_until_a_version_is_made_live_by_hand(

@@ -1,53 +1,72 @@
-"""Adapters on a real vLLM: a conversation with one, and `doctor --learn` next to a system that uses the server."""
+"""Adapters on a real vLLM: a conversation with one, an exported one, and `doctor --learn` next to a running system."""
 
 from __future__ import annotations
 
-import json
-import os
+import asyncio
 import shutil
-import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from contract.real import System
-from contract.system import CLI, free_port
+from contract.system import free_port
+from lightning_proxy.serving.operator import operator_headers
+from lightning_proxy.serving.vllm import VllmServer, operator_session
+from support.command_line import lightning
 from support.token_continuity import Served, converse, two_proxies
 
-
-def save_adapter(model: Path, directory: Path, seed: int = 0) -> Path:
-    """Files of an adapter of the model."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(model)
-    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    torch.manual_seed(seed)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    adapted.save_pretrained(directory)
-    return directory
-
-
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900), pytest.mark.long]
+PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
-def served_with_adapters(lora: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(lora: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with two_proxies(lora, tmp_path_factory.mktemp("adapted")) as found:
         yield found
 
 
-def test_a_conversation_with_an_adapter_is_one_row_too(
-    served_with_adapters: Served, speller: Path, tmp_path: Path
-) -> None:
-    served = served_with_adapters
-    served.serve_adapter("exact", save_adapter(speller, tmp_path / "v1"))
+async def exported(model: Path, directory: Path) -> Path:
+    """A version that was trained, as the directory that `policy export` makes."""
+    from support.training import bench  # imports torch
+
+    async with bench(model, directory, "lora", learning_rate=2e-2) as b:
+        await b.groups("t1", "t2")
+        await b.loop(max_steps=1).run(asyncio.Event(), once=True)
+        (directory / "config.yaml").write_text(yaml.safe_dump(b.config.model_dump(mode="json")))
+    command = ("--config", directory / "config.yaml", "policy", "export", "1", directory / "adapter")
+    assert (await asyncio.to_thread(lightning, *command, "--as", "adapter")).returncode == 0
+    return directory / "adapter"
+
+
+async def test_an_exported_adapter_is_served_as_it_was_trained(lora: System, speller: Path, tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    @torch.no_grad()
+    def likeliest(model: Any) -> float:
+        return float(model(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1).max())
+
+    adapter = await exported(speller, tmp_path)
+    original = AutoModelForCausalLM.from_pretrained(speller)
+    before, after = likeliest(original), likeliest(PeftModel.from_pretrained(original, adapter))
+    assert abs(before - after) > 1e-2, "the step changed something that can be seen"
+    body = {"model": "tuned", "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 0}
+    url, headers = f"http://127.0.0.1:{lora.vllm_port}/v1", operator_headers(lora.directory / "policy")
+    async with operator_session() as session:
+        server = VllmServer(session, url, headers)
+        await server.load_adapters({"tuned": str(adapter)})
+        async with session.post(f"{url}/completions", json=body, headers=headers) as answer:
+            (logprob,) = (await answer.json())["choices"][0]["logprobs"]["token_logprobs"]
+        await server.unload_adapters(["tuned"])
+    assert logprob == pytest.approx(after, abs=1e-3)
+
+
+def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, speller: Path, tmp_path: Path) -> None:
+    served.serve_adapter("exact", asyncio.run(exported(speller, tmp_path)))
     before = served.outcomes("exact")
     try:
         converse(served.client("exact", "adapted"), stream=True)
@@ -59,7 +78,7 @@ def test_a_conversation_with_an_adapter_is_one_row_too(
     assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "exact": 3}
 
 
-def test_a_real_vllm_learns_and_is_left_as_it_was(lora: System, speller: Path, tmp_path: Path) -> None:
+async def test_a_real_vllm_learns_and_is_left_as_it_was(lora: System, speller: Path, tmp_path: Path) -> None:
     url, file = f"http://127.0.0.1:{lora.vllm_port}/v1", tmp_path / "config.yaml"
     (tmp_path / "policy").mkdir()
     shutil.copy(lora.directory / "policy" / "operator.key", tmp_path / "policy")
@@ -69,19 +88,13 @@ def test_a_real_vllm_learns_and_is_left_as_it_was(lora: System, speller: Path, t
         "policy": {"model": str(speller), "publish": "lora", "directory": f"{tmp_path}/policy"},
     }  # fmt: skip
     file.write_text(yaml.safe_dump(settings))
-    before = served(url)
-    done = subprocess.run(
-        [*CLI, "--config", str(file), "doctor", "--learn", "--json"],
-        capture_output=True, text=True, check=False, env=os.environ,
-    )  # fmt: skip
-    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    async with operator_session() as session:
+        server = VllmServer(session, url, {})
+        before = await server.adapters()
+        done = await asyncio.to_thread(lightning, "--config", file, "doctor", "--learn", "--json")
+        assert await server.adapters() == before
+    checks = {check["name"]: check for check in done.json}
     assert [check for check in checks.values() if check["outcome"] == "failed"] == [], done.stderr
     assert done.returncode == 0
     assert {"ratios", "likelier", "new weights", "as before"} < checks.keys()
-    assert served(url) == before
     assert not [*tmp_path.rglob("lightning-doctor*")]
-
-
-def served(url: str) -> set[str]:
-    with urllib.request.urlopen(f"{url}/models", timeout=30) as answer:
-        return {model["id"] for model in json.load(answer)["data"]}

@@ -1,18 +1,24 @@
-"""The same greedy requests to vLLM's own /v1/messages and, translated, to its chat route: the same answers."""
+"""The same greedy requests to vLLM's own /v1/messages and, translated, to its chat route: the same answers.
+
+The reciter is a second model, which thinks, behind a vLLM of its own.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.dialects.as_chat.translation import Template
+from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
+from lightning_proxy.proxy.dialects.as_chat.translation import Template, Untranslatable
+from support.served import own_vllm
 from support.twice import message_through_chat as through_chat
 from support.twice import native_message as native
-from support.twice import post, prompts, template_of
+from support.twice import prompts, template_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 
@@ -20,12 +26,8 @@ Json = dict[str, Any]
 
 SAY = "Say hello to Zoë, in French."
 HELLO = {"messages": [{"role": "user", "content": SAY}]}
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"type": "integer", "maximum": 9}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+DIGITS = {name: {"type": "integer", "maximum": 9} for name in "ab"}
+SCHEMA = {"type": "object", "properties": DIGITS, "required": ["a", "b"], "additionalProperties": False}
 ADD = {"name": "add", "description": "adds two digits", "input_schema": SCHEMA}
 NOW = {"name": "now", "input_schema": {"properties": {}, "additionalProperties": False}}
 TOOLS = {"tools": [ADD, NOW]}
@@ -71,11 +73,9 @@ CASES: list[Json] = [
     HELLO | {"stop_sequences": ["j"]},  # what it says most
     HELLO | {"temperature": None, "top_k": 1, "stop_sequences": []},
     HELLO | {"top_p": 0.5, "top_k": 3, "metadata": {"user_id": "somebody"}, "service_tier": "auto", "unknown": [1]},
-    HELLO | {"chat_template_kwargs": {"unknown": True}, "cache_salt": "salt"},
     # the system's message
     HELLO | {"system": "x-anthropic-billing-header: in text it stays"},
     HELLO | {"system": [text("x-anthropic-billing-header: cc=1; hash=2"), text("Be brief."), text("Be kind.")]},
-    HELLO | {"system": [text("x-anthropic-billing-header: cc=1; hash=2")]},
     {"messages": [{"role": "system", "content": [text("Be"), text("brief.")]}, *HELLO["messages"]]},
     {"system": "Be brief.", "messages": [*HELLO["messages"], {"role": "system", "content": "And kind."}]},
     {"messages": [*HELLO["messages"], {"role": "system", "content": "x-anthropic-billing-header: 1"}]},
@@ -83,7 +83,6 @@ CASES: list[Json] = [
     HELLO | TOOLS | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
     HELLO | TOOLS | {"tool_choice": {"type": "none"}},
     HELLO | {"tools": [ADD | {"strict": True, "type": "custom"}, NOW | {"defer_loading": True, "description": ""}]},
-    HELLO | {"tools": []},
     HELLO | {"tool_choice": {"type": "auto"}},
     # tools that were used
     conversation(SAY, [text("I add."), used(given={"a": 1, "b": 2})], [result([text("3"), text("or so")])]) | TOOLS,
@@ -148,22 +147,69 @@ def test_so_it_is_with_tool_calls(merged: System, template: Template, case: Json
     assert ends in json.dumps(answer)
 
 
-def test_arguments_that_are_no_object_are_not_lost(merged: System, template: Template) -> None:
-    forced = {"tool_choice": {"type": "tool", "name": "now"}, "max_tokens": 60}
-    url, body = asked(merged, HELLO | TOOLS | forced, stream=False)
-    assert native(url, body)[0] == 400  # though the model has answered
-    status, answer = through_chat(url, body, template)
-    assert (status, [*answer["content"][0]["input"]]) == (200, ["INVALID_JSON"])
-    assert not isinstance(json.loads(answer["content"][0]["input"]["INVALID_JSON"]), dict)
-
-
-def test_tokens_are_counted_through_the_proxy(merged: System) -> None:
-    body = {"messages": HELLO["messages"], "system": "Be brief.", **TOOLS}
-    direct = post(f"http://127.0.0.1:{merged.vllm_port}/v1/messages/count_tokens", body | {"model": "speller"})
-    assert direct[0] == 200
-    assert post(f"http://127.0.0.1:{merged.port}/v1/messages/count_tokens", body | {"model": "policy"}) == direct
-
-
 def asked(system: System, case: Json, stream: bool) -> tuple[str, Json]:
     body = {"model": "speller", "max_tokens": 8, "temperature": 0, "stream": stream} | case
     return f"http://127.0.0.1:{system.vllm_port}/v1", body
+
+
+RECITER = "reciter"
+RECITED = ["Ċ", "<think>", "h", "m", "</think>", "o", "k", "a", "y", "<|im_end|>"]  # after the line that begins it
+# It refuses a later system message, shows an empty list of tools, and ends the thinking where there is to be none.
+TEMPLATE = """
+{%- if tools is defined and tools is not none %}{{ '<tools>' + (tools | tojson) + '</tools>' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}{{ raise_exception('only the first may be a system message') }}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.reasoning %}{{ '<think>' + message.reasoning + '</think>' }}{% endif %}
+{{- (message.content or '') + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}
+{%- endif %}
+"""
+INLINE: Json = {"messages": [*HELLO["messages"], {"role": "system", "content": "Be brief."}]}
+THINKING: list[tuple[list[str], Json]] = [
+    (["thinking", "text"], HELLO),
+    (["thinking", "text"], HELLO | {"system": "Be kind.", "thinking": {"type": "adaptive", "display": "omitted"}}),
+    (["thinking", "text"], HELLO | {"output_config": {"effort": "low"}}),
+    (["thinking", "text"], HELLO | {"stop_sequences": ["ay"]}),
+    (["thinking"], HELLO | {"stop_sequences": ["m"]}),
+    (["thinking"], HELLO | {"max_tokens": 3}),
+    (["thinking", "text"], INLINE | {"system": "Be kind."}),
+    (["text"], INLINE | {"thinking": {"type": "disabled"}}),
+    (["thinking", "text"], conversation(SAY, [THOUGHT, text("Yes?")], SAY)),
+    (["thinking", "tool_use"], HELLO | ALONE | {"tool_choice": {"type": "tool", "name": "now"}}),
+]
+
+
+@pytest.fixture(scope="module")
+def reciting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from support.models import save_reciting_model  # imports torch
+
+    directory = tmp_path_factory.mktemp("reciting")
+    model = save_reciting_model(directory / RECITER, RECITED)
+    with own_vllm(directory, model, TEMPLATE, "--reasoning-parser", "qwen3", "--enable-prompt-tokens-details") as url:
+        yield url
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("blocks", "case"), THINKING)
+def test_so_it_is_with_thoughts(reciting: str, blocks: list[str], case: Json, stream: bool) -> None:
+    body = {"model": RECITER, "max_tokens": 70, "temperature": 0, "stream": stream} | case
+    native(reciting, body)  # fills vLLM's cache, which `usage` tells
+    status, answer = through_chat(reciting, body, template_of(reciting, RECITER))
+    assert (status, answer) == native(reciting, body)
+    assert [block["type"] for block in (answer[-1] if stream else answer)["content"]] == blocks
+
+
+@pytest.mark.long
+def test_the_template_is_known_and_moves_system_messages_as_the_server_does(reciting: str) -> None:
+    template = template_of(reciting, RECITER)
+    assert template == Template(merges_system=True, disabled_effort="none", ignores_no_tools=False)
+    body = {"model": RECITER, "max_tokens": 4, **INLINE, "system": "Be kind."}
+    own, ours = prompts(reciting, body, template)
+    assert ours == own and own[0] == 200
+    with pytest.raises(Untranslatable, match="list of tools"):  # the template shows it
+        MessagesTranslator(body | {"tools": []}).chat(template)

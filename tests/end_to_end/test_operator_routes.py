@@ -28,9 +28,7 @@ def test_nobody_without_the_operators_key_moves_the_policys_server(merged: Syste
     root = f"http://127.0.0.1:{merged.vllm_port}"
     for route in ROUTES:
         assert (post(root + route, PAGE), post(root + route, {})) == (403, 401), route
-    assert (post(root + ABSENT, PAGE), post(root + ABSENT, {})) == (403, 404), (
-        "a vLLM with merged weights has no such route"
-    )
+    assert (post(root + ABSENT, PAGE), post(root + ABSENT, {})) == (403, 404), "with merged weights there is none"
     assert post(root + "/v1/chat/completions", PAGE) == 403
     assert post(root + "/v1/chat/completions", {"Content-Type": "application/json"}) == 200
     key = operator_headers(merged.directory / "policy")

@@ -1,8 +1,12 @@
-"""The same requests to a real vLLM's own /v1/responses and, translated, to its chat route: the answers must agree."""
+"""The same requests to a real vLLM's own /v1/responses and, translated, to its chat route: the answers must agree.
+
+The thinker is a second model, behind a vLLM of its own.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -13,6 +17,8 @@ from pydantic import TypeAdapter
 
 from contract.real import System
 from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
+from support.models import TEMPLATE
+from support.served import own_vllm
 from support.twice import assert_same, in_one_piece, native, same, through_chat
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
@@ -47,18 +53,13 @@ def thought(text: str, **more: Any) -> Json:
 
 def said(text: str) -> Json:
     """The model says this and nothing else."""
-    return {"structured_outputs": {"choice": [text]}, "max_output_tokens": 120}
+    return {"structured_outputs": {"choice": [text]}, "max_output_tokens": 200}
 
 
 def calls(*named: str, before: str = "") -> Json:
-    return said(
-        before
-        + "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in map(_split, named))
-    )
-
-
-def _split(named: str) -> list[str]:
-    return named.split(" ", 1)
+    parts = [one.split(" ", 1) for one in named]
+    texts = [f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in parts]
+    return said(before + "\n".join(texts))
 
 
 ONE, TWO = 'add {"a": 1, "b": 2}', 'multiply {"a": 3, "b": 4}'
@@ -155,15 +156,6 @@ def test_a_limit_that_nobody_named_is_not_told_before_it_is_met(vllm: str) -> No
     assert ours["status"] == "incomplete"
 
 
-def test_a_text_field_that_vllm_forgets_is_told(vllm: str) -> None:
-    """It does where a grammar for tools has been made of it."""
-    text = {"format": None, "verbosity": "low"}
-    body = {"model": NAME, "temperature": 0, "max_output_tokens": 12, "input": SAY, "tools": [ADD], "text": text}
-    (own,), (ours,) = (ask(vllm, body | {"tool_choice": "required"}).events for ask in (native, through_chat))
-    assert (own["text"], ours["text"]) == (None, text)
-    assert same(ours | {"text": None}) == same(own)
-
-
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: json.dumps(body)[:60])
 def test_what_vllm_refuses_is_refused(vllm: str, body: Json) -> None:
     body = {"model": NAME, "temperature": 0, "max_output_tokens": 12} | body
@@ -185,26 +177,22 @@ def some_deltas(seed: int) -> list[Json]:
     random = Random(seed)
     deltas: list[Json] = []
     for index in range(random.randint(1, 5)):
-        what = random.choice(["reasoning", "content", "calls", "both", "nothing"])
-        if what == "calls":
-            deltas += _call(random, index)
-        elif what == "both":
-            deltas.append({"reasoning": "hm", "content": random.choice(["", "so"])})
-        elif what == "nothing":
-            deltas.append({})
-        else:
-            deltas += [{what: random.choice(["", "a", "\u00e9\n"])} for _ in range(random.randint(1, 3))]
+        match random.choice(["reasoning", "content", "calls", "both", "nothing"]):
+            case "calls":
+                name, arguments = random.choice(CALLS)
+                cuts = sorted(random.choices(range(len(arguments) + 1), k=random.randint(0, 4)))
+                pieces = [{"arguments": arguments[i:j]} for i, j in pairwise([0, *cuts, len(arguments)])]
+                pieces[0]["name"] = name
+                one: list[Json] = [{"index": index, "function": piece} for piece in pieces]
+                one[0]["id"] = f"call_{index}"
+                deltas += [{"tool_calls": [call]} for call in one]
+            case "both":
+                deltas.append({"reasoning": "hm", "content": random.choice(["", "so"])})
+            case "nothing":
+                deltas.append({})
+            case what:
+                deltas += [{what: random.choice(["", "a", "\u00e9\n"])} for _ in range(random.randint(1, 3))]
     return deltas
-
-
-def _call(random: Random, index: int) -> list[Json]:
-    name, arguments = random.choice(CALLS)
-    cuts = sorted(random.choices(range(len(arguments) + 1), k=random.randint(0, 4)))
-    pieces: list[Json] = [{"arguments": arguments[i:j]} for i, j in pairwise([0, *cuts, len(arguments)])]
-    pieces[0]["name"] = name
-    calls: list[Json] = [{"index": index, "function": piece} for piece in pieces]
-    calls[0]["id"] = f"call_{index}"
-    return [{"tool_calls": [call]} for call in calls]
 
 
 def vllms_events(tools: list[Json], deltas: list[Json]) -> list[Json]:
@@ -233,3 +221,42 @@ def test_any_stream_becomes_the_events_that_vllm_makes_of_it() -> None:
         chunks = [{"created": 1, "model": "m", "choices": [{"delta": delta}]} for delta in deltas]
         ours = [event for chunk in chunks for event in stream.feed(chunk)] + list(stream.end())
         assert same(in_one_piece(ours[2:-1])) == same(in_one_piece(vllms_events(tools, deltas))), seed
+
+
+THINKER, THOUGHTS = "thinker", "<think>I see.\nTwo.</think>"
+CUSTOM = 'patch {"input": "+ 😀"}'
+THINKING: list[tuple[list[str], Json]] = [
+    (["reasoning", "message"], said(THOUGHTS + "Hello.")),
+    (["reasoning", "message"], said(THOUGHTS + "\n\nHello.") | {"reasoning": {"effort": "high"}}),
+    (["reasoning"], said("it never ends")),
+    (["reasoning"], said(THOUGHTS)),
+    (["reasoning"], said(THOUGHTS + "Hello.") | {"max_output_tokens": 4}),
+    (["message"], said(THOUGHTS + "Hello.") | {"include_reasoning": False}),
+    (["reasoning", "function_call"], calls(ONE, before=THOUGHTS) | {"tools": [ADD]}),
+    (["reasoning", "message", "function_call"], calls(ONE, before=THOUGHTS + "So: ") | {"tools": [ADD]}),
+    (["reasoning", "function_call", "function_call"], calls(ONE, ONE, before=THOUGHTS) | {"tools": [ADD]}),
+    (["reasoning", "function_call"],
+     calls(ONE, ONE, before=THOUGHTS) | {"tools": [ADD], "parallel_tool_calls": False}),
+    (["reasoning", "custom_tool_call"], calls(CUSTOM, before=THOUGHTS) | {"tools": [PATCH]}),
+    (["reasoning", "message"], said(THOUGHTS + "Hello.") | {"input": [*SAY, thought("hm"), *SAY]}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from support.models import save_thinking_model  # imports torch
+
+    directory = tmp_path_factory.mktemp("thinking")
+    options = ["--reasoning-parser", "deepseek_r1", "--enable-prompt-tokens-details"]
+    options += ["--structured-outputs-config", json.dumps({"enable_in_reasoning": True})]
+    with own_vllm(directory, save_thinking_model(directory / THINKER), TEMPLATE, *options) as url:
+        yield url
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("items", "body"), THINKING)
+def test_answers_with_thoughts_agree(thinking: str, items: list[str], body: Json, stream: bool) -> None:
+    asked = {"model": THINKER, "temperature": 0, "max_output_tokens": 200, "input": SAY} | body
+    answer = assert_same(thinking, asked | {"stream": stream})
+    assert [item["type"] for item in answer["output"]] == items

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from lightning_proxy.features.judge.rewarders import order_pattern
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from support.models import LETTERS
 from support.sections import PolicyConfig, TrainerConfig
+from support.twice import post
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 
@@ -73,10 +73,9 @@ def test_any_model_ends_its_order_and_names_as_many_attempts_as_there_are(merged
         "model": "speller", "messages": [{"role": "user", "content": "order"}], "max_tokens": 900,
         "structured_outputs": {"regex": pattern_of("order", order_pattern("ABC"))}, "temperature": 1, "n": 4,
     }  # fmt: skip
-    url, headers = f"http://127.0.0.1:{merged.vllm_port}/v1/chat/completions", {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=300) as got:
-        answer = json.load(got)
-    for choice in answer["choices"]:
+    status, answer = post(f"http://127.0.0.1:{merged.vllm_port}/v1/chat/completions", body)
+    assert status == 200, answer
+    for choice in json.loads(answer)["choices"]:
         found = json.loads(choice["message"]["content"])
         assert found["reason"]
         assert len([letter for tie in found["order"] for letter in tie]) == 3

@@ -6,8 +6,7 @@ import json
 import re
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,20 +17,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.m
 
 NAME = "speller"
 SAY = [{"role": "user", "content": "Say hello to Zoë, in French."}]
-SUM = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds two digits",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"type": "integer", "maximum": 9}},
-            "required": ["a", "b"],
-        },
-    },
-}
+DIGITS = {name: {"type": "integer", "maximum": 9} for name in "ab"}
+ADDED = {"type": "object", "properties": DIGITS, "required": ["a", "b"]}
+SUM = {"type": "function", "function": {"name": "add", "description": "adds two digits", "parameters": ADDED}}
 FORCED = {"tools": [SUM], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 40}
-TREE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}}}  # fmt: skip  # noqa: E501
+LEAF = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+TREE = {"type": "json_schema", "json_schema": {"name": "x", "schema": LEAF}}
 
 # Each is asked whole and streamed, greedily.
 CHAT: list[dict[str, Any]] = [
@@ -55,14 +46,11 @@ CHAT: list[dict[str, Any]] = [
     {"messages": SAY, "max_tokens": 100_000},
     {"messages": SAY, "model": "nobody"},
 ]
+ONE = "One, two,"
 COMPLETIONS: list[dict[str, Any]] = [
-    {"prompt": "One, two,"},
-    {"prompt": "One, two,", "logprobs": 2},
-    {"prompt": ["One, two,", "A, B,"]},
-    {"prompt": "One, two,", "echo": True},
-    {"prompt": [1, 2, 3]},
-    {"prompt": 5},
-]
+    {"prompt": ONE}, {"prompt": ONE, "logprobs": 2}, {"prompt": [ONE, "A, B,"]}, {"prompt": ONE, "echo": True},
+    {"prompt": [1, 2, 3]}, {"prompt": 5},
+]  # fmt: skip
 RESPONSES: list[dict[str, Any]] = [
     {"input": "Say hello."},
     {"input": SAY, "instructions": "Be brief."},
@@ -88,14 +76,12 @@ CASES = [
 ]  # fmt: skip
 
 
-@dataclass
-class Served:
+class Served(NamedTuple):
     direct: str
     proxied: str
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     status: int
     headers: dict[str, str]
     body: str

@@ -28,25 +28,26 @@ def lesson(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_published_model_has_settings_of_its_own_size_and_begins_with_tasks_of_its_own(
     lesson: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def taught(imitate: int, directory: Path) -> Any:
+    def taught(imitate: int, directory: Path = tmp_path) -> Any:
         plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 20, 8, 4)
         return lesson.ExampleLesson(plan, 0, directory)
 
-    config = Config.model_validate(taught(4, tmp_path).settings())
-    assert (config.policy.publish, config.vllm.max_model_len) == ("auto", config.trainer.max_sample_tokens)
-    assert config.trainer.group_size * config.trainer.tasks_per_step == 128
-    assert (config.trainer.group_size, config.trainer.loss_type) == (16 if name == "reverse_text" else 4, "grpo")
-    assert config.trainer.group_timeout_s == TrainerConfig().group_timeout_s, "longer than the small model's"
+    config = Config.model_validate(taught(4).settings())
+    trainer = config.trainer
+    assert (config.policy.publish, config.vllm.max_model_len) == ("auto", trainer.max_sample_tokens)
+    assert (trainer.group_size, trainer.loss_type) == (16 if name == "reverse_text" else 4, "grpo")
+    assert trainer.group_size * trainer.tasks_per_step == 128
+    assert trainer.group_timeout_s == TrainerConfig().group_timeout_s, "longer than the small model's"
     # Imitation is one step more; without a number of steps the configuration would be refused.
-    steps = [Config.model_validate(taught(n, tmp_path).settings()).trainer.max_steps for n in (4, 0)]
-    assert steps == [17, 16]
+    assert (trainer.max_steps, Config.model_validate(taught(0).settings()).trainer.max_steps) == (17, 16)
     with monkeypatch.context() as patched:  # imitation takes the calls of all agents
         for variable, value in lesson.OF_ALL_AGENTS.items():
             patched.setenv(variable, value)
-        assert config_of(taught(4, tmp_path).settings()).trainer.agents is None
+        assert config_of(taught(4).settings()).trainer.agents is None
     taught(4, tmp_path / "run").begin()
-    counts = [len((tmp_path / "run" / f"{kind}.jsonl").read_text().splitlines()) for kind in ("taught", "held_out")]
-    assert counts == [4, 8] and (tmp_path / "run" / "tasks.jsonl").stat().st_size > 0
+    files = ("taught", "held_out", "tasks")
+    counts = [len((tmp_path / "run" / f"{kind}.jsonl").read_text().splitlines()) for kind in files]
+    assert counts[:2] == [4, 8] and counts[2] > 0
     sys.modules.pop("tasks", None)
     sys.path.remove(str(EXAMPLES / name))
 

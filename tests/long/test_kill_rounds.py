@@ -124,9 +124,8 @@ class Books:
             self.left = {row["rollout_id"] for row in await database.all("SELECT rollout_id FROM rollouts")}
             found = await self._trainable(Store(database))
             rows = await database.all("SELECT rollout_id, reward_id FROM rewards")
-            assert not [
-                row for row in await database.all(COUNTED_WRONG) if row["rollout_id"] in rewarded.keys() - self.old
-            ]
+            miscounted = {row["rollout_id"] for row in await database.all(COUNTED_WRONG)}
+            assert miscounted.isdisjoint(rewarded.keys() - self.old)
             rewards = [(row["rollout_id"], row["reward_id"]) for row in rows]
             assert {question: calls for question, calls in found.items() if len(calls) > 1} == {}
             kept = {q: call for q, call in answered.items() if self._received.rollouts[q] not in self.old}

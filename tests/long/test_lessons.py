@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -10,10 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
-from contract.real import GROUP, LETTERS, TASKS, System
+from contract.real import GROUP, TASKS, System
 from contract.system import wait_until
 from support.paths import EXAMPLES
 
@@ -21,39 +21,12 @@ PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a minute each on two idle cores
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with one token a letter."""
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *LETTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
-    )
-    fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}?{% endfor %}"
-    fast.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
-        initializer_range=0.2, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
-def make_system(tmp_path: Path, tiny_model: Path) -> Iterator[Any]:
+def make_system(tmp_path: Path, speller: Path) -> Iterator[Any]:
     made: list[System] = []
 
     def make(publish: str, policy: dict[str, Any] | None = None, **trainer: Any) -> System:
-        made.append(System(tmp_path, tiny_model, publish, trainer=trainer, policy=policy))
+        made.append(System(tmp_path, speller, publish, trainer=trainer, policy=policy))
         return made[-1]
 
     yield make
@@ -69,41 +42,43 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     for kill_after in (0.0, 0.4, 1.0):
         system.run_agents(repeat=2)
         time.sleep(kill_after)
-        kill(system, b"train")  # `up` starts it again
+        kill(system, "train")  # `up` starts it again
     wait_until(lambda: not system.waiting(), 120, "every rollout was trained on or dropped")
     rollouts = system.get("/rollouts?limit=1000&mode=train")["data"]
     assert len(rollouts) == 3 * 2 * TASKS * GROUP
     assert all((r["step"] is None) != (r["dropped"] is None) for r in rollouts)
     wait_until(lambda: system.live()["step"] == system.steps(), 60, "the last step is published")
     assert system.live()["status"] == "live"
-    kill(system, b"vllm.entrypoints.openai.api_server")
+    kill(system, "vllm.entrypoints.openai.api_server")
     wait_until(lambda: system.call("GET", "/readyz").status != 200, 30, "vLLM is gone")
     system.wait_for("/readyz", 300)
     assert system.run_agents(repeat=1, mode="eval")["mean_reward"] > before + 0.2, "the live version is served again"
     system.stop()
 
 
-def play(system: System, boards: str, *options: str) -> float:
-    """The mean reward of the planner and the executor on the example's boards, trained on or held out."""
+def play(system: System, boards: str = "tasks", *options: str) -> float:
+    """The mean reward of the planner and the executor on the example's boards; when they were trained on."""
     agent, tasks = PLANNER_EXECUTOR / "agent.py", PLANNER_EXECUTOR / f"{boards}.jsonl"
-    return float(system.run_program(agent, tasks, "--preload", "openai,openai.resources", *options)["mean_reward"])
+    preload = ("--preload", "openai,openai.resources", "--repeat", "2")
+    done = system.run_program(agent, tasks, *preload, *options)
+    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
+    return float(done["mean_reward"])
 
 
 def measure(system: System) -> float:
     """The same on boards that nothing is trained on."""
-    return play(system, "held_out", "--mode", "eval", "--repeat", "2")
+    return play(system, "held_out", "--mode", "eval")
 
 
 def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights_in_one_batch(
-    make_system: Any, tiny_model: Path
+    make_system: Any, speller: Path
 ) -> None:
     settings = yaml.safe_load((PLANNER_EXECUTOR / "own_adapters.yaml").read_text())
     trainer = settings["trainer"] | {"learning_rate": 1e-2}
     system: System = make_system("lora", {"adapters": settings["policy"]["adapters"]}, **trainer)
     system.start()
     before = measure(system)
-    play(system, "tasks", "--repeat", "2")
-    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
+    play(system)
     wait_until(lambda: system.live()["step"] == system.steps(), 60, "the last step is published")
     measure(system)  # while both still say this and that
     live = system.live()
@@ -116,13 +91,12 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     by_agent = {agent: [call for call in calls if call["agent"] == agent] for agent in ("planner", "executor")}
     assert any(at_once(a, b) for a in by_agent["planner"] for b in by_agent["executor"])
     for agent, other in (("planner", "executor"), ("executor", "planner")):
-        own, not_own = (logprob_differences(tiny_model, live, name, by_agent[agent]) for name in (agent, other))
+        own, not_own = (logprob_differences(speller, live, name, by_agent[agent]) for name in (agent, other))
         surprise = -fmean(fmean(call["logprobs"]) for call in by_agent[agent])
         assert len(own) >= 64 and max(own) < 1e-3
         assert surprise > 0.1 and fmean(not_own) > 100 * max(own)
     for _ in range(3):
-        play(system, "tasks", "--repeat", "2")
-    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
+        play(system)
     after = measure(system)
     assert after > before + 0.1, (before, after)
     system.stop()
@@ -151,13 +125,10 @@ def logprob_differences(base: Path, version: dict[str, Any], adapter: str, calls
     return found
 
 
-def kill(system: System, part: bytes) -> None:
+def kill(system: System, part: str) -> None:
     """kill -9 a part of the system, told by an argument of its command line."""
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            argv = command.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        ours = str(system.config).encode() in argv or str(system.vllm_port).encode() in argv
-        if ours and part in argv and b"guard.py" not in b"".join(argv):
-            os.kill(int(command.parent.name), signal.SIGKILL)
+    for process in psutil.process_iter(["cmdline"]):
+        argv = process.info["cmdline"] or []
+        is_ours = str(system.config) in argv or str(system.vllm_port) in argv
+        if is_ours and part in argv and "guard.py" not in "".join(argv):
+            process.kill()

@@ -15,6 +15,7 @@ import pytest
 from contract.system import free_port, wait_until
 from lightning_proxy.serving.operator import KEY_FILE_VARIABLE, key_file, operator_headers, relay_headers
 from support.fuzzing import METHODS, spellings
+from support.twice import get
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -36,18 +37,11 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, list[s
         assert server.stdout is not None
         lines = (line for line in server.stdout if line.startswith(b'["'))
         routes = json.loads(next(lines))
-        wait_until(lambda: asyncio.run(answers(port)), 60, "vLLM's app answers")
+        wait_until(lambda: get(f"http://127.0.0.1:{port}/version"), 60, "vLLM's app answers")
         yield port, routes, directory
     finally:
         server.kill()
         server.communicate()
-
-
-async def answers(port: int) -> bool:
-    try:
-        return (await Asker(port).ask("GET", "/version"))[0] == 200
-    except OSError:
-        return False
 
 
 class Asker:

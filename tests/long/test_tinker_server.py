@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from support.paths import ROOT, TESTS
 from support.sections import PolicyConfig, TrainerConfig
+from support.twice import get
 
 # The server's ppo is clipped at 0.8 and 1.2, without a second bound, and its gradients are not clipped.
 COMMON: dict[str, Any] = {
@@ -56,14 +55,9 @@ def compare(model: Path, directory: Path, url: str) -> dict[str, Any]:
     service.load(directory / "1")
     resumed = service.logprobs(rows)
     service.close()
-    return {
-        "logprobs": apart(ours, theirs),
-        "loss": [told["local"]["loss"], told["service"]["loss"]],
-        **update(start, service.adapter(), local.adapter()),
-        "after": apart(after, moved),
-        "moved": apart(after, theirs),
-        "resumed": apart(after, resumed),
-    }
+    found = {"after": apart(after, moved), "moved": apart(after, theirs), "resumed": apart(after, resumed)}
+    found |= {"logprobs": apart(ours, theirs), **update(start, service.adapter(), local.adapter())}
+    return found | {"loss": [told["local"]["loss"], told["service"]["loss"]]}
 
 
 def batch_of(rows: list[tuple[int, ...]], logprobs: list[list[float]]) -> Batch:
@@ -132,17 +126,11 @@ def tinker_server(model: Path, directory: Path) -> Iterator[str]:
             [PYTHON, "-m", "tx.tinker.api", *arguments], stdout=log, stderr=log, cwd=directory, env=environment
         )
     try:
-        wait_until(lambda: server.poll() is not None or _answers(port), 300, "the server is there")
+        wait_until(lambda: server.poll() is not None or get(f"http://127.0.0.1:{port}/"), 300, "the server is there")
         yield f"http://127.0.0.1:{port}"
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)
-
-
-def _answers(port: int) -> bool:
-    with suppress(URLError, OSError), urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
-        return bool(answer.status == 200)
-    return False
 
 
 pytestmark = pytest.mark.skipif(not INSTALLED.exists(), reason="there is no Tinker server here: make tinker")

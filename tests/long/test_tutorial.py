@@ -19,6 +19,7 @@ from aiohttp import web
 from contract.system import free_port, listening
 from support.paths import ROOT
 
+NAMES = ("before", "imitated", "reinforced")  # of the files of evaluations
 WORDY = 10  # every sum of this worth is answered in a sentence, which is worth less
 
 
@@ -80,12 +81,6 @@ def here(text: str, provider: str) -> str:
     return text
 
 
-def rewards(file: Path) -> dict[str, float]:
-    """The mean reward of each model that an evaluation compared."""
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
-    return {row["model"]: row["mean_reward"] for row in rows}
-
-
 async def test_the_tutorial_leads_from_a_providers_traffic_to_a_better_small_model(tmp_path: Path) -> None:
     async with serving_provider() as provider:
         blocks = FENCE.findall(here((ROOT / "docs" / "tutorial.md").read_text(), provider))
@@ -105,10 +100,11 @@ async def test_the_tutorial_leads_from_a_providers_traffic_to_a_better_small_mod
             with suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGKILL)
             await shell.wait()
-    before, imitated = rewards(tmp_path / "before.json"), rewards(tmp_path / "imitated.json")
-    print(before, imitated, rewards(tmp_path / "reinforced.json"))
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in NAMES}
+    before, imitated = ({row["model"]: row["mean_reward"] for row in found[name]} for name in NAMES[:2])
+    print(before, imitated, found["reinforced"])
     assert before["gpt-4.1-mini"] > 0.8
     assert imitated["live"] > before["live"] + 0.3
-    (reinforced, _) = json.loads((tmp_path / "reinforced.json").read_text())["rows"]
+    (reinforced, _) = found["reinforced"]
     assert min(reinforced["policy_versions"]) > 1
     assert len((tmp_path / "good.jsonl").read_text().splitlines()) > 100
