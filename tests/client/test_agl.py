@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_proxy.client.agl import value_at
-
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 AGENT = """
 import os
@@ -47,7 +43,7 @@ async def ran(system: Any, directory: Path, task: str, *program: str | Path) -> 
 
 
 async def test_its_call_its_rewards_and_its_events_are_recorded(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "my_agent.py").write_text(AGENT)
@@ -78,7 +74,7 @@ agl.emit_reward({"right": 1, "format": 0.5}, primary_key="right", attributes={"b
 """
 
 
-async def test_its_emitters_note_and_reward(running: Running, tmp_path: Path) -> None:
+async def test_its_emitters_note_and_reward(running: Any, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(EMITTERS)
     async with running(tmp_path) as system:
         rollout = await ran(system, tmp_path, '{"task_id": "t"}', tmp_path / "agent.py")

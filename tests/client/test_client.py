@@ -12,9 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -31,7 +29,6 @@ from lightning_proxy.client.control import FIND_S, Control
 from lightning_proxy.client.scope import Rollout
 from support.served import proxy_in_front
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -51,7 +48,7 @@ def test_importing_it_brings_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-async def test_a_scope_opens_names_and_completes_its_rollout(running: Running, tmp_path: Path) -> None:
+async def test_a_scope_opens_names_and_completes_its_rollout(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
 
         def agent() -> str:
@@ -65,7 +62,7 @@ async def test_a_scope_opens_names_and_completes_its_rollout(running: Running, t
     assert (rollout["status"], rollout["reward"], len(rollout["calls"])) == ("completed", 0.5, 1)
 
 
-async def test_an_exception_fails_the_rollout_also_one_without_calls(running: Running, tmp_path: Path) -> None:
+async def test_an_exception_fails_the_rollout_also_one_without_calls(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         with pytest.raises(KeyError, match="lost"):
             async with client.rollout("r1", task_id="t", url=system.url):
@@ -74,7 +71,7 @@ async def test_an_exception_fails_the_rollout_also_one_without_calls(running: Ru
     assert (rollout["status"], rollout["reason"], rollout["task_id"]) == ("failed", "KeyError: 'lost'", "t")
 
 
-async def test_scopes_of_tasks_and_threads_keep_apart(running: Running, tmp_path: Path) -> None:
+async def test_scopes_of_tasks_and_threads_keep_apart(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         http = client.follow(httpx.AsyncClient())
         shared = openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="unused", http_client=http)
@@ -104,7 +101,7 @@ async def test_scopes_of_tasks_and_threads_keep_apart(running: Running, tmp_path
         threaded.close()
 
 
-async def test_clients_that_are_there_already_can_be_used_in_a_rollout(running: Running, tmp_path: Path) -> None:
+async def test_clients_that_are_there_already_can_be_used_in_a_rollout(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         there = openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="unused", default_headers={"X-Mine": "yes"})
         async with client.rollout("r1", task_id="t", url=system.url) as run:
@@ -122,7 +119,7 @@ async def test_clients_that_are_there_already_can_be_used_in_a_rollout(running: 
         assert "X-Mine" not in run.headers
 
 
-async def test_following_twice_adds_one_hook_and_explicit_headers_win(running: Running, tmp_path: Path) -> None:
+async def test_following_twice_adds_one_hook_and_explicit_headers_win(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         there = openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="unused")
         assert client.follow(client.follow(there)) is there
@@ -139,7 +136,7 @@ async def test_following_twice_adds_one_hook_and_explicit_headers_win(running: R
         client.follow(object())
 
 
-async def test_a_program_that_the_agent_starts_belongs_to_its_rollout(running: Running, tmp_path: Path) -> None:
+async def test_a_program_that_the_agent_starts_belongs_to_its_rollout(running: Any, tmp_path: Path) -> None:
     script = """
 import openai
 from lightning_proxy import client
@@ -159,7 +156,7 @@ client.emit_reward(0.75, name="inner", final=False)
     assert [(reward["name"], reward["reward"]) for reward in rollout["rewards"]] == [("inner", 0.75)]
 
 
-async def test_a_scope_may_be_left_in_another_context_than_it_was_entered_in(running: Running, tmp_path: Path) -> None:
+async def test_a_scope_may_be_left_in_another_context_than_it_was_entered_in(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         scope = client.rollout("r1", url=system.url)
         # As where a framework runs both halves of a generator, a dependency with `yield`, as it sees fit.
@@ -168,7 +165,7 @@ async def test_a_scope_may_be_left_in_another_context_than_it_was_entered_in(run
         assert (await read(system, "r1"))["status"] == "completed"
 
 
-async def test_actions_states_and_notes_stand_in_order_with_the_calls(running: Running, tmp_path: Path) -> None:
+async def test_actions_states_and_notes_stand_in_order_with_the_calls(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
 
         def agent() -> None:
@@ -189,7 +186,7 @@ async def test_actions_states_and_notes_stand_in_order_with_the_calls(running: R
     assert places == sorted(places)
 
 
-async def test_redaction_applies_to_events(running: Running, tmp_path: Path) -> None:
+async def test_redaction_applies_to_events(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path, recording={"redact": {"patterns": [r"\d{6}"]}}) as system:
         body = {"kind": "action", "name": "login", "arguments": {"pin": "it is 123456"}}
         await system.call("POST", "/rollouts/r1/events", body)

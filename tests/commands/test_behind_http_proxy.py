@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,6 @@ async def between(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HttpProxy]:
         yield proxy
 
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
-
 PASS = "proxy-authorization: Basic dXNlcjpwQHNz"
 
 
@@ -80,7 +77,7 @@ def test_the_list_of_hosts_without_http_proxy_grows_by_ours() -> None:
         assert (env["NO_PROXY"], env["no_proxy"]) == (upper, lower)
 
 
-async def test_the_client_asks_the_proxy_directly(running: Running, tmp_path: Path, between: HttpProxy) -> None:
+async def test_the_client_asks_the_proxy_directly(running: Any, tmp_path: Path, between: HttpProxy) -> None:
     messages: Any = [{"role": "user", "content": "hi"}]
 
     def agent(url: str) -> dict[str, str]:

@@ -8,8 +8,8 @@ import random
 import resource
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,12 @@ from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.lock import only_trainer
 from support.command_line import lightning
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
-
 
 async def checks(system: Any) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in (await system.lightning("doctor", "--json")).json}
 
 
-async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Running, tmp_path: Path) -> None:
+async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         for task in range(system.config.trainer.tasks_per_step):
             names = [f"r{task}-{i}" for i in range(system.config.trainer.group_size)]

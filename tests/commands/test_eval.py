@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -16,9 +15,6 @@ from lightning_proxy.commands.eval import EvalRow, ks, pass_at_k, report
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from tests.conftest import System
-
-Running = Callable[..., AbstractAsyncContextManager[System]]
 
 # Version 1 does all tasks, the base model every other one, any other model none.
 AGENT = """
@@ -44,7 +40,7 @@ TASKS = [{"x": 0}, {"x": 1, "untrained_asks_for": "base"}, {"x": 2}, {"x": 3, "u
 
 
 async def test_other_models_are_compared_with_the_first_and_rollouts_are_opened_for_them(
-    running: Running, tmp_path: Path
+    running: Any, tmp_path: Path
 ) -> None:
     async def chat(request: web.Request) -> web.Response:
         message = {"role": "assistant", "content": f"by {(await request.json())['model']}"}
@@ -94,7 +90,7 @@ def test_rows_are_compared_on_the_tasks_that_both_have() -> None:
     assert found["rows"][1]["pass_at_k"]["1"]["value"] == 0.5
 
 
-async def test_a_reward_that_only_compares_siblings_is_refused_at_once(running: Running, tmp_path: Path) -> None:
+async def test_a_reward_that_only_compares_siblings_is_refused_at_once(running: Any, tmp_path: Path) -> None:
     rank = {"kind": "rank", "model": "hosted_vllm/m", "api_base": "http://127.0.0.1:9/v1"}
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "t"}\n')
     async with running(tmp_path, rewards={"use": [rank]}) as system:

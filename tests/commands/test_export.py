@@ -7,8 +7,6 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,6 @@ from support.command_line import lightning
 from support.models import TEMPLATE, save_small_model
 from support.sections import TrainerConfig
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 Json = dict[str, Any]
 
 SYSTEM, ASKED, SUM, SAID = "You are exact.", "What is 2 + 3?", "5", "It is 5."
@@ -96,7 +93,7 @@ async def converse(system: Any) -> None:
 
 
 async def test_every_api_gives_the_same_whole_row_which_is_shown_once_loaded_and_put_into_a_chat_template(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -240,7 +237,7 @@ async def two_turns(system: Any, rollout_id: str, reward: float, **headers: str)
     await system.call("POST", "/reward", {"rollout_id": rollout_id, "reward": reward})
 
 
-async def test_transitions_say_how_they_were_trained_and_what_they_took(running: Running, tmp_path: Path) -> None:
+async def test_transitions_say_how_they_were_trained_and_what_they_took(running: Any, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     async with running(tmp_path) as system:
         _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t1", "metadata": {"level": 3}})
@@ -264,7 +261,7 @@ async def test_transitions_say_how_they_were_trained_and_what_they_took(running:
         assert [json.loads(row[name]) for name in ("usage", "metadata")] == [same["usage"], same["metadata"]]
 
 
-async def test_a_rollout_that_is_deleted_meanwhile_is_left_out(running: Running, tmp_path: Path) -> None:
+async def test_a_rollout_that_is_deleted_meanwhile_is_left_out(running: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     async with running(tmp_path) as system:
         for name in ("first", "second", "third"):

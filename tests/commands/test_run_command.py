@@ -6,8 +6,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,6 @@ from support.judging import judging, ordered
 from support.sections import TrainerConfig
 from support.served import proxy_of
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
-
-
 CALLS = """
 import openai
 with openai.OpenAI() as llm:
@@ -49,7 +46,7 @@ assert len(seen.read_text()) not in (2, 4)
 
 
 async def test_programs_that_end_complete_their_rollouts_and_siblings_may_wait_for_each_others_judge(
-    running: Running, tmp_path: Path
+    running: Any, tmp_path: Path
 ) -> None:
     tasks, agent = tmp_path / "tasks.jsonl", tmp_path / "agent.py"
     tasks.write_text('{"task_id": "t1"}\n')
@@ -64,7 +61,7 @@ async def test_programs_that_end_complete_their_rollouts_and_siblings_may_wait_f
     assert [(r["status"], r["reason"]) for r in page["data"]] == [("completed", "the program ended")] * 3
 
 
-async def test_a_run_is_no_further_ahead_of_the_policy_than_it_may_be(running: Running, tmp_path: Path) -> None:
+async def test_a_run_is_no_further_ahead_of_the_policy_than_it_may_be(running: Any, tmp_path: Path) -> None:
     tasks, agent = tmp_path / "tasks.jsonl", tmp_path / "agent.py"
     tasks.write_text('{"task_id": "t1"}\n{"task_id": "t2"}\n')
     agent.write_text(REWARDS)
@@ -83,7 +80,7 @@ async def test_a_run_is_no_further_ahead_of_the_policy_than_it_may_be(running: R
     assert (code, json.loads(out)["rollouts"]) == (0, 4), err
 
 
-async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running: Running, tmp_path: Path) -> None:
+async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running: Any, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"task_id": "t1"}\n')
     async with running(tmp_path) as system, system.store() as store:
@@ -125,7 +122,7 @@ def test_rollouts_are_judged_by_what_the_trainer_compares_and_a_step_takes(
 
 
 async def test_groups_of_one_task_are_resumed_each_on_its_own(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("agent.py").write_text(REWARDS_EVERY_OTHER)
@@ -140,7 +137,7 @@ async def test_groups_of_one_task_are_resumed_each_on_its_own(
     assert [(group.task_id, group.rewarded) for group in groups] == [("a", 2), ("a", 2)]
 
 
-async def test_a_resumed_run_begins_no_rollout_anew_that_awaits_its_reward(running: Running, tmp_path: Path) -> None:
+async def test_a_resumed_run_begins_no_rollout_anew_that_awaits_its_reward(running: Any, tmp_path: Path) -> None:
     tasks, scoring, kept = tmp_path / "tasks.jsonl", tmp_path / "scoring.py", tmp_path / "kept"
     tasks.write_text('{"task_id": "t1"}\n')
     scoring.write_text("import time\ndef reward(rollout):\n    time.sleep(600)\n")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -20,9 +18,6 @@ from lightning_proxy.commands.system.steps import print_steps
 from lightning_proxy.commands.system.up import UpView
 from lightning_proxy.store.training import Collapse
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
-
-
 STEP = {
     "reward_mean": 0.5, "reward_std": 0.31, "groups": 8.0, "groups_trained": 6.0, "trained_tokens": 3240.0,
     "kl": 0.0021, "clip_share": 0.02, "entropy": 1.3, "step_s": 2.1, "publish_s": 3.5, "trained_tokens_per_s": 1540.0,
@@ -30,7 +25,7 @@ STEP = {
 }  # fmt: skip
 
 
-async def test_ready_versions_are_those_that_can_be_promoted(running: Running, tmp_path: Path) -> None:
+async def test_ready_versions_are_those_that_can_be_promoted(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         versions = [await system.earlier_version(store, tmp_path) for _ in range(3)]
         (tmp_path / "v1").rmdir()
@@ -53,7 +48,7 @@ async def test_ready_versions_are_those_that_can_be_promoted(running: Running, t
             assert (code == 0) == version["promotable"] == (version["obstacle"] is None), (version, said, err)
 
 
-async def test_status_shows_the_last_steps_and_counts_rollouts(running: Running, tmp_path: Path) -> None:
+async def test_status_shows_the_last_steps_and_counts_rollouts(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         await system.chat("r1")
         left_out = {"left_out_because": "67% of the calls are left out, 4 of them: a budget"}
@@ -71,9 +66,7 @@ async def test_status_shows_the_last_steps_and_counts_rollouts(running: Running,
         assert "of the newest 200 rollouts: all rewards" in (await system.lightning("status"))[1]
 
 
-async def test_a_collapse_is_said_everywhere_until_a_version_is_made_live_by_hand(
-    running: Running, tmp_path: Path
-) -> None:
+async def test_a_collapse_is_said_everywhere_until_a_version_is_made_live_by_hand(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         console = Console(file=StringIO(), width=80)
         assert isinstance(console.file, StringIO)
