@@ -81,7 +81,7 @@ test: setup  ## run the tests, a real vLLM included: eleven minutes on two cores
 # The tests that run on a PostgreSQL server, too; they are skipped where there is none.
 ON_POSTGRES := $(addprefix tests/,store proxy/gateway proxy/api proxy/access trainer/collect) \
     $(wildcard $(addprefix tests/features/,contexts prompts page judge)) $(addprefix tests/trainer/test_,loop.py publish.py) \
-    $(addprefix tests/contract/test_,durability.py rewards.py tenants.py training.py resume.py)
+    $(addprefix tests/contract/test_,durability.py rollouts.py tenants.py training.py)
 test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; an hour
 	$(PYTEST) $(SPREAD) --hypothesis-profile=long $(ARGS)
 	$(PYTEST) $(SPREAD) --store postgres $(ON_POSTGRES)

@@ -40,17 +40,17 @@ def of_contract(*names: str) -> tuple[str, ...]:
 
 PLACES = [
     Place("transcript", "proxy/dialects/stream.py", of_contract("tokens", "cases", "broken_upstreams", "transparency")),
-    Place("tokens", "core/tokens.py", of_contract("cases", "tokens", "continuity", "transitions", "reports")),
+    Place("tokens", "core/tokens.py", of_contract("cases", "tokens", "transitions", "reports")),
     Place(
         "group commit",
         "proxy/gateway/recorder.py",
         of_contract("durability", "control", "redaction", "data"),
     ),
-    Place("returns", "core/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
+    Place("returns", "core/returns.py", (*of_contract("rollouts", "reports"), REFERENCE)),
     Place("strategies", "trainer/credit/strategies.py", (REFERENCE,)),
     Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),
     Place("loss", "trainer/step/losses.py", (REFERENCE,)),
-    Place("publish", "trainer/publish.py", of_contract("training", "resume")),
+    Place("publish", "trainer/publish.py", of_contract("training", "durability")),
     Place("limits", "proxy/access/limits.py", (*of_contract("tenants"), "tests/proxy/access/test_keys.py")),
 ]
 

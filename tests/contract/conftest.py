@@ -6,8 +6,9 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
-from contract.scripted import Scripted, scripted_twice
+from contract.scripted import Scripted, scripted
 from contract.system import Proxy, in_this_process
 
 
@@ -21,8 +22,11 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Scripted]]:
     """Two proxies on one store, in front of one scripted server."""
-    with scripted_twice(tmp_path_factory.mktemp("models")) as both:
-        yield both
+    with scripted(tmp_path_factory.mktemp("one")) as one:
+        config = yaml.safe_load(one.proxy.config.read_text())
+        same = {section: config[section] for section in ("store", "upstreams")}
+        with in_this_process(tmp_path_factory.mktemp("other"), **same) as other:
+            yield [one, Scripted(other, one.server)]
 
 
 @pytest.fixture(scope="module")

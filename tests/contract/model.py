@@ -6,21 +6,29 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from aiohttp import web
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from contract.system import Answer, Proxy
+from contract.system import Answer, Proxy, in_this_process
 from contract.vllm import PlayedVllm
 from support.models import VOCABULARY
 
 Json = dict[str, Any]
+GROUP = 4
+TRAINER: Json = {
+    "group_size": GROUP, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32", "threads": 1,
+    "max_staleness": 1000,
+}  # fmt: skip
 
 
 class Faulty(Enum):
@@ -32,7 +40,6 @@ class Faulty(Enum):
 
 
 def fingerprint(model: Any) -> str:
-    """Return what names its weights."""
     return sha256(b"".join(weight.numpy().tobytes() for weight in model.state_dict().values())).hexdigest()
 
 
@@ -103,9 +110,8 @@ class ModelVllm(PlayedVllm):
         prompt = [0, *(token for message in body["messages"] for token in _tokens(message))]
         heat = body.get("temperature", 1.0)
         ids, logprobs = self._sample(body["model"], prompt, body.get("max_tokens") or 4, heat)
-        content = [
-            {"token": f"w{i}", "logprob": value, "top_logprobs": []} for i, value in zip(ids, logprobs, strict=True)
-        ]
+        both = zip(ids, logprobs, strict=True)
+        content = [{"token": f"w{i}", "logprob": value, "top_logprobs": []} for i, value in both]
         message = {"role": "assistant", "content": " ".join(f"w{i}" for i in ids)}
         choice = {"index": 0, "message": message, "finish_reason": "length", "token_ids": ids}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
@@ -132,15 +138,37 @@ def _tokens(message: Json) -> list[int]:
     return [2 + ord(letter) % (VOCABULARY - 2) for letter in text]
 
 
-GROUP = 4
-TRAINER: Json = {
-    "group_size": GROUP, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32", "threads": 1,
-    "max_staleness": 1000,
-}  # fmt: skip
+@contextmanager
+def learning(directory: Path, base: Path, publish: str, *, trainer: Json = TRAINER, **policy: Any) -> Iterator[Proxy]:
+    sections = {"policy": {"model": str(base), "publish": publish} | policy, "trainer": trainer}
+    with in_this_process(directory, ModelVllm(base), **sections) as proxy:
+        yield proxy
+
+
+class Agents:
+    """Agents that ask without a pause, in a block; `renewed`: ten times a second, each time in a new rollout."""
+
+    def __init__(self, proxy: Proxy, *names: str, renewed: bool = False) -> None:
+        self.proxy, self.renewed, self.stopped, self.statuses = proxy, renewed, threading.Event(), list[int]()
+        self.threads = [threading.Thread(target=self._work, args=[name]) for name in names]
+
+    def _work(self, name: str) -> None:
+        while not self.stopped.wait(0.1 * self.renewed):
+            rollout = f"{name}-{len(self.statuses)}" if self.renewed else name
+            self.statuses.append(ask(self.proxy, rollout, name, mode="eval").status)
+
+    def __enter__(self) -> Self:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join()
 
 
 def ask(proxy: Proxy, name: str, task: str, mode: str = "train", tokens: int = 6, **fields: Any) -> Answer:
-    """Ask the policy in a rollout of a task."""
     body = {"model": "policy", "messages": [{"role": "user", "content": task}], "max_tokens": tokens, **fields}
     return proxy.post(f"/rollouts/{name}/tasks/{task}/v1/chat/completions", body, X_Rollout_Mode=mode)
 
@@ -154,7 +182,7 @@ def play(proxy: Proxy, prefix: str, tasks: int = 2, mode: str = "train", tokens:
             assert ask(proxy, name, f"{prefix}-{task}", mode, tokens, **fields).status == 200
             (call,) = proxy.rollout(name)["calls"]
             even = sum(token % 2 == 0 for token in call["response_token_ids"]) / tokens
-            assert proxy.post("/reward", {"rollout_id": name, "reward": even + sibling / 100}).status == 200
+            proxy.reward(name, even + sibling / 100)
     return names
 
 

@@ -1,15 +1,22 @@
-"""Raw connections to a proxy, and an upstream that tells what reached it."""
+"""Raw connections to a proxy, an upstream that tells what reached it, and one that answers with any bytes."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
+import socketserver
+import threading
 import zlib
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from aiohttp import web
+
+Connection = socket.socket
+Answer = Callable[[Connection, bytes], bool | None]  # of a request; True: the connection stays open
 
 try:
     zstd: Any = import_module("compression.zstd")
@@ -51,6 +58,51 @@ class Upstream:
         if self.breaks and request.transport is not None:
             request.transport.abort()
         return response
+
+
+class RawServer(socketserver.ThreadingTCPServer):
+    """Reads requests and leaves the bytes of the answer to `answer`."""
+
+    daemon_threads = True
+    answer: Answer
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.asked: list[bytes] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with suppress(OSError):
+            while asked := _read_request(request):
+                self.asked.append(asked)
+                if not self.answer(request, asked):
+                    return
+
+
+def _read_request(one: Connection) -> bytes:
+    data = b""
+    while not (head := re.search(rb"(?is)content-length: (\d+).*?\r\n\r\n", data)) or len(data) - head.end() < int(
+        head[1]
+    ):
+        if not (piece := one.recv(2**20)):
+            return b""
+        data += piece
+    return data
+
+
+@contextmanager
+def serving_raw(answer: Answer = lambda *_: None) -> Iterator[RawServer]:
+    with RawServer() as server:
+        server.answer = answer  # type: ignore[method-assign]
+        thread = threading.Thread(target=server.serve_forever, args=[0.05])
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def sends(*pieces: bytes) -> Answer:
+    return lambda one, _: one.sendall(b"".join(pieces))
 
 
 def connect(url: str, receive_buffer: int = 2**16) -> socket.socket:

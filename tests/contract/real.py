@@ -7,13 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.system import Process, Served, free_port, write_config
+from contract.system import Process, Served, free_port, ok, write_config
 from support.models import TEMPLATE
 from support.paths import has
 
@@ -48,14 +47,10 @@ post(os.environ["LIGHTNING_URL"] + "/reward", reward)
 
 
 class System(Served):
-    """`lightning-proxy up` on free ports, in a directory of its own."""
-
     def __init__(
-        self, directory: Path, model: Path, publish: str, *, others: Callable[[int], list[Json]] = lambda _: [],
-        policy: Json | None = None, trainer: Json | None = None, vllm: Json | None = None,
-        evaluation: Json | None = None,
+        self, directory: Path, model: Path, publish: str, *, others: Callable[[int], list[Json]] = lambda port: [],
+        policy: Json | None = None, trainer: Json | None = None, vllm: Json | None = None, **sections: Json,
     ) -> None:  # fmt: skip
-        """`others`: further upstreams, by the port of vLLM."""
         self.port, self.vllm_port = free_port(), free_port()
         server = Process(directory, "up", "--logs", str(directory / "logs"))
         super().__init__(f"http://127.0.0.1:{self.port}", directory, server=server)
@@ -69,11 +64,11 @@ class System(Served):
                 "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 5e-3, "report_to": [],
                 "group_timeout_s": 30, "collapse": {"action": "warn"},  # so large a rate moves far in a step
             } | (trainer or {}),
-            **({"evaluation": evaluation} if evaluation else {}),
+            **sections,
         )  # fmt: skip
 
-    def start(self, **environment: str) -> None:
-        self.server.start(**environment)
+    def start(self) -> None:
+        self.server.start()
         self.wait_for("/readyz", 480)
 
     def stop(self) -> None:
@@ -88,22 +83,12 @@ class System(Served):
         tasks.write_text("\n".join(map(json.dumps, lines)))
         return self.run_program(agent, tasks, *LIGHT, "--mode", mode)
 
-    def run_program(self, agent: Path, tasks: Path, *options: str) -> Json:
-        """What `lightning-proxy run` says in the end."""
-        done = self.process(
-            "run", "--tasks", tasks, "--group-size", str(GROUP), "--json", "--concurrency", "16", *options, "--",
-            sys.executable, agent, seconds=800,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        summary: Json = done.json
-        return summary
+    def run_program(self, agent: Path, tasks: Path, *options: str) -> Any:
+        options = ("--tasks", str(tasks), "--group-size", str(GROUP), "--json", "--concurrency", "16", *options)
+        return ok(self.process("run", *options, "--", sys.executable, agent, seconds=800)).json
 
     def waiting(self) -> list[Json]:
-        """Rollouts that have ended and wait for the end of their step.
-
-        What a step publishes is verified while others ask, and vLLM on a CPU mixes an adapter with the base model in
-        one batch.
-        """
+        """Rollouts that have ended and wait for the end of their step: vLLM on a CPU mixes adapters in a batch."""
         last = self.get("/policy")["last_step"] or {"step": 0, "metrics": {"publish_s": 0.0}}
         done = last["step"] if "publish_s" in last["metrics"] else last["step"] - 1
         found = self.get("/rollouts?limit=1000&mode=train")["data"]
@@ -111,7 +96,6 @@ class System(Served):
         return [r for r in ended if r["step"] is None or r["step"] > done]
 
     def live(self) -> Json:
-        """The version that answers new rollouts."""
         number = self.get("/policy")["live_version"]
         return next(v for v in self.get("/policy/versions")["data"] if v["version"] == number)
 
@@ -131,38 +115,31 @@ def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def merged(speller: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with _running("merged", speller, tmp_path_factory.mktemp("merged")) as system:
-        yield system
+    yield from _running("merged", speller, tmp_path_factory.mktemp("merged"))
 
 
 @pytest.fixture(scope="session")
 def lora(speller: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with _running("lora", speller, tmp_path_factory.mktemp("lora")) as system:
-        yield system
+    yield from _running("lora", speller, tmp_path_factory.mktemp("lora"))
 
 
-@contextmanager
 def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
     template = directory / "template.jinja"
     template.write_text(TEMPLATE.strip())
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
-    evaluation = _evaluation(directory) if publish == "merged" and has("evaluation") else None
-    others: Callable[[int], list[Json]] = _through_litellm if has("litellm") else lambda _: []
-    vllm = {"max_model_len": 1024, "extra_args": tools}
-    system = System(directory, model, publish, vllm=vllm, evaluation=evaluation, others=others)
+    more: Json = {"others": _through_litellm} if has("litellm") else {}
+    if publish == "merged" and has("evaluation"):  # of new versions, between steps
+        agent, held_out = directory / "evaluated.py", directory / "held_out.jsonl"
+        agent.write_text(AGENT)
+        held_out.write_text("\n".join(json.dumps({"prompt": letter * 3}) for letter in "wxyz"))
+        command = f"{sys.executable} {agent}"
+        more["evaluation"] = {"tasks": str(held_out), "command": command, "every_steps": 2, "samples": 2}
+    system = System(directory, model, publish, vllm={"max_model_len": 1024, "extra_args": tools}, **more)
     try:
         system.start()
         yield system
     finally:
         system.stop()
-
-
-def _evaluation(directory: Path) -> Json:
-    """What new versions are evaluated with between steps."""
-    agent, tasks = directory / "evaluated.py", directory / "held_out.jsonl"
-    agent.write_text(AGENT)
-    tasks.write_text("\n".join(json.dumps({"prompt": letter * 3}) for letter in "wxyz"))
-    return {"tasks": str(tasks), "command": f"{sys.executable} {agent}", "every_steps": 2, "samples": 2}
 
 
 def _through_litellm(vllm_port: int) -> list[Json]:

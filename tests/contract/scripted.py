@@ -8,14 +8,13 @@ import itertools
 import json
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 from aiohttp import web
 
 from contract.system import Answer, Proxy, in_this_process
@@ -24,11 +23,9 @@ from contract.vllm import PlayedVllm
 Json = dict[str, Any]
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 ASKED: dict[str, Json] = {  # the smallest request of each dialect
-    CHAT: {"messages": [{"role": "user", "content": "go"}]},
-    COMPLETIONS: {"prompt": "go"},
+    CHAT: {"messages": [{"role": "user", "content": "go"}]}, COMPLETIONS: {"prompt": "go"}, RESPONSES: {"input": "go"},
     MESSAGES: {"messages": [{"role": "user", "content": "go"}], "max_tokens": 9},
-    RESPONSES: {"input": "go"},
-}
+}  # fmt: skip
 CASES = Path(__file__).parents[1] / "cases"
 
 
@@ -54,17 +51,14 @@ def told(call_id: str | None, text: str, **more: Any) -> Json:
 
 @dataclass
 class Wire:
-    """An answer as it goes over the wire: each piece in a packet of its own.
-
-    The last one waits for `gate`; `was_held` says that it waited in vain.
-    """
+    """An answer as it goes over the wire: each piece in a packet of its own."""
 
     pieces: list[bytes]
     content_type: str | None = "text/event-stream"
     status: int = 200
     breaks: bool = False  # after the last piece
-    gate: threading.Event | None = None
-    was_held: bool = field(default=False, init=False)
+    gate: threading.Event | None = None  # what the last piece waits for
+    was_held: bool = field(default=False, init=False)  # it waited in vain
 
 
 def sampled(message: Json, prompt: list[int], ids: list[int]) -> Wire:
@@ -79,8 +73,7 @@ def sampled(message: Json, prompt: list[int], ids: list[int]) -> Wire:
 class ScriptedVllm(PlayedVllm):
     """Answers what is written for the request's header X-Script: a `Wire`, an error's status, or an answer's content.
 
-    That is a message (chat), a text (completions), the blocks of Messages, or the items of Responses' output; or a
-    function of the request that says so; it may be a coroutine's.
+    That is a message, a text (completions), blocks (Messages), items (Responses), or a function that says so.
     """
 
     def __init__(self, root: Path) -> None:
@@ -179,11 +172,8 @@ class Scripted:
         The answer's gate opens once `until` has come, or its first byte.
         """
         got = b""
-        with self.script(wire) as scripted, ExitStack() as stack:
-            headers = {"X-Script": scripted["X_Script"]}
-            answer = stack.enter_context(
-                self.proxy.client.stream(method, self.proxy.url + path, json=body, headers=headers)
-            )
+        ask, url = self.proxy.client.stream, self.proxy.url + path
+        with self.script(wire) as named, ask(method, url, json=body, headers={"X-Script": named["X_Script"]}) as answer:
             try:
                 for piece in answer.iter_raw():
                     got += piece
@@ -200,20 +190,17 @@ class Scripted:
             self.ask(CHAT, {"messages": messages}, answer, X_Rollout_Id=rollout, **named)
         return results_of(self.proxy.rollout(rollout))
 
-    def rollouts(self, turns: list[Any], key: str = "same") -> list[str]:
+    def rollouts(self, turns: list[Any], key: str) -> list[str]:
         """Ask [path, request, answer] one after the other, unnamed; return the rollouts of the recorded ones."""
-        found = [
-            self.ask(path, request, answer, Authorization=f"Bearer {key}").headers.get("x-rollout-id")
-            for path, request, answer in turns
-        ]
+        found = [self.ask(*turn, Authorization=f"Bearer {key}").headers.get("x-rollout-id") for turn in turns]
         return [rollout for rollout in found if rollout]
 
 
-def together(count: int, after_s: float = 0.0) -> Callable[[Any], Callable[[Json], Awaitable[Any]]]:
+def together(count: int, after_s: float = 0.0) -> Callable[[Any], Any]:
     """Return what holds an answer back until `count` requests are there, and `after_s` seconds longer."""
     barrier = asyncio.Barrier(count)
 
-    def answered(answer: Any) -> Callable[[Json], Awaitable[Any]]:
+    def answered(answer: Any) -> Any:
         async def script(_: Json) -> Any:
             await barrier.wait()
             await asyncio.sleep(after_s)
@@ -234,15 +221,3 @@ def scripted(directory: Path, **sections: Any) -> Iterator[Scripted]:
     server = ScriptedVllm(directory)
     with in_this_process(directory, server, **{"upstreams": upstreams} | sections) as proxy:
         yield Scripted(proxy, server)
-
-
-@contextmanager
-def scripted_twice(directory: Path) -> Iterator[list[Scripted]]:
-    """Two proxies in front of one server, on one store."""
-    for name in ("one", "other"):
-        (directory / name).mkdir()
-    with scripted(directory / "one") as one:
-        config = yaml.safe_load(one.proxy.config.read_text())
-        same = {name: config[name] for name in ("store", "upstreams")}
-        with in_this_process(directory / "other", **same) as other:
-            yield [one, Scripted(other, one.server)]

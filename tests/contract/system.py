@@ -1,8 +1,7 @@
 """Starts the product for the tests of this folder, and is the only file here that imports it.
 
 `in_this_process`: the app behind a real server, in a thread (0.3 s to start). `served`: `serve` as a process, to be
-killed and started again. `up`: the whole system as a user starts it, with a real vLLM. Everything else that a test
-does goes through HTTP, the command line, files, environment variables and `lightning_proxy.client`.
+killed and started again. Everything else goes through HTTP, the command line, files and environment variables.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ CHANGES = {"open", "os.rename", "os.remove", "shutil.rmtree"}  # audit events
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a request, whole."""
-
     status: int
     headers: httpx.Headers
     body: bytes
@@ -60,9 +57,17 @@ class Answer:
         return json.loads(self.body or b"null")
 
     @property
-    def error(self) -> Json:
-        error: Json = self.json["error"]
-        return error
+    def error(self) -> Any:
+        return self.json["error"]
+
+
+def ok(done: Done) -> Done:
+    assert done.returncode == 0, done
+    return done
+
+
+def client() -> httpx.Client:
+    return httpx.Client(timeout=60, trust_env=False)
 
 
 @dataclass
@@ -71,8 +76,8 @@ class Proxy:
 
     url: str
     directory: Path
-    vllm: PlayedVllm | None = None
-    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60, trust_env=False))
+    vllm: Any = None
+    client: httpx.Client = field(default_factory=client)
 
     @property
     def config(self) -> Path:
@@ -104,35 +109,28 @@ class Proxy:
         prefix = "" if rollout is None else f"/rollouts/{rollout}"
         return self.post(f"{prefix}/v1/chat/completions", body, key)
 
-    def rollout(self, rollout: str, key: str | None = None) -> Json:
-        found: Json = self.get(f"/rollouts/{rollout}?requests=whole", key)
-        return found
+    def reward(self, rollout: str, value: float, key: str | None = None, **more: Any) -> None:
+        answer = self.post("/reward", {"rollout_id": rollout, "reward": value, **more}, key)
+        assert answer.status == 200, answer.body
+
+    def rollout(self, rollout: str, key: str | None = None) -> Any:
+        return self.get(f"/rollouts/{rollout}?requests=whole", key)
 
     def new_key(self, name: str, *options: str) -> str:
         """Make a key with the command line; the proxy knows it within a second."""
-        done = self.run("keys", "create", name, *options)
-        assert done.returncode == 0, done.stderr
-        key = done.stdout.strip()
-
-        def is_known() -> bool:
-            asked = (self.call("GET", "/rollouts", key=one).status for one in (None, key))
-            return next(asked) == 401 and next(asked) == 200
-
-        wait_until(is_known, 30, "the key is known")
+        key = ok(self.run("keys", "create", name, *options)).stdout.strip()
+        wait_until(lambda: self.call("GET", "/rollouts").status == 401, 30, "a key is needed")
+        wait_until(lambda: self.call("GET", "/rollouts", key=key).status == 200, 30, "the key is known")
         return key
 
     def run(self, *arguments: str | Path) -> Done:
         """Run a command of the command line with this proxy's configuration, in its directory, in this process."""
         return lightning("--config", self.config, *arguments, cwd=self.directory)
 
-    def process(
-        self, *arguments: str | Path, stdin: str | None = None, seconds: float = 240, **environment: str
-    ) -> Done:
+    def process(self, *arguments: str | Path, seconds: float = 240) -> Done:
         """Run a command as `run` does, in a process of its own: seconds, for its imports."""
-        done = subprocess.run(
-            [*CLI, "--config", self.config, *map(str, arguments)], cwd=self.directory, input=stdin, timeout=seconds,
-            capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "80"} | environment,
-        )  # fmt: skip
+        argv, env = [*CLI, "--config", self.config, *map(str, arguments)], os.environ | {"COLUMNS": "80"}
+        done = subprocess.run(argv, cwd=self.directory, timeout=seconds, capture_output=True, text=True, env=env)
         return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -151,64 +149,65 @@ def write_config(directory: Path, upstream: str, port: int, **sections: Any) -> 
     (directory / "config.yaml").write_text(yaml.safe_dump(defaults))
 
 
-def configuration(directory: Path) -> Json:
+def configuration(directory: Path) -> Any:
     """Return what the file in a directory, if it is there, and the environment set; all other keys with defaults."""
     file = directory / "config.yaml"
-    found: Json = load_config(file if file.exists() else None).model_dump(mode="json")
-    return found
+    return load_config(file if file.exists() else None).model_dump(mode="json")
+
+
+@contextmanager
+def in_a_thread(server: Any) -> Iterator[str]:
+    """Let a server, an asynchronous context, run in a thread of its own; yields its root URL."""
+    started, ended, url = threading.Event(), threading.Event(), ""
+
+    async def run() -> None:
+        nonlocal url
+        async with server as url:
+            started.set()
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=[run()])
+    thread.start()
+    try:
+        while not started.wait(0.1):
+            assert thread.is_alive(), "it did not start"
+        yield url
+    finally:
+        ended.set()
+        thread.join(60)
+
+
+@asynccontextmanager
+async def running(app: Any, **options: Any) -> AsyncIterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, **options))
+    task = asyncio.create_task(server.serve())
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.config.port}"
+    server.should_exit = True
+    await task
+
+
+@asynccontextmanager
+async def _proxy(directory: Path, vllm: PlayedVllm, sections: Json) -> AsyncIterator[str]:
+    async with listening(vllm.app) as upstream:
+        write_config(directory, f"{upstream}/v1", free_port(), **sections)
+        config = load_config(directory / "config.yaml")
+        async with running(create_app(config), **uvicorn_options(config.proxy)) as url:
+            yield url
 
 
 @contextmanager
 def in_this_process(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> Iterator[Proxy]:
     """Run the app behind a real server, and the played vLLM, in a thread."""
     vllm = vllm or PlayedVllm(directory)
-    started, ended, running = threading.Event(), threading.Event(), Proxy("", directory, vllm)
-
-    async def serve() -> None:
-        async with listening(vllm.app) as upstream:
-            write_config(directory, f"{upstream}/v1", free_port(), **sections)
-            config = load_config(running.config)
-            server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy)))
-            task = asyncio.create_task(server.serve())
-            while not server.started and not task.done():
-                await asyncio.sleep(0.01)
-            running.url = f"http://127.0.0.1:{config.proxy.port}"
-            started.set()
-            await asyncio.to_thread(ended.wait)
-            server.should_exit = True
-            await task
-
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    try:
-        while not started.wait(0.1):
-            assert thread.is_alive(), "the proxy did not start"
-        yield running
-    finally:
-        running.client.close()
-        ended.set()
-        thread.join(60)
+    with in_a_thread(_proxy(directory, vllm, sections)) as url, client() as own:
+        yield Proxy(url, directory, vllm, own)
 
 
-@contextmanager
-def played(server: PlayedVllm | Upstream, port: int = 0) -> Iterator[str]:
+def played(server: PlayedVllm | Upstream, port: int = 0) -> Any:
     """Serve a played upstream in a thread, at any free port unless one is given; yields its root URL."""
-    started, ended, url = threading.Event(), threading.Event(), ""
-
-    async def serve() -> None:
-        nonlocal url
-        async with listening(server.app, port) as url:
-            started.set()
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    try:
-        assert started.wait(30)
-        yield url
-    finally:
-        ended.set()
-        thread.join(30)
+    return in_a_thread(listening(server.app, port))
 
 
 class Process:
@@ -217,14 +216,12 @@ class Process:
     def __init__(self, directory: Path, command: str, *options: str) -> None:
         self.directory, self.argv = directory, [*CLI, "--config", str(directory / "config.yaml"), command, *options]
         self.log = directory / f"{command}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None
 
-    def start(self, **environment: str) -> None:
+    def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.argv, stdout=log, stderr=log, cwd=self.directory, start_new_session=True,
-                env=os.environ | environment,
-            )  # fmt: skip
+            more: Any = {"cwd": self.directory, "start_new_session": True}
+            self.process = subprocess.Popen(self.argv, stdout=log, stderr=log, **more)
 
     @property
     def running(self) -> bool:
@@ -232,7 +229,6 @@ class Process:
 
     def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
         """Send it a signal, and return its exit code. SIGKILL ends all that it started, too."""
-        assert self.process is not None
         with suppress(ProcessLookupError):
             if number is signal.SIGKILL:
                 os.killpg(self.process.pid, number)
@@ -242,10 +238,7 @@ class Process:
 
 
 class Forked:
-    """A command in a process forked from one that has imported everything: a second in place of ten.
-
-    `killed_at`: it kills itself before its nth change of a file of `policy/`.
-    """
+    """A command forked from a process that has imported all; it kills itself before its nth change of `policy/`."""
 
     _forks = multiprocessing.get_context("forkserver")
 
@@ -260,13 +253,8 @@ class Forked:
             self._process.start()
 
     def signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid, number)
-
-    @property
-    def running(self) -> bool:
-        return self._process.is_alive()
+            os.kill(self._process.pid, number)  # type: ignore[arg-type]
 
     def wait(self) -> Done:
         """Its end; of a killed one, -9. All that it said is in `stderr`."""
@@ -301,8 +289,8 @@ class Served(Proxy):
 
     server: Process = None  # type: ignore[assignment]
 
-    def start(self, **environment: str) -> None:
-        self.server.start(**environment)
+    def start(self) -> None:
+        self.server.start()
         self.wait_for("/healthz", 60)
 
     def wait_for(self, path: str, seconds: float) -> None:
@@ -317,7 +305,6 @@ class Served(Proxy):
 
 @contextmanager
 def served(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> Iterator[Served]:
-    """Run `serve` as a process in front of a played vLLM."""
     vllm = vllm or PlayedVllm(directory)
     with played(vllm) as upstream:
         port = free_port()
@@ -352,7 +339,6 @@ def free_port() -> int:
 
 
 def wait_until(condition: Any, seconds: float, what: str) -> None:
-    """Look again and again until it is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

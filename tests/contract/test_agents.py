@@ -3,81 +3,60 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from contract.scripted import CHAT as CHATS
+from contract.scripted import RESPONSES, Json, Scripted, Wire, said, scripted, together, user
 from contract.system import Proxy, in_this_process, played
 from contract.vllm import ANSWER, LOGPROBS, PROMPT, PlayedVllm
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 INJECTED = ("token_ids", "prompt_token_ids", "logprobs")
+Q, DONE = user("What time is it, 0a1b2c3d?"), said("done")
+FIRST = (CHATS, {"messages": [Q]}, said("hello"))
+FOLLOW = (CHATS, {"messages": [Q, said("hello"), user("go on")]}, DONE)
 
 
 def named(proxy: Proxy, path: str = "", key: str | None = None, **headers: str) -> str:
-    """The rollout that a call with this path and these headers belongs to."""
     answer = proxy.post(f"{path}/v1/chat/completions", CHAT, key, **headers)
     assert answer.status == 200, answer.body
     return answer.headers["x-rollout-id"]
 
 
 def test_headers_or_a_url_name_the_rollout_its_task_and_its_agent(proxy: Proxy, name: str) -> None:
-    headers = {"X_Rollout_Id": f"{name}-1", "X_Task_Id": "t1", "X_Agent_Name": "a1", "X_Rollout_Mode": "eval"}
-    assert [named(proxy, **headers), named(proxy, f"/rollouts/{name}-2/tasks/t2/agents/a2")] == [
-        f"{name}-1",
-        f"{name}-2",
+    """For the rollout the header wins, for the rest the URL, piece by piece."""
+    more = {"X_Task_Id": "t-h", "X_Agent_Name": "a-h", "X_Rollout_Mode": "eval"}
+    ways: list[tuple[str, dict[str, str], tuple[str | None, str | None, str]]] = [
+        ("", {"X_Rollout_Id": f"{name}-0"} | more, ("t-h", "a-h", "eval")),
+        (f"/rollouts/{name}-1/tasks/t/agents/a", {}, ("t", "a", "train")),
+        (f"/rollouts/{name}-2/tasks/t", more, ("t", "a-h", "eval")),
+        (f"/rollouts/{name}-3/agents/a", more, ("t-h", "a", "eval")),
+        ("/rollouts/other/tasks/t", {"X_Rollout_Id": f"{name}-4", "X_Agent_Name": "a"}, (None, "a", "train")),
     ]
-    found = [proxy.rollout(f"{name}-{i}") for i in (1, 2)]
-    assert [(one["task_id"], one["calls"][0]["agent"], one["mode"]) for one in found] == [
-        ("t1", "a1", "eval"), ("t2", "a2", "train"),
-    ]  # fmt: skip
+    for i, (path, headers, expected) in enumerate(ways):
+        assert named(proxy, path, **headers) == f"{name}-{i}"
+        found = proxy.rollout(f"{name}-{i}")
+        assert (found["task_id"], found["calls"][0]["agent"], found["mode"]) == expected
 
 
-def test_the_header_wins_over_the_url_and_the_url_over_the_key(proxy: Proxy, name: str) -> None:
-    (opened,) = proxy.post("/rollouts", {"task_id": "t"}).json
-    key = opened["api_key"]
-    assert named(proxy, key=key) == opened["rollout_id"]
-    assert named(proxy, f"/rollouts/{name}") == name
-    assert named(proxy, f"/rollouts/{name}/tasks/t", X_Rollout_Id=f"{name}-h") == f"{name}-h"
-    assert proxy.rollout(f"{name}-h")["task_id"] is None, "of a URL that does not count, nothing does"
-
-
-def test_a_call_without_a_name_continues_the_conversation_that_it_extends_or_opens_a_rollout(proxy: Proxy) -> None:
-    first = [{"role": "user", "content": "one of a kind"}]
-    opened = proxy.chat(None, *first)
-    answer = opened.json["choices"][0]["message"]
-    extended = proxy.chat(None, *first, answer, {"role": "user", "content": "go on"})
-    assert extended.headers["x-rollout-id"] == opened.headers["x-rollout-id"]
-    other = proxy.chat(None, {"role": "user", "content": "another"})
-    assert other.headers["x-rollout-id"] != opened.headers["x-rollout-id"]
-
-
-def test_a_url_wins_piece_by_piece_and_headers_say_what_it_leaves_out(proxy: Proxy, name: str) -> None:
-    headers = {"X_Task_Id": "t-header", "X_Agent_Name": "a-header", "X_Rollout_Mode": "eval"}
-    named(proxy, f"/rollouts/{name}-1/tasks/t-url", **headers)
-    named(proxy, f"/rollouts/{name}-2/agents/a-url", **headers)
-    found = [proxy.rollout(f"{name}-{i}") for i in (1, 2)]
-    assert [(one["task_id"], one["calls"][0]["agent"], one["mode"]) for one in found] == [
-        ("t-url", "a-header", "eval"),
-        ("t-header", "a-url", "eval"),
-    ]
-
-
-def test_an_id_of_other_characters_or_too_long_is_400(proxy: Proxy) -> None:
+def test_an_id_of_other_characters_or_too_long_is_400(proxy: Proxy, name: str) -> None:
     for header in ("X-Rollout-Id", "X-Task-Id", "X-Agent-Name"):
         for wrong in ("", "a b", "é", "x" * 201, "a/b", "'; --"):
             headers = {header.encode(): wrong.encode()}
             answer = proxy.client.post(f"{proxy.url}/v1/chat/completions", json=CHAT, headers=headers)
             assert answer.status_code == 400 and answer.json()["error"]["message"], (header, wrong)
-    for path in ("/rollouts/{}", "/rollouts/r/tasks/{}", "/rollouts/r/agents/{}"):
-        for wrong in ("a%20b", "%C3%A9", "x" * 201):
+    for wrong in ("a%20b", "%C3%A9", "x" * 201):
+        for path in ("/rollouts/{}", "/rollouts/r/tasks/{}", "/rollouts/r/agents/{}"):
             assert proxy.post(f"{path.format(wrong)}/v1/chat/completions", CHAT).status == 400, (path, wrong)
-    name = "aZ09._:-" + "x" * 192
-    assert named(proxy, X_Rollout_Id=name) == name
-
-
-def test_other_urls_name_no_rollout_and_other_modes_are_refused(proxy: Proxy, name: str) -> None:
+        for method, path, body in (("GET", "", None), ("POST", "/end", {"status": "failed"}), ("DELETE", "", None)):
+            answer = proxy.call(method, f"/rollouts/{wrong}{path}", body)
+            assert answer.status == 400 and answer.error["message"], (method, wrong)
+    longest = "aZ09._:-" + "x" * 192
+    assert named(proxy, X_Rollout_Id=longest) == longest
     for path in ("/rollouts/a/b", "/rollouts/r/agents/a/tasks/t", "/rollouts", "/v2"):
         assert proxy.post(f"{path}/v1/chat/completions", CHAT).status == 404, path
     for mode in ("", "test", "EVAL"):
@@ -85,43 +64,32 @@ def test_other_urls_name_no_rollout_and_other_modes_are_refused(proxy: Proxy, na
         assert answer.status == 400 and "train or eval" in answer.error["message"]
 
 
-def test_a_rollouts_key_names_it_wherever_clients_put_it(proxy: Proxy) -> None:
+def test_a_rollouts_key_names_it_wherever_it_is_and_is_not_passed_on(proxy: Proxy, tmp_path: Path) -> None:
     for header in ("Authorization", "X_Api_Key", "Api_Key"):
         (opened,) = proxy.post("/rollouts", {}).json
         value = f"Bearer {opened['api_key']}" if header == "Authorization" else opened["api_key"]
         assert named(proxy, **{header: value}) == opened["rollout_id"]
-        assert proxy.vllm is not None
         assert opened["api_key"] not in json.dumps(proxy.vllm.requests[-1]), "it is not passed on"
-
-
-def test_every_recorded_answer_names_rollout_call_and_version(proxy: Proxy, name: str) -> None:
-    answer = proxy.chat(name)
-    (call,) = proxy.rollout(name)["calls"]
-    told = [answer.headers[header] for header in ("x-rollout-id", "x-call-id", "x-policy-version")]
-    assert told == [name, call["call_id"], "0"]
+    with in_this_process(tmp_path, proxy={"api_keys": ["ours"]}) as keyed:
+        assert keyed.chat("r1", key="ours").status == 200
+        assert "ours" not in json.dumps(keyed.vllm.requests[-1]["headers"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_proxy_asked_for_on_top_is_taken_out_again(proxy: Proxy, name: str, stream: bool) -> None:
-    body = proxy.chat(name, stream=stream).body
-    assert not [word for word in INJECTED if f'"{word}": [' in body.decode() or f'"{word}":[' in body.decode()], body
-    assert proxy.vllm is not None
+    body = proxy.chat(name, stream=stream).body.decode()
+    assert not [word for word in INJECTED if f'"{word}": [' in body or f'"{word}":[' in body], body
     asked = proxy.vllm.requests[-1]
     assert (asked["return_token_ids"], asked["logprobs"]) == (True, True)
     (call,) = proxy.rollout(name)["calls"]
     assert (call["prompt_token_ids"], call["response_token_ids"], call["logprobs"]) == (PROMPT, ANSWER, LOGPROBS)
     assert call["trainable"] and call["usage"]["completion_tokens"] == len(ANSWER)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_the_agent_asked_for_itself_stays(proxy: Proxy, name: str, stream: bool) -> None:
     options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     body = proxy.chat(name, stream=stream, logprobs=True, return_token_ids=True, **options).body.decode()
     assert [word for word in (*INJECTED, "usage") if f'"{word}"' not in body] == []
 
 
 def test_frames_of_a_stream_arrive_when_they_are_sent(proxy: Proxy, name: str) -> None:
-    assert proxy.vllm is not None
     proxy.vllm.delay_s = 0.2
     events: list[str] = []
     try:
@@ -137,23 +105,30 @@ def test_frames_of_a_stream_arrive_when_they_are_sent(proxy: Proxy, name: str) -
     assert events[-1] == "data: [DONE]" and len(events) == 4
 
 
-def test_recording_off_keeps_a_call_out_of_the_record_and_only_keeps_it_from_training(proxy: Proxy, name: str) -> None:
+def test_an_answer_names_rollout_call_and_version_unless_its_recording_is_off(proxy: Proxy, name: str) -> None:
     answer = proxy.post(f"/rollouts/{name}/v1/chat/completions", CHAT, X_Recording="off")
     assert answer.status == 200 and proxy.call("GET", f"/rollouts/{name}").status == 404
     proxy.post(f"/rollouts/{name}/v1/chat/completions", CHAT, X_Recording="only")
     (call,) = proxy.rollout(name)["calls"]
     assert (call["status"], call["trainable"]) == ("ok", False) and call["untrainable_reason"]
+    answer = proxy.chat(f"{name}-on")
+    (call,) = proxy.rollout(f"{name}-on")["calls"]
+    told = [answer.headers[header] for header in ("x-rollout-id", "x-call-id", "x-policy-version")]
+    assert told == [f"{name}-on", call["call_id"], "0"]
     (opened,) = proxy.post("/rollouts", {}).json
     refused = proxy.post("/v1/chat/completions", CHAT, opened["api_key"], X_Recording="off")
     assert refused.status == 403, "a rollout's own key leaves nothing out"
 
 
-def test_the_policys_alias_can_have_another_name(tmp_path: Path) -> None:
+def test_the_alias_is_listed_looked_up_and_named_in_any_route_and_can_have_another_name(tmp_path: Path) -> None:
     with in_this_process(tmp_path, policy={"alias": "mine"}) as proxy:
-        assert {model["id"] for model in proxy.get("/v1/models")["data"]} == {"base", "mine"}
+        assert [model["id"] for model in proxy.get("/v1/models")["data"]] == ["base", "mine"]
+        assert proxy.get("/v1/models/mine")["id"] == "mine"
+        rendered = proxy.post("/v1/chat/completions/render", {"model": "mine", "messages": [], "max_tokens": 3}).json
+        assert rendered["sampling_params"] == {"max_tokens": 3}
         answer = proxy.post("/v1/chat/completions", CHAT | {"model": "mine"})
         assert (answer.status, answer.headers["x-policy-version"]) == (200, "0")
-        assert proxy.vllm is not None and proxy.vllm.requests[-1]["model"] == "base"
+        assert proxy.vllm.requests[-1]["model"] == "base"
 
 
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
@@ -179,23 +154,65 @@ def test_an_upstream_without_a_key_of_its_own_gets_the_agents(tmp_path: Path) ->
         one = {"kind": "openai", "base_url": f"{url}/v1", "model_map": {"policy": "base"}}
         upstreams = [one | {"name": "policy"}, one | {"name": "own", "api_key": "upstreams", "models": ["base"]}]
         with in_this_process(tmp_path, upstreams=upstreams) as proxy:
-            for model, sent, passed in (
-                ("policy", "agents-own", "Bearer agents-own"),
-                ("base", "agents-own", "Bearer upstreams"),
-                ("base", None, "Bearer upstreams"),
-            ):
-                answer = proxy.post("/rollouts/r1/v1/chat/completions", CHAT | {"model": model}, sent)
+            for model, sent, passed in (("policy", "agents-own", "agents-own"), ("base", "agents-own", "upstreams"),
+                                        ("base", None, "upstreams")):  # fmt: skip
+                answer = proxy.post("/v1/chat/completions", CHAT | {"model": model}, sent, X_Rollout_Id="r1")
                 headers = {name.lower(): value for name, value in vllm.requests[-1]["headers"].items()}
-                assert (answer.status, headers["authorization"]) == (200, passed)
+                assert (answer.status, headers["authorization"]) == (200, f"Bearer {passed}")
                 shown = json.dumps(proxy.rollout("r1")) + json.dumps(proxy.get("/status")) + answer.body.decode()
                 assert "upstreams" not in shown and "agents-own" not in shown
+                assert not [header for header in headers if header.startswith("x-rollout")]
     kept = b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))
     assert b"agents-own" not in kept and b"Bearer" not in kept
 
 
-def test_our_headers_and_keys_are_not_passed_on(tmp_path: Path) -> None:
-    with in_this_process(tmp_path, proxy={"api_keys": ["ours"]}) as proxy:
-        assert proxy.chat("r1", key="ours").status == 200
-        assert proxy.vllm is not None
-        headers = {name.lower(): value for name, value in proxy.vllm.requests[-1]["headers"].items()}
-        assert "ours" not in json.dumps(headers) and not [h for h in headers if h.startswith("x-rollout")]
+def rollout_of(model: Scripted, key: str, path: str, body: Json, answer: Any, **more: str) -> str:
+    """The rollout of a call without a name; conversations are looked for within one key."""
+    return model.ask(path, body, answer, Authorization=f"Bearer {key}", **more).headers["x-rollout-id"]
+
+
+def test_conversations_of_other_keys_tasks_and_modes_do_not_mix(model: Scripted, name: str) -> None:
+    others: list[tuple[str, Json]] = [
+        ("a", {}), ("a", {"X_Task_Id": "u"}), ("a", {"X_Rollout_Mode": "eval"}), ("b", {}),
+    ]  # fmt: skip
+    first, follow = (
+        [rollout_of(model, name + key, *turn, **{"X_Task_Id": "t"} | more) for key, more in others]
+        for turn in (FIRST, FOLLOW)
+    )
+    assert first == follow and len({*first}) == 4
+
+
+def test_a_response_is_known_by_its_id_and_by_its_conversation(model: Scripted, name: str) -> None:
+    named = {"Authorization": f"Bearer {name}"}
+    noon = {"type": "message", "id": "m_1", "role": "assistant", "content": [{"type": "output_text", "text": "noon"}]}
+    first = model.ask(RESPONSES, {"input": [Q]}, [noon], **named)
+    body = {"id": "resp_x", "status": "completed", "conversation": {"id": "conv_1"}, "output": []}
+    for more in (
+        {"previous_response_id": first.json["id"]}, {"conversation": "conv_1"}, {"conversation": {"id": "conv_1"}},
+    ):  # fmt: skip
+        answer = Wire([json.dumps(body).encode()], "application/json")
+        found = model.ask(RESPONSES, {"input": "more"} | more, answer, **named)
+        assert found.headers["x-rollout-id"] == first.headers["x-rollout-id"], more
+
+
+def test_a_retry_of_a_first_request_goes_where_it_failed(model: Scripted, name: str) -> None:
+    """Several agents ask the same at the same moment; two of them are refused, and their clients ask again."""
+    path, body, _ = FIRST
+    first, second, retry = together(4), together(2), {"x_stainless_retry_count": "1"}
+    with ThreadPoolExecutor(4) as pool:
+        answers = [first(answer) for answer in (DONE, 503, 503, DONE)]
+        found = list(pool.map(lambda answer: rollout_of(model, name, path, body, answer), answers))
+        again = list(pool.map(lambda _: rollout_of(model, name, path, body, second(DONE), **retry), range(2)))
+    assert len({*found}) == 4 and {*again} == {*found[1:3]}
+
+
+def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, models: list[Scripted], name: str) -> None:
+    found = set()
+    for turn in (FIRST, FOLLOW):
+        with scripted(tmp_path) as one:
+            found.add(rollout_of(one, name, *turn))
+    assert len(found) == 1
+    first = [rollout_of(models[0], name, *FIRST) for _ in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        follow = pool.map(lambda i: rollout_of(models[i % 2], name, *FOLLOW), range(16))
+    assert sorted(follow) == sorted(first), "never both with the same one"

@@ -1,7 +1,7 @@
 """What an attacker sends over raw sockets, and what a bad upstream answers.
 
-None of it may be more than one request, or another one, than was checked; and the upstream's key, which the proxy alone
-knows, may be nowhere.
+None of it may be more than one request, or another one, than was checked, or reach an operator's route; and the
+upstream's key, which the proxy alone knows, may be nowhere.
 """
 
 from __future__ import annotations
@@ -9,50 +9,28 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import socketserver
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
-from contract.raw import HOST, Upstream, send, statuses
-from contract.system import Proxy, in_this_process, played
+from contract.raw import HOST, Upstream, send, sends, serving_raw, statuses
+from contract.system import Proxy, free_port, in_a_thread, in_this_process, played, running
+from support.fuzzing import METHODS, spellings
 
 KEY = "sk-upstream-5c1dD0nTl3akM3pl34s3"
 MASK = "*" * len(KEY)
 SECRET = "sk-proj-Zx81kQpLmN0vBt7RyWc3HdJf5GsA2eUo9Ii6"
+HEAD = b"HTTP/1.1 200 OK\r\n"
 BODY = b'{"model":"m","messages":[]}'
-TYPE = b"Content-Type: application/json\r\n"
+AS_JSON = HOST + b"Content-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(BODY) + BODY
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
-POST = b"POST /v1/embeddings HTTP/1.1\r\n" + HOST + TYPE
+POST = b"POST /v1/embeddings HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
 CHAT = POST.replace(b"embeddings", b"chat/completions")
 SMUGGLED = b"GET /v1/smuggled HTTP/1.1\r\n" + HOST + b"\r\n"
 CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
-AS_STREAM = b'{"model": "m", "stream": true, "messages": []}'
-
-
-@pytest.fixture(scope="module")
-def upstream() -> Upstream:
-    return Upstream()
-
-
-@pytest.fixture(scope="module")
-def proxy(upstream: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    with played(upstream) as url, in_front(tmp_path_factory.mktemp("attacks"), f"{url}/v1") as one:
-        yield one
-
-
-def in_front(directory: Path, url: str):  # type: ignore[no-untyped-def]
-    known = {"name": "u", "kind": "openai", "base_url": url, "api_key": KEY}
-    return in_this_process(directory, upstreams=[known], recording={"redact": {"secrets": True}})
-
-
-@pytest.fixture(autouse=True)
-def as_new(upstream: Upstream) -> None:
-    upstream.reset()
-
-
 AMBIGUOUS = {
     "CL.TE": LENGTH + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "TE.CL": b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n27\r\n" + SMUGGLED + b"\r\n0\r\n\r\n",
@@ -75,6 +53,48 @@ AMBIGUOUS = {
     "a chunk's size in 0x": b"Transfer-Encoding: chunked\r\n\r\n0x1b\r\n" + BODY + b"\r\n0\r\n\r\n",
     "a chunk's extension with LF": b"Transfer-Encoding: chunked\r\n\r\n1b;\n" + BODY + b"\r\n0\r\n\r\n",
 }
+STRANGERS = rb"""
+evil.example 127.0.0.1.evil.example 127.0.0.1@evil.example evil.example@127.0.0.1 localhost:80@evil.example
+127.0.0.1:80/x 127.0.0.1\@evil.example 127.0.0.1#@evil.example 127.0.0.1?evil.example 127.1 2130706433 0.0.0.0
+localhost.evil.example evil.localhost localhost. [::] [::ffff:8.8.8.8] 127.0.0.1,evil.example
+""".split()
+ECHO = json.dumps({"error": {"message": f"Incorrect API key provided: {KEY}.", "headers": [f"Bearer {KEY}"] * 2}})
+PARTS = [f"key {KEY}", SECRET[:20], SECRET[20:]]
+DELTAS = [{"id": "c", "choices": [{"index": 0, "delta": {"content": text}}]} for text in PARTS]
+STREAM = "".join(f"data: {json.dumps(delta)}\n\n" for delta in DELTAS) + "data: [DONE]\n\n"
+HIDDEN = rb"""
+/v1/load_lora_adapter /v1/../v1/load_lora_adapter /v1/./load_lora_adapter /v1/x/../load_lora_adapter
+/v1/%2e%2e/pause /v1/%2E%2E%2Fpause /v1/..%2fpause /v1/%252e%252e/pause /v1/%25252e%25252e/pause /v1/%2525252e./x
+/v1%2fload_lora_adapter /v1/x%2f..%2fload_lora_adapter /v1/load_lora_adapter; /v1/load_lora_adapter;a=b
+/v1/;/load_lora_adapter /v1/load_lora_adapter%20 /v1/load_lora_adapter%09 /v1/load_lora_adapter%00
+/v1/load_lora_adapter%0a /v1/LOAD_lora_adapter/ /v1/load_lora_adapter?x /v1/load_lora_adapter#x
+/v1/%6coad_lora_adapter /v1/%256coad_lora_adapter /v1/%25256coad_lora_adapter /v1/load_lora_adapter/x
+/v1\load_lora_adapter /v1/%5cload_lora_adapter /v1/x\..\load_lora_adapter //v1/load_lora_adapter
+/v1//load_lora_adapter /v1/unload_lora_adapter /rollouts/a/v1/load_lora_adapter /rollouts/../v1/load_lora_adapter
+/rollouts/a/tasks/b/agents/c/v1/../../pause /V1/load_lora_adapter /V1/files /v1 /pause /collective_rpc /is_paused
+http://127.0.0.1/v1/load_lora_adapter https://evil.example:443/v1/load_lora_adapter http://evil.example/ * v1/files ?x
+/rollouts/a%2Fb/v1/models /v1/a%0db /v1/.%2Fload_lora_adapter /rollouts/a%0d%0aX-Evil:1/v1/files
+/rollouts/a/tasks/b%0aX-Evil:1/v1/files
+""".split()
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with played(upstream := Upstream()) as url, in_front(tmp_path_factory.mktemp("attacks"), f"{url}/v1") as one:
+        one.vllm = upstream
+        yield one
+
+
+@pytest.fixture
+def upstream(proxy: Proxy) -> Upstream:
+    """What is behind the proxy, as new."""
+    proxy.vllm.reset()
+    return proxy.vllm
+
+
+def in_front(directory: Path, url: str):  # type: ignore[no-untyped-def]
+    known = {"name": "u", "kind": "openai", "base_url": url, "api_key": KEY}
+    return in_this_process(directory, upstreams=[known], recording={"redact": {"secrets": True}})
 
 
 def test_what_could_be_read_in_two_ways_is_refused(proxy: Proxy, upstream: Upstream) -> None:
@@ -90,15 +110,12 @@ def test_what_could_be_read_in_two_ways_is_refused(proxy: Proxy, upstream: Upstr
         assert statuses(answers) in ([400], []) and upstream.seen == []
 
 
-def test_what_is_chunked_arrives_as_one_body_of_one_length(proxy: Proxy, upstream: Upstream) -> None:
+def test_chunks_arrive_as_one_body_and_trailers_are_no_headers(proxy: Proxy, upstream: Upstream) -> None:
     one = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     data = one + CHUNKED + one + b"1b;a=b\r\n" + BODY + b"\r\n0\r\n\r\n"
     assert statuses(send(proxy.url, data, answers=2)) == [200, 200]
     for seen in upstream.seen:
         assert (seen.body, seen.headers["content-length"]) == (BODY, "27") and "transfer-encoding" not in seen.headers
-
-
-def test_trailers_are_no_headers(proxy: Proxy, upstream: Upstream) -> None:
     trailers = b"X-Rollout-Id: evil\r\nX-Evil: 1\r\nAuthorization: Bearer evil\r\n\r\n"
     for piece in (b"", b"\r\n"):
         data = CHAT + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED.removesuffix(b"\r\n") + trailers + piece
@@ -117,37 +134,36 @@ def test_a_request_that_asks_for_an_upgrade_is_answered_without_one(proxy: Proxy
     assert all(not {"upgrade", "connection", "http2-settings"} & seen.headers.keys() for seen in upstream.seen)
 
 
-STRANGERS = rb"""
-evil.example 127.0.0.1.evil.example 127.0.0.1@evil.example evil.example@127.0.0.1 localhost:80@evil.example
-127.0.0.1:80/x 127.0.0.1\@evil.example 127.0.0.1#@evil.example 127.0.0.1?evil.example 127.1 2130706433 0.0.0.0
-localhost.evil.example evil.localhost localhost. [::] [::ffff:8.8.8.8] 127.0.0.1,evil.example
-""".split()
-
-
 def get(path: bytes, headers: bytes) -> bytes:
     return b"GET " + path + b" HTTP/1.1\r\n" + headers + b"Connection: close\r\n\r\n"
 
 
-def test_without_keys_no_other_host_is_served(proxy: Proxy, upstream: Upstream) -> None:
+def test_without_keys_no_other_host_and_no_web_page_of_others_is_served(proxy: Proxy, upstream: Upstream) -> None:
     for host in (*STRANGERS, b""):
         for path in (b"/v1/files", b"/rollouts"):
             assert statuses(send(proxy.url, get(path, b"Host: %b\r\n" % host))) == [403], host
     assert upstream.seen == []
     for host in (b"127.0.0.1", b"localhost", b"LOCALHOST:8080", b"[::1]:80", b"127.9.9.9"):
         assert statuses(send(proxy.url, get(b"/v1/files", b"Host: %b\r\n" % host))) == [200], host
+    pages: list[tuple[dict[str, str], int]] = [
+        ({"Host": "[::1]:8080", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Origin": "vscode-file://vscode-app"}, 200),
+        ({"Host": "http://["}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ]
+    for headers, status in pages:
+        for method, path in (("GET", "/rollouts"), ("POST", "/v1/chat/completions")):
+            assert proxy.call(method, path, BODY if method == "POST" else None, **headers).status == status, headers
 
 
-def test_a_header_that_decides_something_is_there_once(proxy: Proxy, upstream: Upstream) -> None:
+def test_a_header_that_decides_is_there_once_and_none_gets_in_by_an_id(proxy: Proxy, upstream: Upstream) -> None:
     names = ("Host", "Authorization", "X-Api-Key", "X-Rollout-Id", "X-Task-Id", "X-Recording", "Idempotency-Key")
     for name, path in itertools.product(names, (b"/v1/files", b"/rollouts")):
         values = ("127.0.0.1", "localhost") if name == "Host" else ("on", "off")
         twice = "".join(f"{name}: {value}\r\n" for value in values).encode()
         (answer,) = send(proxy.url, get(path, (b"" if name == "Host" else HOST) + twice))
         assert statuses([answer]) == [400] and f"{name.lower()} is there more than once".encode() in answer, name
-    assert upstream.seen == []
-
-
-def test_no_header_gets_in_by_an_id(proxy: Proxy, upstream: Upstream) -> None:
     for name in ("X-Rollout-Id", "X-Task-Id", "X-Agent-Name", "X-Rollout-Mode"):
         for value in ("a%0d%0aX-Evil: 1", "a\x0bX-Evil: 1"):
             (answer,) = send(proxy.url, CHAT + f"{name}: {value}\r\n".encode("latin-1") + LENGTH + b"\r\n" + BODY)
@@ -170,19 +186,6 @@ def test_headers_of_the_connection_end_here(proxy: Proxy, upstream: Upstream) ->
     assert seen.headers["x-forwarded-for"] == "1.2.3.4", "what is no concern of ours is passed on"
 
 
-ECHO = json.dumps({"error": {"message": f"Incorrect API key provided: {KEY}.", "headers": [f"Bearer {KEY}"] * 2}})
-EVENTS = [f"key {KEY}", SECRET[:20], SECRET[20:]]
-CHUNK = {"id": "c", "object": "chat.completion.chunk"}
-STREAM = "".join(
-    f"data: {json.dumps(CHUNK | {'choices': [{'index': 0, 'delta': {'content': text}}]})}\n\n" for text in EVENTS
-)
-STREAM += "data: [DONE]\n\n"
-
-
-def in_pieces(text: str, size: int) -> list[bytes]:
-    return [text[i : i + size].encode() for i in range(0, len(text), size)] if size else [text.encode()]
-
-
 def assert_the_key_is_nowhere(proxy: Proxy, caplog: pytest.LogCaptureFixture, answered: bytes) -> None:
     places = {"answer": answered, "store": b"".join(path.read_bytes() for path in proxy.directory.glob("*.db*"))}
     places["log"] = "".join(f"{one.getMessage()} {one.exc_text} {one.args}" for one in caplog.records).encode()
@@ -191,14 +194,12 @@ def assert_the_key_is_nowhere(proxy: Proxy, caplog: pytest.LogCaptureFixture, an
     assert [name for name, data in places.items() if KEY.encode() in data] == []
 
 
-def test_an_upstream_that_echoes_its_key_is_masked_everywhere(
-    proxy: Proxy, upstream: Upstream, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_echoed_key_is_masked(proxy: Proxy, upstream: Upstream, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     upstream.headers = {"WWW-Authenticate": f"Bearer {KEY}", "X-Key": KEY, "Content-Length": str(len(ECHO))}
     paths, answered = ("/v1/chat/completions", "/v1/messages", "/v1/files", "/v1/models"), b""
-    for path, size, status in itertools.product(paths, (0, 1), (200, 401)):
-        upstream.status, upstream.pieces = status, in_pieces(ECHO, size)
+    for path, size, status in itertools.product(paths, (1, 10_000), (200, 401)):
+        upstream.status, upstream.pieces = status, [ECHO[i : i + size].encode() for i in range(0, len(ECHO), size)]
         answer = proxy.post(path, BODY, Accept_Encoding="gzip")
         assert (answer.status, answer.body) == (status, ECHO.replace(KEY, MASK).encode()), (path, size)
         assert answer.headers["x-key"] == MASK
@@ -207,15 +208,10 @@ def test_an_upstream_that_echoes_its_key_is_masked_everywhere(
         assert seen.headers["authorization"] == f"Bearer {KEY}"
         assert seen.headers["accept-encoding"] == "identity", "compressed, the key could not be found"
     assert_the_key_is_nowhere(proxy, caplog, answered)
-
-
-def test_a_stream_is_masked_for_the_agent_and_redacted_for_the_record(
-    proxy: Proxy, upstream: Upstream, caplog: pytest.LogCaptureFixture
-) -> None:
-    upstream.headers = {"Content-Type": "text/event-stream"}
-    for size in (0, 7):
-        upstream.pieces = in_pieces(STREAM, size)
-        answer = proxy.post("/v1/chat/completions", AS_STREAM)
+    upstream.status, upstream.headers = 200, {"Content-Type": "text/event-stream"}
+    for size in (7, 10_000):
+        upstream.pieces = [STREAM[i : i + size].encode() for i in range(0, len(STREAM), size)]
+        answer = proxy.post("/v1/chat/completions", {"model": "m", "stream": True, "messages": []})
         assert answer.body == STREAM.replace(KEY, MASK).encode(), "the agent has its own secret; only the key is masked"
         (call,) = proxy.rollout(answer.headers["x-rollout-id"])["calls"]
         assert call["response"]["choices"][0]["message"]["content"] == f"key {MASK}[redacted]"
@@ -223,34 +219,121 @@ def test_a_stream_is_masked_for_the_agent_and_redacted_for_the_record(
         assert_the_key_is_nowhere(proxy, caplog, answer.body)
 
 
-HEAD = b"HTTP/1.1 200 OK\r\n"
-GARBAGE = [
-    HEAD + b"Bearer %s\r\n\r\n",
-    b"Bearer %s\r\n\r\n",
-    HEAD + b"Content-Length: %s\r\n\r\n",
-    HEAD + b"Transfer-Encoding: chunked\r\n\r\n%s\r\n",
-    HEAD + b"Content-Type: text/event-stream\r\n\r\ndata: %s\n\n",
-    HEAD + b'Content-Type: text/event-stream\r\nContent-Length: 1000\r\n\r\ndata: {"a": "%s',
-]
-
-
 def test_our_errors_about_an_upstream_do_not_quote_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    left = [*GARBAGE]
-
-    class Answers(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            self.request.recv(2**16)
-            self.request.sendall(left[0] % KEY.encode())
-
     caplog.set_level(logging.DEBUG)
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.05])
-        thread.start()
-        with in_front(tmp_path, f"http://127.0.0.1:{server.server_address[1]}/v1") as proxy:
-            while left:
-                answers = send(proxy.url, CHAT + LENGTH + b"\r\n" + BODY)
-                assert answers, "the agent hears of it"
-                assert_the_key_is_nowhere(proxy, caplog, b"".join(answers))
-                del left[0]
-        server.shutdown()
-        thread.join()
+    with serving_raw() as server, in_front(tmp_path, server.url) as proxy:
+        for garbage in (
+            HEAD + b"Bearer %s\r\n\r\n",
+            b"Bearer %s\r\n\r\n",
+            HEAD + b"Content-Length: %s\r\n\r\n",
+            HEAD + b"Transfer-Encoding: chunked\r\n\r\n%s\r\n",
+            HEAD + b"Content-Type: text/event-stream\r\n\r\ndata: %s\n\n",
+            HEAD + b'Content-Type: text/event-stream\r\nContent-Length: 1000\r\n\r\ndata: {"a": "%s',
+        ):
+            server.answer = sends(garbage % KEY.encode())
+            answers = send(proxy.url, CHAT + LENGTH + b"\r\n" + BODY)
+            assert answers, "the agent hears of it"
+            assert_the_key_is_nowhere(proxy, caplog, b"".join(answers))
+
+
+def test_no_path_or_method_leads_to_an_operators_route_or_out_of_v1(proxy: Proxy, upstream: Upstream) -> None:
+    for target in HIDDEN:
+        (answer,) = send(proxy.url, b"POST " + target + b" HTTP/1.1\r\n" + AS_JSON)
+        assert statuses([answer]) in ([404], [400], [405]) and b"\nx-evil" not in answer.lower(), target
+        assert upstream.seen == [], target
+    for start in ("CONNECT evil.example:443", "CONNECT /v1/files", "OPTIONS *", "TRACE /v1/files", "post /v1/files"):
+        answers = send(proxy.url, f"{start} HTTP/1.1\r\n".encode() + HOST + b"\r\n")
+        assert statuses(answers) in ([400], [404], [405]) and upstream.seen == [], start
+
+
+def test_what_was_checked_is_what_is_asked_for(proxy: Proxy, upstream: Upstream) -> None:
+    for target, asked_for in {
+        "/v1/files/%E2%82%AC": "/v1/files/%E2%82%AC",
+        "/v1/files/a%3Ab%2fc%2Fd%7e%25%zz%20b": "/v1/files/a%3Ab%2fc%2Fd%7e%25%zz%20b",
+        "/rollouts/r%31/v1/files/a%2Fb": "/v1/files/a%2Fb",
+        "/v1/models/acme%2Fsmall-1": "/v1/models/acme%2Fsmall-1",
+        "/%76%31/files/a%2Fb": "/v1/files/a/b",
+        "/v1/files?u=http://evil.example/&x=%0d%0aX:1": "/v1/files?u=http://evil.example/&x=%0d%0aX:1",
+        "http://evil.example/v1/files": "/v1/files",
+        "/v1/%c0%ae%c0%ae/x": "/v1/%EF%BF%BD%EF%BF%BD%EF%BF%BD%EF%BF%BD/x",
+    }.items():
+        upstream.reset()
+        assert statuses(send(proxy.url, b"POST " + target.encode() + b" HTTP/1.1\r\n" + AS_JSON)) == [200], target
+        assert [seen.target for seen in upstream.seen] == [asked_for]
+
+
+def test_no_spelling_of_an_operators_route_reaches_it(tmp_path: Path) -> None:
+    """The server finds its routes as vLLM's does."""
+    operators = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc",
+                 "/pause", "/tokenize", "/invocations")  # fmt: skip
+    app, reached = FastAPI(), list[str]()
+    for path in (*operators, "/v1/embeddings"):
+        app.add_api_route(path, lambda path=path: reached.append(path), methods=["POST", "GET"])
+    with in_a_thread(running(app, port=free_port(), loop="asyncio", log_level="error")) as url:
+        known = {"name": "u", "kind": "openai", "base_url": f"{url}/v1"}
+        with in_this_process(tmp_path, upstreams=[known]) as proxy:
+            assert proxy.post("/v1/embeddings", {}).status == 200 and reached == ["/v1/embeddings"]
+            for path in operators:
+                for spelling in spellings(path, rounds=60):
+                    for prefix in ("", "/v1", "/rollouts/r/v1"):
+                        for method in METHODS if spelling.endswith(("%0a", "/")) else ("POST",):
+                            send(proxy.url, f"{method} {prefix}{spelling} HTTP/1.1\r\n".encode() + AS_JSON)
+                assert {*reached} == {"/v1/embeddings"}, path
+
+
+def test_other_routes_are_only_forwarded(proxy: Proxy, upstream: Upstream, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning_proxy")
+    upstream.status, upstream.headers, upstream.pieces = 207, {"X-Up": "1"}, [b'{"input_tokens": 12}']
+    for path in ("messages/count_tokens", "embeddings?a=b%20c", "images/generations", "audio/speech"):
+        answer = proxy.post(f"/rollouts/other/v1/{path}", {"model": "m", "x": 2.5})
+        assert (answer.status, answer.headers["x-up"], answer.body) == (207, "1", upstream.pieces[0])
+        assert (upstream.seen[-1].target, upstream.seen[-1].body) == (f"/v1/{path}", b'{"model": "m", "x": 2.5}')
+        name = path.partition("?")[0]
+        assert [line for line in caplog.messages if f"POST /v1/{name}" in line and "207" in line], path
+    assert proxy.call("GET", "/rollouts/other").status == 404
+    assert KEY not in caplog.text
+
+
+def test_a_redirect_is_the_agents_to_follow_and_does_not_lead_past_the_proxy(proxy: Proxy, upstream: Upstream) -> None:
+    """vLLM's server answers to a slash too many with its own address."""
+    elsewhere = ("http://elsewhere/v1/x", "https://elsewhere/", "//elsewhere/v1/x", "y", "../y", "http://[")
+    for status, to in zip((301, 302, 303, 307, 308, 302), elsewhere, strict=True):
+        upstream.status, upstream.headers = status, {"Location": to}
+        for path in ("/v1/files", "/v1/chat/completions"):
+            upstream.seen.clear()
+            answer = proxy.post(path, {"model": "m"})
+            assert (answer.status, answer.headers["location"], len(upstream.seen)) == (status, to, 1)
+    host, path = upstream.seen[0].headers["host"], "/v1/files/a%20b?x=%2F&y"
+    for to in (path, f"http://{host}{path}", f"https://{host}{path}"):  # whoever ends TLS did not tell the server
+        upstream.status, upstream.headers = 307, {"Location": to}
+        answer = proxy.call("GET", "/rollouts/r/v1/files/a%20b/?x=%2F&y")
+        led = httpx.URL(f"{proxy.url}/rollouts/r/v1/files/a%20b/").join(answer.headers["location"])
+        assert (answer.status, str(led)) == (307, f"{proxy.url}/rollouts/r{path}")
+
+
+def test_no_url_in_a_request_is_called(proxy: Proxy, upstream: Upstream) -> None:
+    trap = Upstream()
+    with played(trap) as root:
+        url = f"{root}/v1"
+        picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+        body = {"model": url, "base_url": url, "api_base": url, "messages": [picture], "webhook": url}
+        named = dict.fromkeys(("X_Upstream", "X_Forwarded_Host", "Referer", "X_Base_Url", "Forwarded"), url)
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/files"):
+            assert proxy.post(path, body, **named).status == 200
+        send(proxy.url, f"POST {url}/files HTTP/1.1\r\n".encode() + AS_JSON)
+    assert trap.seen == [] and len(upstream.seen) == 4
+
+
+def test_a_browser_may_ask_beforehand_without_a_key_and_spends_none(tmp_path: Path) -> None:
+    asks = {"Origin": "https://app.example", "Access_Control_Request_Method": "POST"}
+    upstream = Upstream()
+    with played(upstream) as url:
+        known = {"name": "u", "kind": "openai", "base_url": f"{url}/v1", "api_key": KEY}
+        with in_this_process(tmp_path, upstreams=[known], proxy={"api_keys": ["ours"]}) as proxy:
+            assert proxy.call("OPTIONS", "/rollouts/r/v1/chat/completions", key="wrong", **asks).status == 200
+            assert upstream.seen[0].headers["origin"] == asks["Origin"]
+            assert "authorization" not in upstream.seen[0].headers
+            assert proxy.call("OPTIONS", "/v1/load_lora_adapter", key="wrong", **asks).status == 404
+            assert proxy.post("/v1/embeddings", {}, "wrong", **asks).status == 401
+            assert proxy.call("OPTIONS", "/v1/embeddings", key="wrong", Origin=asks["Origin"]).status == 401
+    assert len(upstream.seen) == 1

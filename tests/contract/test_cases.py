@@ -1,30 +1,33 @@
-"""Small inputs from public reports that must come out right: `tests/cases/`; the README there explains the keys."""
+"""Inputs that must come out right: `tests/cases/`, whose README explains the keys, and sessions of agent programs.
+
+`sessions/real.jsonl` has what real programs sent to a scripted model, with every word replaced by its digest; each
+call has its messages by place. The edges were made by reading the sessions. `sessions/played.txt` has played ones.
+"""
 
 from __future__ import annotations
 
 import json
-import socket
+import random
+import re
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.scripted import ASKED, CASES, CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, results_of
+from contract.raw import connect
+from contract.scripted import ASKED, CASES, CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, results_of, together
 
 Case = dict[str, Any]
 TOP = {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-
-
-def read_cases() -> Iterator[Case]:
-    for file in sorted(CASES.glob("*.json")):
-        yield json.loads(file.read_text(encoding="utf-8"))
-    for line in (CASES / "own.jsonl").read_text(encoding="utf-8").splitlines():
-        yield {"path": CHAT} | json.loads(line)
-
-
-ALL = list(read_cases())
+ALL = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(CASES.glob("*.json"))]
+ALL += [{"path": CHAT} | json.loads(line) for line in (CASES / "own.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def cases_with(*keys: str, but: str = "none") -> Iterator[Case]:
@@ -102,33 +105,29 @@ def check_record(case: Case, call: Json) -> None:
 
 def _object(arguments: str) -> Any:
     """The arguments, if they are an object, or else their text."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    with suppress(ValueError):
+        if isinstance(value := json.loads(arguments), dict):
+            return value
+    return arguments
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_tool_calls_of_vllms_chat_stream_are_those_of_another_dialects_answer(path: str, model: Scripted) -> None:
     usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}}
     for case in cases_with("stream", "tool_calls", but="chat_only"):
-        if case["path"] != CHAT:
-            continue
-        answer = model.ask(path, ASKED[path] | {"model": "policy", "stream": True}, wire(case, usage))
-        assert model.asked["path"] == CHAT
-        (call,) = model.proxy.rollout(answer.headers["x-rollout-id"])["calls"]
-        made = [[tool["name"], _object(tool["arguments"])] for tool in call["tool_calls"]]
-        assert made == [[tool, _object(given)] for _, tool, given in case["tool_calls"]]
-        for tool, (call_id, *_) in zip(call["tool_calls"], case["tool_calls"], strict=True):
-            assert tool["id"] == (call_id or tool["id"]) and tool["id"].encode() in answer.body
+        if case["path"] == CHAT:
+            answer = model.ask(path, ASKED[path] | {"model": "policy", "stream": True}, wire(case, usage))
+            assert model.asked["path"] == CHAT
+            (call,) = model.proxy.rollout(answer.headers["x-rollout-id"])["calls"]
+            for tool, (call_id, name, given) in zip(call["tool_calls"], case["tool_calls"], strict=True):
+                assert (tool["name"], _object(tool["arguments"])) == (name, _object(given))
+                assert tool["id"] == (call_id or tool["id"]) and tool["id"].encode() in answer.body
 
 
-def test_a_client_of_http_1_0_gets_an_answer_without_chunks(model: Scripted) -> None:
+def test_a_client_of_http_1_0_and_a_request_without_a_body(model: Scripted) -> None:
     for case in cases_with("stream", "http_version"):
-        host, port = model.proxy.url.removeprefix("http://").split(":")
         body = json.dumps({"model": "m", "stream": True} | ASKED[case["path"]]).encode()
-        with model.script(wire(case)) as headers, socket.create_connection((host, int(port)), 30) as connection:
+        with model.script(wire(case)) as headers, connect(model.proxy.url) as connection:
             head = f"POST {case['path']} HTTP/{case['http_version']}\r\nX-Script: {headers['X_Script']}\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
@@ -136,9 +135,6 @@ def test_a_client_of_http_1_0_gets_an_answer_without_chunks(model: Scripted) -> 
         head, _, sent = got.decode().partition("\r\n\r\n")
         assert sent.encode() == b"".join(wire(case).pieces)
         assert "transfer-encoding" not in head and "connection: close" in head
-
-
-def test_a_request_without_a_body(model: Scripted) -> None:
     for case in cases_with("method", "path"):
         with model.script(Wire([b"{}"], "application/json")) as headers:
             answer = model.proxy.call(case["method"], case["path"], **headers, **case.get("request_headers", {}))
@@ -146,20 +142,14 @@ def test_a_request_without_a_body(model: Scripted) -> None:
         assert "upstream_path" not in case or model.asked["path"] == case["upstream_path"]
 
 
-def own(case: Case) -> Case:
+def own(case: Case) -> Any:
     """The case with a text of its own for `%CASE%`."""
-    found: Case = json.loads(json.dumps(case).replace("%CASE%", uuid.uuid4().hex))
-    return found
+    return json.loads(json.dumps(case).replace("%CASE%", uuid.uuid4().hex))
 
 
 def test_what_comes_later_about_a_call_is_in_its_record(model: Scripted) -> None:
     """`null` at the end of a stream: it breaks there. Each in a rollout that is named, and in one that is not."""
-    for found in cases_with("first", "later"):
-        for prefix in (f"/rollouts/{uuid.uuid4().hex}", ""):
-            check_later(own(found), prefix, model)
 
-
-def check_later(case: Case, prefix: str, model: Scripted) -> None:
     def ask(method: str, path: str, body: Json | None, said: Json | list[Any]) -> str:
         events = said if isinstance(said, list) else [json.dumps(said)]
         breaks, kind = events[-1] is None, "text/event-stream" if isinstance(said, list) else "application/json"
@@ -169,17 +159,20 @@ def check_later(case: Case, prefix: str, model: Scripted) -> None:
         assert breaks or got == b"".join(pieces)
         return str(headers.get("x-rollout-id", ""))
 
-    rollout = ask("POST", *case["first"])
-    assert model.proxy.rollout(rollout)["calls"][0]["status"] in ("incomplete", "error")
-    for method, path, said in case["later"]:
-        ask(method, path, None, said)
-    found = model.proxy.rollout(rollout)
-    (call,) = found["calls"]
-    response = said if isinstance(said, dict) else said[-1]["response"]
-    assert (call["status"], call["response"]) == (case.get("status", "ok"), response)
-    check_record(case, call)
-    ask("GET", path, None, response | {"output": []})  # asking on changes nothing, and counts nothing again
-    assert model.proxy.rollout(rollout) == found
+    prefix = ""
+    for case in [own(case) for case in cases_with("first", "later") for _ in range(2)]:
+        prefix = "" if prefix else f"/rollouts/{uuid.uuid4().hex}"
+        rollout = ask("POST", *case["first"])
+        assert model.proxy.rollout(rollout)["calls"][0]["status"] in ("incomplete", "error")
+        for method, path, said in case["later"]:
+            ask(method, path, None, said)
+        found = model.proxy.rollout(rollout)
+        (call,) = found["calls"]
+        response = said if isinstance(said, dict) else said[-1]["response"]
+        assert (call["status"], call["response"]) == (case.get("status", "ok"), response)
+        check_record(case, call)
+        ask("GET", path, None, response | {"output": []})  # asking on changes nothing, and counts nothing again
+        assert model.proxy.rollout(rollout) == found
 
 
 @pytest.mark.parametrize("proxies", [1, 2])
@@ -204,7 +197,11 @@ def test_an_unnamed_conversation_is_one_rollout_and_no_others(model: Scripted) -
         assert len(first) == len(second) == 1 and first != second, asked
 
 
-def test_a_file_of_others_is_imported(model: Scripted) -> None:
+def test_a_file_of_others_is_imported_and_an_odd_record_is_shown_as_json(model: Scripted, rollout: str) -> None:
+    for case in cases_with("command"):
+        model.results(rollout, case["turns"])
+        done = model.proxy.run(*(rollout if part == "%ROLLOUT%" else part for part in case["command"]))
+        assert done.returncode == 0 and done.json, done.stderr
     for case in cases_with("import_file"):
         file = model.proxy.directory / "theirs.jsonl"
         file.write_text(case["import_file"], encoding="utf-8")
@@ -213,8 +210,6 @@ def test_a_file_of_others_is_imported(model: Scripted) -> None:
 
 
 def post_spans(model: Scripted, rollout: str, spans: list[Json], first_id: int = 1) -> Json:
-    """Post spans in OTLP's JSON, and return their rollout."""
-
     def value(one: Any) -> Json:
         if isinstance(one, list):
             return {"arrayValue": {"values": [value(each) for each in one]}}
@@ -236,15 +231,11 @@ def post_spans(model: Scripted, rollout: str, spans: list[Json], first_id: int =
 
 
 @pytest.mark.feature("otel")
-def test_what_was_said_is_read_from_spans_of_others(model: Scripted) -> None:
+def test_what_was_said_is_read_from_spans_of_others_in_the_order_of_their_times(model: Scripted) -> None:
     for case in cases_with("span"):
         (call,) = post_spans(model, uuid.uuid4().hex, [{"attributes": case["span"]}])["calls"]
         assert [m["content"] for m in call["request"]["messages"] if m["role"] == "user"] == [case["user_text"]]
         assert call["response"]["choices"][0]["message"]["role"] == "assistant"
-
-
-@pytest.mark.feature("otel")
-def test_spans_stand_in_the_order_of_their_own_times(model: Scripted) -> None:
     for case in cases_with("posts"):
         name = uuid.uuid4().hex
         rollout = [post_spans(model, name, spans, 100 * i) for i, spans in enumerate(case["posts"], 1)][-1]
@@ -253,8 +244,190 @@ def test_spans_stand_in_the_order_of_their_own_times(model: Scripted) -> None:
         assert all(call["latency_ms"] >= 0 for call in rollout["calls"])
 
 
-def test_what_an_odd_record_holds_is_shown_as_json(model: Scripted, rollout: str) -> None:
-    for case in cases_with("command"):
-        model.results(rollout, case["turns"])
-        done = model.proxy.run(*(rollout if part == "%ROLLOUT%" else part for part in case["command"]))
-        assert done.returncode == 0 and done.json, done.stderr
+Edge = tuple[str, int]
+HERE = Path(__file__).parent / "sessions"
+# How much of it is found at least without a name.
+RECALL = {"one rollout": 0.9, "continues": 1, "delegates": 0.9, "returns": 0.9, "edits": 0.95, "compacts": 0.8}
+WORDS = [
+    "amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur", "mango",
+    "nadir", "ocean", "pearl", "quartz", "river", "summit", "tundra", "umber", "valley", "willow", "yonder", "zephyr",
+]  # fmt: skip
+
+
+@dataclass
+class SessionCall:
+    """A call of a session. `answer`: a message, or an error's status. `edges`: to other calls, by their places."""
+
+    messages: list[Json]
+    answer: Any
+    edges: set[Edge] = field(default_factory=set)
+    run: str = "a"
+    headers: dict[str, str] = field(default_factory=dict)
+    with_last: bool = False
+    rejected: bool = False
+
+
+@dataclass
+class Session:
+    label: str
+    calls: list[SessionCall]
+    apart: list[int] = field(default_factory=list)  # calls that nothing in their text ties to the run
+
+
+def recorded(path: Path) -> Iterator[Session]:
+    """Read sessions of real programs, a line each; their calls have their messages by place."""
+    for line in path.read_text().splitlines():
+        one = json.loads(line)
+        calls = [
+            SessionCall([one["messages"][i] for i in c["sees"]], c["answer"] or 503, edges_of(c["edges"]))
+            for c in one["calls"]
+        ]
+        for call in calls:
+            call.headers["Authorization"] = f"Bearer {one['label']}"
+        yield Session(one["label"], calls, one.get("apart_when_unnamed", []))
+
+
+def edges_of(text: str) -> set[Edge]:
+    words = text.split()
+    return {(kind, int(place)) for kind, place in zip(words[::2], words[1::2], strict=True)}
+
+
+def played(path: Path) -> Iterator[Session]:
+    """Read the sessions of played programs; `played.txt` says how they are written."""
+    text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
+    for block in text.strip().split("\n\n"):
+        label, *lines = block.splitlines()
+        session = Session(label, [])
+        for line in lines:
+            session.calls.append(_Line(session, line).call())
+        yield session
+
+
+class _Line:
+    def __init__(self, session: Session, line: str) -> None:
+        self.session, self.calls = session, session.calls
+        number, rest = line.split(maxsplit=1)
+        assert int(number) == len(self.calls), line
+        asked, said = rest.split("->")
+        self.asked, (self.said, _, edges) = asked.split(), said.partition("|")
+        self.thrown = "^" in said
+        self.edges = edges_of(edges.replace("^", ""))
+
+    def call(self) -> SessionCall:
+        call = SessionCall([], None, self.edges, rejected=self.thrown)
+        for word in self.asked:
+            match word[0]:
+                case "=":
+                    call.run = word[1:]
+                case "%":
+                    call.headers["Authorization"] = f"Bearer {word[1:]}"
+                case "@" | "*":
+                    call.headers["X-Agent-Name" if word[0] == "@" else "x-openai-subagent"] = word[1:]
+                case "~":
+                    call.headers["x-stainless-retry-count"] = "1"
+                case "$":  # as Claude Code names a sub-agent, and who began it
+                    names = ("x-claude-code-agent-id", "x-claude-code-parent-agent-id")
+                    call.headers |= dict(zip(names, word[1:].split("<"), strict=False))
+                case "&":
+                    call.with_last = True
+                case _:
+                    call.messages += self.messages(word)
+        call.answer = self.answer(self.said.replace("^", "").split())
+        return call
+
+    def messages(self, word: str) -> list[Json]:
+        kind, _, text = word.partition(":")
+        if kind in ("s", "u"):
+            return [{"role": {"s": "system", "u": "user"}[kind], "content": self.text(text)}]
+        place, _, position = kind[1:].partition(".")
+        of = self.calls[int(place)]
+        if kind[0] == "r":
+            called = of.answer["tool_calls"][int(position or 0)]
+            return [{"role": "tool", "tool_call_id": called["id"], "content": self.text(text)}]
+        asked = of.messages[1:] if self.asked[0].startswith("s:") and kind[0] == "x" else of.messages
+        return [*(asked if kind[0] in "x+" else []), *([of.answer] if kind[0] in "a+" else [])]
+
+    def text(self, words: str) -> str:
+        return "\n\n".join(self.piece(*one) for one in re.findall(r"\[(\d+)\]|\(([\d.]+)\)|([\w-]+)", words))
+
+    def piece(self, quoted: str, ordered: str, word: str) -> str:
+        if quoted:
+            return str(self.calls[int(quoted)].answer["content"])
+        if ordered:
+            place, _, position = ordered.partition(".")
+            called = self.calls[int(place)].answer["tool_calls"][int(position or 0)]
+            return str(json.loads(called["function"]["arguments"])["q"])
+        return self.sentence(word)
+
+    def sentence(self, word: str) -> str:
+        source = random.Random(f"{self.session.label} {word}")
+        return " ".join([word, *source.choices(WORDS, k=8)]) + "."
+
+    def answer(self, words: list[str]) -> Any:
+        if words[0].startswith("!"):
+            return int(words[0][1:])
+        source = f"{len(self.calls)}"
+        said = " ".join(self.sentence(f"answer-{source}-{i}") for i in range(3)) if words[0] == "say" else None
+        calls = []
+        for position, word in enumerate(words[1:]):
+            name, _, order = word.rstrip(")").partition("(")
+            made = random.Random(f"{self.session.label} {source} {position} {word}").randbytes(12).hex()
+            function = {"name": name, "arguments": json.dumps({"q": self.text(order)})}
+            calls.append({"id": f"call_{made}", "type": "function", "function": function})
+        return {"role": "assistant", "content": said} | ({"tool_calls": calls} if calls else {})
+
+
+def replay(model: Scripted, session: Session, prefix: str | None = None) -> tuple[list[str], list[set[Edge]], set[int]]:
+    """Send a session's calls, named with `prefix`: each one's rollout, the edges that were found, the rejected ones."""
+
+    def ask(call: SessionCall, answer: Any) -> tuple[str, str]:
+        named = {} if prefix is None else {"X-Rollout-Id": f"{prefix}-{call.run}"}
+        got = model.ask(CHAT, {"messages": call.messages}, answer, **named, **call.headers)
+        return got.headers["x-rollout-id"], got.headers["x-call-id"]
+
+    found: list[tuple[str, str]] = []
+    starts = [place for place, call in enumerate(session.calls) if not call.with_last]
+    with ThreadPoolExecutor(4) as pool:
+        for start, end in zip(starts, [*starts[1:], len(session.calls)], strict=True):
+            # They take longer than clocks may differ: the edges go by the calls' times.
+            answered = together(end - start, 0.1 if end - start > 1 else 0)
+            found += pool.map(ask, session.calls[start:end], [answered(c.answer) for c in session.calls[start:end]])
+    places = {call_id: place for place, (_, call_id) in enumerate(found)}
+    edges, rejected = [set[Edge]() for _ in found], set[int]()
+    for rollout in dict.fromkeys(rollout for rollout, _ in found):
+        for call in model.proxy.get(f"/rollouts/{rollout}")["calls"]:
+            place = places[call["call_id"]]
+            edges[place] = {(one["edge"], places.get(one["call_id"], -1)) for one in call["contexts"]}
+            rejected |= {place} if call["rejected"] else set()
+    return [rollout for rollout, _ in found], edges, rejected
+
+
+SESSIONS = [*recorded(HERE / "real.jsonl"), *played(HERE / "played.txt")]
+
+
+@pytest.mark.feature("contexts")
+def test_the_edges_of_a_session_are_those_that_its_program_made(model: Scripted) -> None:
+    for session in SESSIONS:
+        _, edges, rejected = replay(model, session, uuid.uuid4().hex)
+        assert edges == [call.edges for call in session.calls], session.label
+        assert rejected == {i for i, call in enumerate(session.calls) if call.rejected}, session.label
+
+
+@pytest.mark.feature("contexts")
+def test_unnamed_sessions_at_the_same_time_are_told_apart(model: Scripted) -> None:
+    """All at once: played programs with one key, real ones with keys of their own. What is found is right, and most."""
+    sessions = [one for one in SESSIONS if "named by" not in one.label]  # by headers: in text little ties these
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda session: replay(model, session), sessions))
+    runs, seen = dict[str, set[tuple[str, str]]](), Counter[tuple[str, bool, bool]]()
+    for session, (rollouts, edges, _) in zip(sessions, found, strict=True):
+        for i, call in enumerate(session.calls):
+            runs.setdefault(rollouts[i], set()).add((session.label, call.run))
+            for edge in edges[i] | call.edges:
+                seen[edge[0], edge in edges[i], edge in call.edges] += 1
+            for j in set(range(i)) - {*session.apart}:
+                seen["one rollout", rollouts[i] == rollouts[j], call.run == session.calls[j].run] += 1
+    assert [names for names in runs.values() if len(names) > 1] == []
+    assert [name for name, is_found, is_there in seen if is_found and not is_there] == []
+    recall = {name: seen[name, True, True] / (seen[name, True, True] + seen[name, False, True]) for name in RECALL}
+    assert [name for name, least in RECALL.items() if recall[name] < least] == [], recall

@@ -1,51 +1,76 @@
-"""CONTRACT.md, section 5: what was recorded goes out and comes in, is copied, moved and looked at."""
+"""CONTRACT.md, section 5: records go out and come in, are copied, moved and looked at; the store and its schema."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from contract.scripted import CHAT, Scripted, said, user
-from contract.system import Done, Json, Process, Proxy, free_port, in_this_process, lightning, wait_until
+from contract.scripted import CHAT, Scripted, calls, said, sampled, scripted, told, user
+from contract.system import (
+    Done,
+    Json,
+    Process,
+    Proxy,
+    free_port,
+    in_this_process,
+    lightning,
+    ok,
+    wait_until,
+    write_config,
+)
 from contract.vllm import PlayedVllm
 from support.paths import has, is_there
-from support.stores import postgres_server
+from support.stores import Server, postgres_server
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-ADDS = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+pytestmark = pytest.mark.sqlite  # it brings its own server
 LOOKS = [*filter(is_there, (
     "rollouts list", "rollouts list --json", "rollouts list --grep add --json", "rollouts show one:1 --json",
     "rollouts diff one:1 two", "policy list --json", "costs --by rollout --json", "store info --json", "export -",
     "export - --kind sft", "prompts list --json",
 ))]  # fmt: skip
-
-
-def by_tool(body: Json) -> Json:
-    """Ask for the tool's result, then say it."""
-    if body["messages"][-1]["role"] == "tool":
-        return {"role": "assistant", "content": "It is 4."}
-    return {"role": "assistant", "content": None, "tool_calls": [ADDS]}
+PLAIN: Json = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+OPEN = json.dumps(PLAIN)[:-1] + ", "
+PATHS = [
+    "/rollouts?limit=1000", "/rollouts/one:1?requests=whole", "/rollouts/one:1/transitions", "/rollouts/two",
+    "/tasks", "/policy", "/policy/versions", "/status", *(["/prompts"] if has("prompts") else []),
+    *(["/costs?by=rollout"] if has("costs") else []),
+]  # fmt: skip
+GO = user("go")
+READING = [command for command in (
+    ("store", "info"), ("keys", "list"), ("rollouts", "list", "--json"), ("rollouts", "show", "r1"), ("policy", "list"),
+    ("costs",), ("prompts", "list"), ("export", "-"), ("policy", "export", "0", "new"),
+    ("dashboard", "--store", "store.db"),
+) if is_there(command[0])]  # fmt: skip
+WRITING = [("keys", "create", "k"), ("import", "one.jsonl"), ("serve",), ("store", "compact"),
+           ("store", "backup", "copy.db")]  # fmt: skip
+OTHERS = "it belongs to another program"
+NEWER = "UPDATE schema_numbers SET number = 99 WHERE room = '{}'"
 
 
 def fill(proxy: Proxy) -> None:
     """Two rewarded rollouts, one of them held out; one that runs, and one that was discarded."""
-    assert proxy.vllm is not None
-    proxy.vllm.answer = by_tool
-    asked: list[Json] = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}]
-    for result in ([], [{"role": "tool", "tool_call_id": "k1", "content": "4"}]):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    adds = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    first, last = said(None, tool_calls=[adds]), said("It is 4.")
+    proxy.vllm.answer = lambda body: last if body["messages"][-1]["role"] == "tool" else first
+    asked: list[Json] = [{"role": "system", "content": "Add."}, user("2 + 2?")]
+    for result in ([], [told("k1", "4")]):
         asked += result
-        body = {"model": "policy", "messages": asked, "tools": [TOOL]}
-        answer = proxy.post("/rollouts/one:1/tasks/t1/agents/adder/v1/chat/completions", body)
+        answer = proxy.chat("one:1/tasks/t1/agents/adder", *asked, tools=[tool])
         asked.append(answer.json["choices"][0]["message"])
     for name, mode in (("two", "eval"), ("running", "train"), ("given-up", "train")):
-        body = {"model": "policy", "messages": [{"role": "user", "content": "add"}]}
+        body = {"model": "policy", "messages": [user("add")]}
         assert proxy.post(f"/rollouts/{name}/v1/chat/completions", body, X_Rollout_Mode=mode).status == 200
     proxy.post("/reward", [{"rollout_id": "one:1", "reward": 0.5}, {"rollout_id": "two", "reward": 1}])
     proxy.post("/rollouts/given-up/end", {"status": "discarded"})
@@ -60,24 +85,24 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         yield proxy
 
 
-def ok(done: Done) -> Done:
-    assert done.returncode == 0, done
-    return done
-
-
 def rows_of(text: str) -> list[Json]:
-    return [json.loads(line) for line in text.splitlines()]
+    return [*map(json.loads, text.splitlines())]
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+def files(directory: Path, pattern: str = "*") -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(directory.rglob(pattern)) if path.is_file()}
 
 
-@pytest.mark.sqlite
 def test_commands_that_look_show_the_same_of_a_store_alone_and_leave_it_as_it_is(tmp_path: Path) -> None:
     with in_this_process(tmp_path) as proxy:
         fill(proxy)
         before = {command: ok(proxy.run(*command.split())).stdout for command in LOOKS}
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.yaml").write_text("proxy: {port: 9}\n")
+    for command in (*LOOKS, "keys list", "keys purge", "keys revoke nobody", "dashboard", "status", "store compact"):
+        assert "Traceback" not in lightning(*command.split(), cwd=empty).stderr
+    assert [*files(empty)] == [str(empty / "config.yaml")], "none is made"
     at_rest = files(tmp_path)
     for command in LOOKS:
         done = ok(proxy.run(*command.split()))
@@ -88,13 +113,6 @@ def test_commands_that_look_show_the_same_of_a_store_alone_and_leave_it_as_it_is
     assert files(tmp_path) == at_rest
     refused = proxy.run("rollouts", "end", "running")
     assert refused.returncode == 1 and "start it with `lightning-proxy serve`" in refused.stderr
-
-
-def test_commands_that_look_make_no_store(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
-    for command in (*LOOKS, "keys list", "keys purge", "keys revoke nobody", "dashboard", "status", "store compact"):
-        assert "Traceback" not in lightning(*command.split(), cwd=tmp_path).stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_transitions_go_out_as_the_api_has_them(filled: Proxy) -> None:
@@ -123,13 +141,9 @@ def test_a_failed_export_leaves_the_old_file_and_nothing_else(filled: Proxy, tmp
 
 
 def elsewhere(directory: Path) -> Callable[..., Done]:
-    """Runs commands over a store in another directory."""
     directory.mkdir(exist_ok=True)
     (directory / "config.yaml").write_text(f"store: {{url: 'sqlite:///{directory}/store.db'}}\nproxy: {{port: 9}}\n")
     return lambda *arguments: lightning("--config", directory / "config.yaml", *arguments, cwd=directory)
-
-
-FACTS = ("messages", "tools", "task_id", "mode", "status", "reward", "model")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -140,48 +154,36 @@ def test_what_goes_out_comes_in_as_the_same_conversations_and_once(filled: Proxy
     ok(filled.run("export", file, "--kind", "sft", "--mode", "all", "--status", "completed"))
     assert ok(other("import", file)).stderr == f"2 rollouts from {file}\n"
     assert ok(other("import", file)).stderr == f"0 rollouts from {file}, 2 were there already\n"
+    facts = ("messages", "tools", "task_id", "mode", "status", "reward", "model")
     there, here = (
-        sorted(({fact: row[fact] for fact in FACTS} for row in rows_of(ok(done).stdout)), key=str)
-        for done in (
-            other("export", "-", "--kind", "sft", "--mode", "all"),
-            filled.run("export", "-", "--kind", "sft", "--mode", "all"),
-        )
+        sorted(({fact: row[fact] for fact in facts} for row in rows_of(ok(done).stdout)), key=str)
+        for done in (run("export", "-", "--kind", "sft", "--mode", "all") for run in (other, filled.run))
     )
     assert there == here and len(here) == 2
 
 
-PLAIN: Json = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-OPEN = json.dumps(PLAIN)[:-1] + ", "
-
-
-WRONG: list[tuple[Json | str, str]] = [
-    ("{", "line 2: "),
-    ({"prompt": "a"}, "line 2: it is not an object with `messages`"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no assistant message"),
-    ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: message 1: `role` must be"),
-    ({**PLAIN, "reward": "good"}, "line 2: `reward` is not a finite number"),
-    ({**PLAIN, "reward": 10**400}, "line 2: `reward` is not a finite number"),
-    ({**PLAIN, "reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),
-    (f'{OPEN}"reward": NaN}}', "line 2: NaN is not JSON"),
-    (f'{OPEN}"reward": 1e999}}', "line 2: `reward` is not a finite number"),
-    ({**PLAIN, "task_id": "a b"}, "line 2: task_id must be"),
-    ({**PLAIN, "mode": "test"}, "line 2: `mode` must be train or eval"),
-    ("[" * 100_000 + "]" * 100_000, "line 2: nested too deeply"),
-    (f'{OPEN}"x": {"[" * 5000}{"]" * 5000}}}', "line 2: nested too deeply"),
-    ({"messages": [*PLAIN["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "message 3: `tool_ca"),
-]
-
-
 def test_a_wrong_line_is_named_and_nothing_is_imported(tmp_path: Path) -> None:
+    wrong: list[tuple[Json | str, str]] = [
+        ("{", "line 2: "),
+        ({"prompt": "a"}, "line 2: it is not an object with `messages`"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no assistant message"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: message 1: `role` must be"),
+        ({**PLAIN, "reward": 10**400}, "line 2: `reward` is not a finite number"),
+        ({**PLAIN, "reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),
+        (f'{OPEN}"reward": NaN}}', "line 2: NaN is not JSON"),
+        ({**PLAIN, "task_id": "a b"}, "line 2: task_id must be"),
+        ({**PLAIN, "mode": "test"}, "line 2: `mode` must be train or eval"),
+        (f'{OPEN}"x": {"[" * 5000}{"]" * 5000}}}', "line 2: nested too deeply"),
+        ({"messages": [*PLAIN["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "message 3: `tool_ca"),
+    ]
     file, run = tmp_path / "rows.jsonl", elsewhere(tmp_path)
-    for row, why in WRONG:
+    for row, why in wrong:
         file.write_text(f"{json.dumps(PLAIN)}\n{row if isinstance(row, str) else json.dumps(row)}\n")
         done = run("import", file)
         assert (done.returncode, done.stderr.count("\n"), why in done.stderr) == (2, 1, True), done.stderr[:500]
         assert not (tmp_path / "store.db").exists()
 
 
-@pytest.mark.sqlite
 def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy(tmp_path: Path) -> None:
     copy, other = tmp_path / "copy.db", elsewhere(tmp_path / "other")
     with in_this_process(tmp_path) as proxy:
@@ -196,29 +198,19 @@ def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy(tmp_p
     for name in ("config.yaml", "missing.db"):
         refused = other("store", "restore", tmp_path / name)
         assert (refused.returncode, "is not a backup of a store" in refused.stderr) == (1, True)
-    ok(other("store", "restore", copy))
-    found = ok(other("store", "info", "--json")).json
-    assert (found["rollouts"], found["calls"]) == ({"train running": 1}, 1)
-    refused = other("store", "restore", copy)
-    assert refused.returncode == 1 and "there is already a store at" in refused.stderr
+    for why in ("", "there is already a store at"):
+        assert why in other("store", "restore", copy).stderr
+        found = ok(other("store", "info", "--json")).json
+        assert (found["rollouts"], found["calls"]) == ({"train running": 1}, 1)
     assert not list(tmp_path.rglob("*.part*"))
 
 
-PATHS = [
-    "/rollouts?limit=1000", "/rollouts/one:1?requests=whole", "/rollouts/one:1/transitions", "/rollouts/two",
-    "/tasks", "/policy", "/policy/versions", "/status", *(["/prompts"] if has("prompts") else []),
-    *(["/costs?by=rollout"] if has("costs") else []),
-]  # fmt: skip
-
-
 def answers(directory: Path, url: str, do: Callable[[Proxy], None] = lambda _: None) -> dict[str, Any]:
-    """What the API says of a store at a URL, after something was done."""
     with in_this_process(directory, PlayedVllm(directory), store={"url": url}) as proxy:
         do(proxy)
         return {path: proxy.get(path) for path in PATHS}
 
 
-@pytest.mark.sqlite
 def test_a_store_is_moved_to_postgresql_and_back_with_the_same_answers(tmp_path: Path) -> None:
     first, last = (f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "last"))
     before = answers(tmp_path, first, fill)
@@ -242,7 +234,6 @@ def test_a_store_is_moved_to_postgresql_and_back_with_the_same_answers(tmp_path:
     assert (tmp_path / "last.db").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.sqlite
 @pytest.mark.feature("page")
 @pytest.mark.feature("prompts")
 def test_the_page_over_a_store_alone_answers_its_key_and_leaves_the_store_as_it_is(tmp_path: Path) -> None:
@@ -259,19 +250,15 @@ def test_the_page_over_a_store_alone_answers_its_key_and_leaves_the_store_as_it_
         wait_until(lambda: said.search(page.log.read_text()), 60, "it says where it listens")
         (key,) = said.findall(page.log.read_text())
 
-        def status(method: str, path: str, key: str | None = key) -> int:
-            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            url = f"http://127.0.0.1:{port}{path}"
-            return httpx.request(method, url, headers=headers, trust_env=False, timeout=30).status_code
+        def status(method: str, path: str, key: str = key) -> int:
+            """0: it does not listen yet."""
+            headers, url = {"Authorization": f"Bearer {key}"}, f"http://127.0.0.1:{port}{path}"
+            with suppress(httpx.HTTPError):
+                return httpx.request(method, url, headers=headers, trust_env=False, timeout=30).status_code
+            return 0
 
-        def listens() -> bool:
-            try:
-                return status("GET", "/readyz") < 600
-            except httpx.HTTPError:
-                return False
-
-        wait_until(listens, 60, "it listens")
-        assert status("GET", "/rollouts", None) == 401, "another user of this machine"
+        wait_until(lambda: status("GET", "/readyz"), 60, "it listens")
+        assert status("GET", "/rollouts", "another") == 401, "another user of this machine"
         for path in ("/", "/rollouts", "/rollouts/one:1", "/tasks", "/status", "/policy/versions", "/prompts"):
             assert status("GET", path) == 200, path
         for method, path in (("POST", "/reward"), ("POST", "/v1/chat/completions"), ("DELETE", "/rollouts/two")):
@@ -281,24 +268,139 @@ def test_the_page_over_a_store_alone_answers_its_key_and_leaves_the_store_as_it_
     assert copy.read_bytes() == before and not [*tmp_path.glob("copy.db-*")]
 
 
-GO = user("go")
-VALUES: list[Any] = [None, 5.5, "x", [], {}, [None], [[]], [{}], {"a": 1}, [{"type": 5}], [{"type": "text"}]]
-
-
 def test_odd_records_are_exported_or_left_out_with_the_reason(model: Scripted) -> None:
-    for i, value in enumerate(VALUES):
+    values: list[Any] = [None, 5.5, "x", [], {}, [None], [[]], [{}], {"a": 1}, [{"type": 5}], [{"type": "text"}]]
+    for i, value in enumerate(values):
         calls = [{"id": value, "type": value, "function": {"name": value, "arguments": value}}]
-        odd = said(value, reasoning_content=value, tool_calls=calls)
-        for name, messages, answer in (
-            ("answer", [GO], odd),
-            ("calls", [GO], said("a", tool_calls=value)),
-            ("request", [GO, odd, {"role": "tool", "tool_call_id": value, "content": value}], said("a")),
-            ("message", [GO, value], said("a")),
-            ("all", value, value),
-        ):
-            model.ask(f"/rollouts/odd-{name}-{i}{CHAT}", {"messages": messages, "temperature": value}, answer)
+        odd, result = said(value, reasoning_content=value, tool_calls=calls), {"role": "tool", "tool_call_id": value}
+        turns: list[tuple[Any, Any]] = [
+            ([GO], odd), ([GO], said("a", tool_calls=value)), ([GO, odd, result | {"content": value}], said("a")),
+            ([GO, value], said("a")), (value, value),
+        ]  # fmt: skip
+        for n, (messages, answer) in enumerate(turns):
+            model.ask(f"/rollouts/odd-{n}-{i}{CHAT}", {"messages": messages, "temperature": value}, answer)
     model.ask(f"/rollouts/good{CHAT}", {"messages": [GO]}, said("a"))
     for kind, file in (("transitions", "-"), ("transitions", "t.parquet"), ("sft", "-"), ("sft", "s.parquet")):
         done = model.proxy.run("export", file, "--kind", kind, "--mode", "all", "--status", "all")
         assert done.returncode == 0, (kind, file, done.stderr)
         assert file != "-" or '"good"' in done.stdout, kind
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Proxy:
+    """One that does not run: its configuration alone."""
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    write_config(tmp_path, "http://127.0.0.1:9/v1", free_port())
+    return Proxy("", tmp_path)
+
+
+def refused(proxy: Proxy, told: str, *commands: tuple[str, ...]) -> None:
+    """Check that each command says so in one line, and changes nothing of the store's file."""
+    before = files(proxy.directory, "store.db*")
+    for command in commands:
+        done = proxy.run(*command)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (command, done)
+        assert told in done.stderr and str(proxy.directory / "store.db") in done.stderr, (command, done.stderr)
+    assert files(proxy.directory, "store.db*") == before
+
+
+def test_a_file_of_another_program_is_one_line_and_stays_as_it_is(proxy: Proxy) -> None:
+    with closing(sqlite3.connect(proxy.directory / "store.db", isolation_level=None)) as file:
+        file.executescript("CREATE TABLE rollouts (a TEXT); PRAGMA user_version = 121")
+    refused(proxy, OTHERS, *READING, *WRITING)
+    checks = {one["name"]: one for one in proxy.run("doctor", "--json").json}
+    assert checks["store"]["outcome"] == "failed" and OTHERS in checks["store"]["found"]
+
+
+@pytest.mark.parametrize("room", ["store", pytest.param("promotion", marks=pytest.mark.feature("promotion"))])
+def test_the_number_of_a_rooms_schema_that_differs_is_named(proxy: Proxy, room: str) -> None:
+    ok(proxy.run("keys", "create", "k"))
+    with closing(sqlite3.connect(proxy.directory / "store.db", isolation_level=None)) as file:
+        ((number,),) = file.execute("SELECT number FROM schema_numbers WHERE room = ?", [room])
+        file.execute(NEWER.format(room))
+    refused(
+        proxy,
+        f"its schema of {room} is number 99, and this checkout's {number}: move the store and policy.directory aside",
+        *READING,
+        *WRITING,
+    )
+
+
+@pytest.mark.feature("evaluation")
+def test_tables_of_a_room_that_a_store_has_not_yet_are_made_once_it_is_written_to(proxy: Proxy) -> None:
+    ok(proxy.run("keys", "create", "before"))
+    with closing(sqlite3.connect(proxy.directory / "store.db", isolation_level=None)) as file:
+        file.executescript("DROP TABLE evaluations; DELETE FROM schema_numbers WHERE room = 'evaluation'")
+    refused(proxy, "it has no tables of evaluation yet: `lightning-proxy serve` makes its tables", *READING)
+    ok(proxy.run("keys", "create", "after"))
+    assert [key["name"] for key in proxy.run("keys", "list", "--json").json["data"]] == ["before", "after"]
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [("CREATE TABLE rollouts (a TEXT)", OTHERS), (NEWER.format("store"), "its schema of store is number 99")],
+)
+def test_a_database_of_another_schema_is_one_line(tmp_path: Path, server: Server, script: str, told: str) -> None:
+    url = server.new_database()
+    write_config(tmp_path, "http://127.0.0.1:9/v1", free_port(), store={"url": url})
+    proxy = Proxy("", tmp_path)
+    if script.startswith("UPDATE"):
+        ok(proxy.run("keys", "create", "k"))
+    server.execute(url, script)
+    for command in (("keys", "list"), ("keys", "create", "k")):
+        done = proxy.run(*command)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (command, done)
+        assert told in done.stderr
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_several_processes_make_a_store_at_once(tmp_path: Path, server: Server, database: str) -> None:
+    url = server.new_database() if database == "postgres" else f"sqlite:///{tmp_path}/store.db"
+    write_config(tmp_path, "http://127.0.0.1:9/v1", free_port(), store={"url": url})
+    proxy = Proxy("", tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        made = [*threads.map(lambda n: proxy.process("keys", "create", f"k{n}"), range(4))]
+    assert [done.returncode for done in made] == [0] * 4, made
+    assert len(proxy.run("keys", "list", "--json").json["data"]) == 4
+    for times in (1, 2):
+        with in_this_process(tmp_path, store={"url": url}) as proxy:
+            proxy.client.headers["Authorization"] = f"Bearer {made[0].stdout.strip()}"
+            assert proxy.chat(f"r{times}").status == 200
+            proxy.reward(f"r{times}", times)
+            assert [one["reward"] for one in proxy.get("/rollouts")["data"]] == [*range(times, 0, -1)]
+            assert [one["version"] for one in proxy.get("/policy/versions")["data"]] == [0]
+            info = proxy.run("store", "info", "--json").json
+            assert (info["calls"], info["rewards"]) == (times, times)
+
+
+def test_fifty_turns_take_about_twice_what_is_new_in_them(tmp_path: Path) -> None:
+    """An agent sends its whole history again at every turn; new are every text, once, and each token's two numbers."""
+    source, turns, unique, sizes = random.Random(0), 50, 0, []
+    prompt, messages = list(range(700)), [user("the task")]
+
+    def words(count: int) -> str:
+        return " ".join(f"{source.getrandbits(24):06x}" for _ in range(count))
+
+    with scripted(tmp_path) as model:
+        for number in range(turns + 1):
+            text, query, result, name = words(160), words(40), words(480), f"call_{number:032x}"
+            answer, ids = calls((name, {"query": query}), name="search", text=text), list(range(number, number + 120))
+            tools = [{"name": "search", "description": "look for it " * 50}]
+            request = {"model": "policy", "tools": tools, "max_tokens": 9, "messages": messages}
+            model.ask(f"/rollouts/r{CHAT}", request, sampled(answer, prompt, ids))
+            unique += (len(text + query + result) + 3 * 4 * 120) * (number > 0)
+            if number in (0, turns):
+                info = model.proxy.run("store", "info", "--json").json
+                sizes.append(info["bytes"] - info["free"])
+            messages = [*messages, answer, told(name, result)]
+            prompt = [*prompt, *ids, *range(number, number + 120)]
+        last = model.proxy.rollout("r")["calls"][-1]["request"]["messages"]
+        assert last == messages[:-2] and len(last) == 2 * turns + 1
+    assert sizes[1] - sizes[0] < 3 * unique, "sent again, it would be 25 times"

@@ -1,23 +1,28 @@
-"""CONTRACT.md, section 4: nothing acknowledged is lost."""
+"""CONTRACT.md, section 4: nothing acknowledged is lost, and a trainer that is killed goes on from there."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import sqlite3
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from contract.system import Served, in_this_process, served
+from contract.model import TRAINER, Agents, Faulty, ask, by_weights, learning, play, versions
+from contract.system import Forked, Proxy, in_this_process, ok, served, wait_until
 from contract.vllm import PlayedVllm
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETIONS = "/v1/completions"
+Kill = Callable[[Proxy, int], bool]
 
 
 class Agent(threading.Thread):
@@ -27,33 +32,18 @@ class Agent(threading.Thread):
         super().__init__()
         self.url, self.name_ = url, name
         self.calls: list[tuple[str, str]] = []  # rollout and call
-        self.rewards: list[tuple[str, int]] = []
+        self.rewards: dict[str, int] = {}
 
     def run(self) -> None:
-        try:
-            with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
-                for turn in range(10_000):
-                    self._turn(client, f"{self.name_}-{turn}", stream=turn % 2 == 0)
-        except httpx.HTTPError:
-            pass
-
-    def _turn(self, client: httpx.Client, rollout: str, *, stream: bool) -> None:
-        answer = client.post(f"/rollouts/{rollout}/v1/chat/completions", json=CHAT | {"stream": stream})
-        assert answer.status_code == 200
-        if stream and not answer.content.endswith(b"data: [DONE]\n\n"):
-            return
-        self.calls.append((rollout, answer.headers["x-call-id"]))
-        reward = client.post("/reward", json={"rollout_id": rollout, "reward": 1})
-        self.rewards.append((rollout, reward.json()["reward_id"]))
-
-
-def work_until_killed(proxy: Served, agents: list[Agent]) -> None:
-    for agent in agents:
-        agent.start()
-    time.sleep(0.5 + random.random())
-    proxy.server.end(signal.SIGKILL)
-    for agent in agents:
-        agent.join()
+        with suppress(httpx.HTTPError), httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
+            for turn in range(10_000):
+                stream, rollout = turn % 2 == 0, f"{self.name_}-{turn}"
+                answer = client.post(f"/rollouts/{rollout}/v1/chat/completions", json=CHAT | {"stream": stream})
+                assert answer.status_code == 200
+                if not stream or answer.content.endswith(b"data: [DONE]\n\n"):
+                    self.calls.append((rollout, answer.headers["x-call-id"]))
+                    reward = client.post("/reward", json={"rollout_id": rollout, "reward": 1})
+                    self.rewards[rollout] = reward.json()["reward_id"]
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -62,37 +52,34 @@ def test_a_killed_proxy_has_lost_no_answer_and_no_reward(tmp_path: Path, workers
         agents: list[Agent] = []
         for round_ in range(2):
             agents += (mine := [Agent(proxy.url, f"a{round_}-{i}") for i in range(8)])
-            work_until_killed(proxy, mine)
+            for agent in mine:
+                agent.start()
+            time.sleep(0.5 + random.random())
+            proxy.server.end(signal.SIGKILL)
+            for agent in mine:
+                agent.join()
             proxy.start()
         assert sum(len(agent.calls) for agent in agents) > 20
         statuses = set()
         for agent in agents:
-            rewarded = dict(agent.rewards)
             for rollout, call_id in agent.calls:
                 found = proxy.rollout(rollout)
                 assert [call["call_id"] for call in found["calls"]] == [call_id]
                 assert found["calls"][0]["response"] and found["calls"][0]["status"] == "ok"
-                if rollout in rewarded:
-                    assert [one["reward_id"] for one in found["rewards"]] == [rewarded[rollout]]
+                if rollout in agent.rewards:
+                    assert [one["reward_id"] for one in found["rewards"]] == [agent.rewards[rollout]]
             statuses |= {one["status"] for one in proxy.get("/rollouts?limit=1000")["data"]}
         assert statuses <= {"running", "completed"}
-
-
-def ask_in_vain(proxy: Served) -> None:
-    with pytest.raises(httpx.HTTPError):
-        proxy.chat("r1")
 
 
 def test_a_call_that_was_under_way_is_there_as_incomplete(tmp_path: Path) -> None:
     vllm = PlayedVllm(tmp_path)
     vllm.delay_s = 30
-    with served(tmp_path, vllm) as proxy:
-        agent = threading.Thread(target=ask_in_vain, args=[proxy])
-        agent.start()
-        while not vllm.requests:
-            time.sleep(0.02)
+    with served(tmp_path, vllm) as proxy, ThreadPoolExecutor() as agents:
+        asked = agents.submit(proxy.chat, "r1")
+        wait_until(lambda: vllm.requests, 30, "the call is under way")
         proxy.server.end(signal.SIGKILL)
-        agent.join()
+        assert isinstance(asked.exception(), httpx.HTTPError)
         proxy.start()
         (call,) = proxy.rollout("r1")["calls"]
         assert call["status"] == "incomplete" and not call["trainable"]
@@ -101,15 +88,11 @@ def test_a_call_that_was_under_way_is_there_as_incomplete(tmp_path: Path) -> Non
 def test_stopped_in_good_order_it_finishes_what_is_under_way(tmp_path: Path) -> None:
     vllm = PlayedVllm(tmp_path)
     vllm.delay_s = 1.0
-    with served(tmp_path, vllm) as proxy:
-        answers: list[int] = []
-        agent = threading.Thread(target=lambda: answers.append(proxy.chat("r1").status))
-        agent.start()
-        while not vllm.requests:
-            time.sleep(0.02)
+    with served(tmp_path, vllm) as proxy, ThreadPoolExecutor() as agents:
+        asked = agents.submit(proxy.chat, "r1")
+        wait_until(lambda: vllm.requests, 30, "the call is under way")
         assert proxy.server.end(signal.SIGTERM) == 0
-        agent.join()
-        assert answers == [200] and "not written" not in proxy.server.log.read_text()
+        assert asked.result().status == 200 and "not written" not in proxy.server.log.read_text()
         proxy.start()
         assert proxy.rollout("r1")["calls"][0]["status"] == "ok"
 
@@ -128,3 +111,85 @@ def test_a_rollout_that_another_process_deletes_keeps_no_call_from_its_record(tm
             other.commit()
         assert [call.result().status for call in calls] == [200] * 4
         assert [len(proxy.rollout(name)["calls"]) for name in ["first", *names]] == [1] * 4
+
+
+@pytest.fixture(params=["merged", "lora"])
+def proxy(request: pytest.FixtureRequest, base: Path, tmp_path: Path) -> Iterator[Proxy]:
+    trainer = TRAINER | {"keep_checkpoints": 2, "collapse": {"action": "off"}}
+    with learning(tmp_path, base, request.param, trainer=trainer, keep_versions=2) as one:
+        yield one
+
+
+def before_a_change(proxy: Proxy, number: int) -> bool:
+    """Let a trainer be killed before its nth change of a file; False if it makes fewer."""
+    done = Forked(proxy, "train", "--once", killed_at=number).wait()
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode == -signal.SIGKILL
+
+
+def at_a_request(proxy: Proxy, number: int) -> bool:
+    """Let a trainer be killed at its nth request to load, name or verify weights; False if it makes fewer."""
+    return killed_when(proxy, lambda asked: len(asked) == number)
+
+
+def killed_when(proxy: Proxy, due: Callable[[list[str]], bool]) -> bool:
+    """Let a trainer be killed when it is `due` by what it asked the model's server for; False if it never is."""
+    asked: list[str] = []
+    trainer = Forked(proxy, "train", "--once")
+
+    def before(path: str) -> None:
+        if asked or path != COMPLETIONS:  # which the proxy asks for, too
+            asked.append(path)
+        if due(asked):
+            trainer.signal(signal.SIGKILL)
+
+    proxy.vllm.before = before
+    done = trainer.wait()
+    proxy.vllm.before = lambda path: None
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("kill", "every"), [
+    pytest.param(before_a_change, 7, id="a change"), pytest.param(at_a_request, 3, id="a request"),
+    pytest.param(before_a_change, 1, id="each change", marks=pytest.mark.long),
+    pytest.param(at_a_request, 1, id="each request", marks=pytest.mark.long),
+])  # fmt: skip
+def test_after_a_kill_each_rollout_is_trained_on_once(proxy: Proxy, kill: Kill, every: int) -> None:
+    kills, agents = 0, Agents(proxy, "agents", renewed=True)
+    with agents:
+        for step in itertools.count(1):
+            names = play(proxy, f"r{step}")
+            killed = kill(proxy, 1 + every * (step - 1))
+            ok(proxy.run("train", "--once"))
+            found = [proxy.rollout(name) for name in names]
+            assert {(rollout["step"], rollout["dropped"]) for rollout in found} == {(step, None)}
+            (last, *earlier) = proxy.get("/policy/steps?limit=1000")["data"]
+            assert (last["step"], last["metrics"]["rollouts_trained"], len(earlier)) == (step, len(names), step - 1)
+            assert "publish_s" in last["metrics"]
+            live = proxy.get("/policy")["live_version"]
+            assert (versions(proxy)[live]["step"], versions(proxy)[live]["verified"]) == (step, True)
+            assert {version["status"] for version in versions(proxy).values()} <= {"live", "ready", "failed"}
+            assert ask(proxy, f"after-{step}", "after", mode="eval").headers["x-policy-version"] == str(live)
+            if not killed:
+                break
+            kills += 1
+    assert kills >= 2 and {*agents.statuses} == {200}
+    weights = by_weights(proxy)
+    assert {len(prints) for prints in weights.values()} == {1}, weights
+    assert len(set.union(*weights.values())) == len(weights) > 1
+
+
+def test_weights_that_a_killed_trainer_did_not_verify_are_verified_by_the_next_one(proxy: Proxy) -> None:
+    names = play(proxy, "first")
+    proxy.vllm.fault = Faulty.STALE
+    assert killed_when(proxy, lambda asked: asked[-1:] == [COMPLETIONS])
+    assert not versions(proxy)[1]["verified"]
+    assert proxy.run("train", "--once").returncode == 1
+    assert proxy.get("/policy")["live_version"] == 0
+    assert "live" not in {version["status"] for number, version in versions(proxy).items() if number}
+    proxy.vllm.fault = None
+    ok(proxy.run("train", "--once"))
+    live = versions(proxy)[proxy.get("/policy")["live_version"]]
+    assert (live["step"], live["verified"], {proxy.rollout(name)["step"] for name in names}) == (1, True, {1})

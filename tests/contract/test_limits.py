@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import gzip
 import json
+import select
+import socket
+import socketserver
+import sqlite3
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contract.raw import HOST, connect, raw_deflate, send, statuses, zstd
-from contract.system import Json, Proxy, in_this_process
+from contract.scripted import said, user
+from contract.system import Json, Proxy, Served, in_this_process, served, wait_until
 from support.paths import has
 
 CHAT: Json = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 MB = 1_000_000
+CONTROL = ("/reward", "/rollouts", "/rollouts/r1/events", "/rollouts/r1/end", "/policy/promote")
+PATHS = ("/v1/chat/completions", *(["/otlp/v1/traces"] if has("otel") else []), *CONTROL)
+FENCE = "```json" + " " * 3000 + "x"  # a pattern that went back and forth took minutes
+Send = Callable[..., socket.socket]
+LARGE = b'"padding": "%s", ' % (b"x" * 200_000)  # of a size that is read in turns with others
+CALL = json.dumps(CHAT | {"user": "é" * 1000}).encode()
+SKIPPED = b"\x50\x2a\x4d\x18\x04\x00\x00\x00note"  # a frame that decoders leave out: RFC 8878, section 3.1.2
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "zstd": zstd.compress, "gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +44,19 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         yield one
 
 
-PADDING = b'"padding": "%s", ' % (b"x" * 200_000)  # of a size that is read in turns with others
-BAD = [b"{", b"[5]", b"", b"1, 2", b'{%b"a": NaN}', b'{%b"a": "\xff"}', b'{%b"a": ' + b"[" * 3000 + b"]" * 3000 + b"}"]
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/reward"])
 def test_what_is_no_json_object_is_refused_in_openais_shape(proxy: Proxy, path: str) -> None:
+    bad = [
+        b"{",
+        b"[5]",
+        b"",
+        b"1, 2",
+        b'{%b"a": NaN}',
+        b'{%b"a": "\xff"}',
+        b'{%b"a": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+    ]
     before = proxy.get("/rollouts")["data"]
-    for body in {bad.replace(b"%b", padding) for bad in BAD for padding in (b"", PADDING)}:
+    for body in {bad.replace(b"%b", padding) for bad in bad for padding in (b"", LARGE)}:
         answer = proxy.post(path, body)
         assert answer.status in ((400,) if path.startswith("/v1") else (400, 422)), body[:40]
         assert answer.error["message"]
@@ -50,58 +72,47 @@ def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not(proxy: Proxy
     assert statuses(send(proxy.url, head + b"Content-Length: 1000001\r\n\r\n")) == [413], "before it comes"
 
 
-SAID = json.dumps(CHAT | {"user": "é" * 1000}).encode()
-SKIPPED = b"\x50\x2a\x4d\x18\x04\x00\x00\x00note"  # a frame that decoders leave out: RFC 8878, section 3.1.2
-
-
 def without_a_size(data: bytes, window: int = 20) -> bytes:
     packer = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: window})
     return bytes(packer.compress(data) + packer.flush())
 
 
-PACK: dict[str, Callable[[bytes], bytes]] = {
-    "zstd": zstd.compress, "gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress,
-}  # fmt: skip
-PACKED = [
-    *((name, pack(SAID), 200) for name, pack in PACK.items()),
-    ("deflate", raw_deflate(SAID), 200),
-    ("identity", SAID, 200),
-    ("utf-8", SAID, 200),  # servers do not look at it
-    ("ZSTD", without_a_size(SAID), 200),
-    ("zstd", zstd.compress(SAID[:9]) + SKIPPED + zstd.compress(SAID[9:]), 200),
-    ("gzip", gzip.compress(SAID[:9]) + gzip.compress(SAID[9:]), 200),
-    ("gzip, zstd", zstd.compress(gzip.compress(SAID)), 200),
-    ("deflate,identity , gzip,", gzip.compress(raw_deflate(SAID)), 200),
-    *((name, b"x", 415) for name in ("br", "gzip, br", "compress", "gzip;q=1", ", ".join(["gzip"] * 5))),
-    *((name, data, 400) for name, pack in PACK.items()
-      for data in (b"not packed at all", pack(SAID)[:-3], pack(SAID) + b"more", b"")),
-    *((name, pack(b" " * (MB + 1)), 413) for name, pack in PACK.items()),
-    ("deflate", raw_deflate(b" " * (MB + 1)), 413),
-    ("zstd", zstd.compress(b" " * (MB // 2 + 1)) * 2, 413),
-    ("gzip, zstd", zstd.compress(gzip.compress(b" " * (MB + 1))), 413),
-    ("zstd, gzip", gzip.compress(b"".join(zstd.compress(SAID[i : i + 9]) for i in range(0, len(SAID), 9))), 400),
-    ("zstd", SKIPPED * 10_000 + zstd.compress(SAID), 400),
-    ("zstd", without_a_size(SAID, window=27), 400),
-]  # fmt: skip
-
-
-def test_a_packed_body_is_unpacked_within_bounds_or_refused(proxy: Proxy) -> None:
-    assert proxy.vllm is not None
-    for n, (encoding, body, status) in enumerate(PACKED):
+def test_a_packed_body_is_unpacked_within_bounds_or_refused_and_encodings_are_read(proxy: Proxy) -> None:
+    packed = [
+        *((name, pack(CALL), 200) for name, pack in PACK.items()),
+        ("deflate", raw_deflate(CALL), 200),
+        ("utf-8", CALL, 200),  # servers do not look at it
+        ("ZSTD", without_a_size(CALL), 200),
+        ("zstd", zstd.compress(CALL[:9]) + SKIPPED + zstd.compress(CALL[9:]), 200),
+        ("gzip", gzip.compress(CALL[:9]) + gzip.compress(CALL[9:]), 200),
+        ("gzip, zstd", zstd.compress(gzip.compress(CALL)), 200),
+        ("deflate,identity , gzip,", gzip.compress(raw_deflate(CALL)), 200),
+        *((name, b"x", 415) for name in ("br", "gzip, br", "compress", "gzip;q=1", ", ".join(["gzip"] * 5))),
+        *((name, data, 400) for name, pack in PACK.items()
+          for data in (b"not packed at all", pack(CALL)[:-3], pack(CALL) + b"more", b"")),
+        *((name, pack(b" " * (MB + 1)), 413) for name, pack in PACK.items()),
+        ("deflate", raw_deflate(b" " * (MB + 1)), 413),
+        ("zstd", zstd.compress(b" " * (MB // 2 + 1)) * 2, 413),
+        ("gzip, zstd", zstd.compress(gzip.compress(b" " * (MB + 1))), 413),
+        ("zstd, gzip", gzip.compress(b"".join(zstd.compress(CALL[i : i + 9]) for i in range(0, len(CALL), 9))), 400),
+        ("zstd", SKIPPED * 10_000 + zstd.compress(CALL), 400),
+        ("zstd", without_a_size(CALL, window=27), 400),
+    ]  # fmt: skip
+    for n, (encoding, body, status) in enumerate(packed):
         answer = proxy.post(f"/rollouts/packed-{n}/v1/chat/completions", body, Content_Encoding=encoding)
         assert answer.status == status, (n, encoding, body[:40])
         if status == 200:
-            assert proxy.rollout(f"packed-{n}")["calls"][0]["request"] == json.loads(SAID)
-            assert body == SAID or "Content-Encoding" not in proxy.vllm.requests[-1]["headers"]
+            assert proxy.rollout(f"packed-{n}")["calls"][0]["request"] == json.loads(CALL)
+            assert body == CALL or "Content-Encoding" not in proxy.vllm.requests[-1]["headers"]
         else:
             assert answer.error["message"] and proxy.call("GET", f"/rollouts/packed-{n}").status == 404
-    twice = zstd.compress(gzip.compress(SAID))  # two headers are read as one
+    for encoding in ("utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"):  # as vLLM reads JSON
+        body = json.dumps(json.loads(CALL), ensure_ascii=False).encode(encoding)
+        assert proxy.post(f"/rollouts/{encoding}/v1/chat/completions", body).status == 200
+        assert proxy.rollout(encoding)["calls"][0]["request"] == json.loads(CALL)
+    twice = zstd.compress(gzip.compress(CALL))  # two headers are read as one
     head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Encoding: gzip\r\nContent-Encoding: zstd\r\n"
     assert statuses(send(proxy.url, head + b"Content-Length: %d\r\n\r\n%s" % (len(twice), twice))) == [200]
-
-
-CONTROL = ("/reward", "/rollouts", "/rollouts/r1/events", "/rollouts/r1/end", "/policy/promote")
-PATHS = ("/v1/chat/completions", *(["/otlp/v1/traces"] if has("otel") else []), *CONTROL)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +128,7 @@ def begun(path: str, length: int, body: bytes = b"", key: str = "agent", method:
     return f"{head}Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode() + body
 
 
-def test_the_key_is_judged_before_the_body_has_come(keyed: Proxy) -> None:
+def test_the_key_is_judged_before_the_body_has_come_and_one_that_does_not_come_is_given_up(keyed: Proxy) -> None:
     for path in PATHS:
         (answer,) = send(keyed.url, begun(path, 30 * MB, key="nobody"))
         assert (statuses([answer]) == [401] and b"invalid_api_key" in answer) or path.startswith("/otlp"), path
@@ -125,9 +136,6 @@ def test_the_key_is_judged_before_the_body_has_come(keyed: Proxy) -> None:
             assert keyed.post(path, body, "nobody").status == 401, path
     promote = "/policy/promote"
     assert keyed.post(promote, b"{", "agent").status == 401 and keyed.post(promote, b"{}", "admin").status == 422
-
-
-def test_a_body_that_does_not_come_is_given_up(keyed: Proxy) -> None:
     requests = [begun(path, 900_000, body) for path in PATHS[:3] for body in (b"", b"{" * 100_000)]
     with ThreadPoolExecutor(len(requests)) as pool:
         for (answer,) in pool.map(lambda request: send(keyed.url, request), requests):
@@ -150,81 +158,149 @@ def test_while_large_bodies_come_others_wait_and_small_ones_do_not(proxy: Proxy)
     assert [proxy.post("/reward", many).status for _ in range(2)] == [200, 200]
 
 
-@pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    redact = {"secrets": True, "patterns": ["no secret"]}
-    with in_this_process(tmp_path_factory.mktemp("roomy"), recording={"redact": redact}) as one:
-        yield one
+def test_no_text_of_a_call_holds_others_up(tmp_path: Path) -> None:
+    """Others are answered meanwhile: in seconds only where the work for this one is done in their way."""
+    ended, longest = threading.Event(), [0.0]
 
+    def called(arguments: str) -> Json:
+        function = {"name": "f", "arguments": arguments}
+        return said(None, tool_calls=[{"id": "call_abcdefghij", "type": "function", "function": function}])
 
-@contextmanager
-def nobody_held_up(proxy: Proxy) -> Iterator[None]:
-    """Others are answered meanwhile: seconds only where the work for this one is done in their way."""
-    ended, longest = threading.Event(), 0.0
+    with in_this_process(tmp_path, recording={"redact": {"secrets": True}}) as proxy:
 
-    def others() -> None:
-        nonlocal longest
-        while not ended.wait(0.02):
-            began = time.monotonic()
-            assert proxy.call("GET", "/healthz").status == 200
-            longest = max(longest, time.monotonic() - began)
+        def others() -> None:
+            while not ended.wait(0.02):
+                began = time.monotonic()
+                assert proxy.call("GET", "/healthz").status == 200
+                longest.append(time.monotonic() - began)
 
-    other = threading.Thread(target=others)
-    other.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        other.join()
-    assert longest < 5
-
-
-FENCE = "```json" + " " * 3000 + "x"  # a pattern that went back and forth took minutes
-ORDERS = json.dumps({"a": [f"order number {i:06} is here" for i in range(8_000)]})
-
-
-def called(arguments: str) -> Json:
-    function = {"name": "f", "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"id": "call_abcdefghij", "type": "function", "function": function}]}
-
-
-def test_no_text_of_a_call_holds_others_up(roomy: Proxy) -> None:
-    assert roomy.vllm is not None
-    before = roomy.vllm.answer
-    slow: list[tuple[str, Json]] = [
-        ("go", {"role": "assistant", "content": FENCE}),
-        ("and go", called(FENCE)),
-        ("sk-" * 60_000, {"role": "assistant", "content": "sk-" * 200_000}),
-        ("word " * 120_000, called(ORDERS)),
-    ]
-    try:
-        for said, message in slow:
-            roomy.vllm.answer = lambda _, message=message: message
-            messages, rollouts = [{"role": "user", "content": said}], set()
-            for more in ([], [message, {"role": "user", "content": "and?"}]):
+        other = threading.Thread(target=others, daemon=True)
+        other.start()
+        for text, message in (
+            ("go", said(FENCE)),
+            ("and go", called(FENCE)),
+            ("sk-" * 60_000, said("sk-" * 200_000)),
+            ("word " * 120_000, called(json.dumps({"a": [f"order number {i:06} is here" for i in range(8_000)]}))),
+        ):
+            proxy.vllm.answer = lambda _, message=message: message
+            messages, rollouts = [user(text)], set()
+            for more in ([], [message, user("and?")]):
                 packed = gzip.compress(json.dumps(CHAT | {"messages": messages + more}).encode(), 1)
-                with nobody_held_up(roomy):
-                    answer = roomy.post("/v1/chat/completions", packed, Content_Encoding="gzip")
+                answer = proxy.post("/v1/chat/completions", packed, Content_Encoding="gzip")
                 assert answer.status == 200
                 given = answer.json["choices"][0]["message"]
                 assert all(given[field] == value for field, value in message.items())
                 rollouts.add(answer.headers["x-rollout-id"])
             assert len(rollouts) == 1, "it is one conversation"
-    finally:
-        roomy.vllm.answer = before
+        ended.set()
+        other.join()
+    assert max(longest) < 5
 
 
-def test_a_large_conversation_is_recorded_and_gone_on_with(roomy: Proxy) -> None:
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} is no secret"} for i in range(10_001)]
-    sent, rollouts = [], set()
-    for turn in range(3):
-        sent.append(messages)
-        answer = roomy.chat(None, *messages, user=f"u{turn}")
-        assert answer.status == 200
-        rollouts.add(answer.headers["x-rollout-id"])
-        messages = [*messages, answer.json["choices"][0]["message"], {"role": "user", "content": f"more {turn}"}]
-    (rollout,) = rollouts
-    kept = json.loads(json.dumps(sent).replace("no secret", "[redacted]"))
-    assert [call["request"]["messages"] for call in roomy.rollout(rollout)["calls"]] == kept
-    told = roomy.get(f"/rollouts/{rollout}/transitions?requests=whole")["data"]
-    assert [one["state"]["messages"] for one in told] == kept
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A process with memory of its own, and keys; its second model is at a server that never answers."""
+
+    class Reads(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while self.request.recv(2**20):
+                pass
+
+    keys = {"api_keys": ["unread", "packed", "begins", "costs", "other"]}
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Reads) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        silent = {"name": "silent", "kind": "openai", "models": ["silent"]}
+        silent["base_url"] = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        policy = {"name": "policy", "kind": "vllm", "base_url": "http://127.0.0.1:1/v1"}
+        with served(tmp_path_factory.mktemp("process"), proxy=keys, upstreams=[policy, silent]) as one:
+            yield one
+        server.shutdown()
+
+
+@pytest.fixture
+def begin(process: Served) -> Iterator[Send]:
+    """Sends a request, whole or not, and reads nothing of its answer; connections are closed at the end."""
+    with ExitStack() as stack:
+
+        def send(start: str, key: str, body: bytes = b"", **more: Any) -> socket.socket:
+            one = stack.enter_context(connect(process.url, 4096))
+            method, path = start.split()
+            one.sendall(begun(path, more.pop("length", len(body)), body, key, method, **more))
+            return one
+
+        yield send
+
+
+def memory_of(proxy: Served) -> float:
+    assert proxy.server.process is not None
+    status = Path(f"/proc/{proxy.server.process.pid}/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) / 1000
+
+
+def work_of(proxy: Served) -> int:
+    """The processor time of the process so far, in the system's ticks."""
+    assert proxy.server.process is not None
+    stat = Path(f"/proc/{proxy.server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return int(stat[11]) + int(stat[12])
+
+
+def most_until_it_rests(proxy: Served) -> float:
+    """The most MB that it has until it has worked for nobody for two seconds."""
+    until, most, seen = time.monotonic() + 15, 0.0, [work_of(proxy)]
+    while time.monotonic() < until and (len(seen) < 40 or seen[-1] - seen[-40] > 4):
+        time.sleep(0.05)
+        most = max(most, memory_of(proxy))
+        seen.append(work_of(proxy))
+    return most
+
+
+def test_answers_that_nobody_reads_are_few(process: Served, begin: Send) -> None:
+    (opened,) = process.post("/rollouts", {}, "unread").json
+    name, own = opened["rollout_id"], opened["api_key"]
+    notes = [{"kind": "note", "value": "x" * 20_000}] * 1000  # 20 MB
+    assert process.post(f"/rollouts/{name}/events", notes, "unread").status == 200
+    assert len(process.get(f"/rollouts/{name}", own)["events"]) == 1000
+    before = memory_of(process)
+    unread = [begin(f"GET /rollouts/{name}?requests=whole", own) for _ in range(60)]
+    assert most_until_it_rests(process) < before + 350
+    assert process.call("GET", f"/rollouts/{name}", key="other").status == 200  # of 20 MB, too
+    assert process.call("GET", "/status", key="unread").status == 200
+    for one in unread:
+        one.close()
+    wait_until(lambda: process.call("GET", f"/rollouts/{name}", key=own).status == 200, 30, "the key's share is free")
+
+
+def test_what_unpacks_to_much_takes_a_share(process: Served, begin: Send) -> None:
+    """The server has read all of it, and does not answer."""
+    body = json.dumps({"model": "silent", "messages": [{"role": "user", "content": "x" * 30 * MB}]}).encode()
+    packed, before = gzip.compress(body, 9), memory_of(process)
+    assert len(packed) < 50_000
+    for _ in range(24):
+        begin("POST /v1/chat/completions", "packed", packed, more="Content-Encoding: gzip\r\n")
+    assert most_until_it_rests(process) < before + 600  # 24 of them would be 1,400
+
+
+@pytest.mark.sqlite
+@pytest.mark.feature("costs")
+def test_reads_of_one_key_hold_up_no_other_and_end_with_their_clients(process: Served, begin: Send) -> None:
+    assert process.chat("r9", key="other").status == 502
+    with closing(sqlite3.connect(process.directory / "store.db")) as store, store:
+        columns = [name for _, name, *_ in store.execute("PRAGMA table_info(calls)") if name != "rowid"]
+        own = {"call_id": "'c' || n", "seq": "n"}
+        copied = ", ".join(own.get(name, name) for name in columns)
+        numbers = "WITH RECURSIVE i(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM i WHERE n < 60000)"
+        only = "FROM calls, i WHERE rollout_id = 'r9' AND seq = 0"
+        store.execute(f"{numbers} INSERT INTO calls ({', '.join(columns)}) SELECT {copied} {only}")
+    before = work_of(process)
+    assert process.get("/costs", "other")["total"]["calls"] > 60_000
+    one_answer = work_of(process) - before
+    reads = [begin(f"GET /costs?since={n}", "costs") for n in range(30)]
+    time.sleep(0.2)
+    process.get("/costs", "other")
+    assert len(select.select(reads, [], [], 0)[0]) < 15
+    for one in reads:
+        one.close()
+    before = work_of(process)
+    process.get("/costs", "costs")
+    assert work_of(process) - before < 6 * one_answer + 10

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from contract.system import Done, Json, Process, Proxy, wait_until
+from contract.system import Done, Json, Process, Proxy, ok, wait_until
 from support.ray_cluster import RayCluster, ray_cluster
 
 NUMBERS = itertools.count()
@@ -43,6 +43,14 @@ with open("pids", "a") as file:
 print("hanging", flush=True)
 time.sleep(1000)
 """
+FAILS_AT_FIRST = """
+task, seen = json.loads(os.environ['LIGHTNING_TASK'])['task_id'], pathlib.Path(sys.argv[1])
+ran = seen.read_text().split() if seen.exists() else []
+seen.write_text(' '.join([*ran, task]))
+assert (task[-1], ran.count(task)) not in (('a', 1), ('b', 0), ('b', 1))  # the second of a, both of b
+reward(0.5, name='style', final=False)
+reward(1.0)
+"""
 
 
 class Runs:
@@ -66,22 +74,17 @@ class Runs:
     def run(self, *options: str, arguments: tuple[str, ...] = ()) -> Done:
         return self.proxy.run("run", *self.arguments(*options, arguments=arguments))
 
-    def summary(self, *options: str, **more: Any) -> Json:
-        done = self.run(*options, "--json", **more)
-        assert done.returncode == 0, done
-        found: Json = done.json
-        return found
+    def summary(self, *options: str, **more: Any) -> Any:
+        done = ok(self.run(*options, "--json", **more))
+        return done.json
 
     def process(self, *options: str) -> Process:
-        """`run` as a process, in the folder."""
         process = Process(self.proxy.directory, "run", *self.arguments(*options))
-        process.log = self.directory / "run.log"
         process.start()
         return process
 
-    def rollouts(self, task: str | None = None) -> list[Json]:
-        listed: list[Json] = self.proxy.get(f"/rollouts?limit=1000&task_id={task or self.task}")["data"]
-        return listed
+    def rollouts(self, task: str | None = None) -> Any:
+        return self.proxy.get(f"/rollouts?limit=1000&task_id={task or self.task}")["data"]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,6 @@ def ray_nodes() -> Iterator[RayCluster]:
 
 @pytest.fixture(params=["process", "preload", pytest.param("ray", marks=pytest.mark.long)])
 def runs(proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """By each way of running programs."""
     if request.param == "ray":
         monkeypatch.setenv("LIGHTNING_RUN__EXECUTOR", "ray")
         monkeypatch.setenv("LIGHTNING_RAY__ADDRESS", request.getfixturevalue("ray_nodes").address)
@@ -114,19 +116,16 @@ def test_each_sibling_of_each_task_runs_in_a_rollout_of_its_own(runs: Runs) -> N
     runs.tasks(*({"task_id": name, "x": x} for x, name in enumerate(names, 1)))
     found = runs.summary("--group-size", "3", "--concurrency", "4")
     assert (found["rollouts"], found["failed"], found["without_reward"], found["mean_reward"]) == (6, 0, 0, 15.0)
-    assert {name: one["rewards"] for name, one in found["tasks"].items()} == {
-        names[0]: [10.0] * 3, names[1]: [20.0] * 3,
-    }  # fmt: skip
     for name, reward in zip(names, (10.0, 20.0), strict=True):
+        assert found["tasks"][name]["rewards"] == [reward] * 3
         facts = [(one["reward"], one["calls"], one["status"], one["mode"]) for one in runs.rollouts(name)]
         assert facts == [(reward, 1, "completed", "train")] * 3
 
 
 def test_a_task_has_as_many_rollouts_as_is_wanted(plain: Runs) -> None:
     plain.agent("reward(1)")
-    for n, (options, opened) in enumerate({
-        "": 8, "--group-size 3": 3, "--group-size 2 --repeat 2": 4, "--mode eval": 1,
-    }.items()):  # fmt: skip
+    ways = {"": 8, "--group-size 3": 3, "--group-size 2 --repeat 2": 4, "--mode eval": 1}
+    for n, (options, opened) in enumerate(ways.items()):
         task = f"{plain.task}-{n}"
         plain.tasks({"task_id": task})
         assert plain.summary(*options.split())["rollouts"] == opened
@@ -171,7 +170,7 @@ print(file.name)
     assert [Path(log.read_text().strip()).exists() for log in logs.iterdir()] == [False, False]
 
 
-def test_a_program_that_fails_ends_its_rollout_as_failed(runs: Runs) -> None:
+def test_a_program_that_fails_or_cannot_be_started_ends_its_rollout_as_failed(runs: Runs) -> None:
     runs.agent("exec(json.loads(os.environ['LIGHTNING_TASK'])['does'])")
     ways = {
         "raise ValueError('bad luck')": "exit code 1: ValueError: bad luck",
@@ -184,18 +183,16 @@ def test_a_program_that_fails_ends_its_rollout_as_failed(runs: Runs) -> None:
     assert done.returncode == 1 and f"every program failed, the first with {next(iter(ways.values()))}" in told, done
     ended = [(one["status"], one["reason"], one["reward"]) for one in reversed(runs.rollouts())]
     assert ended == [("failed", reason, None) for reason in ways.values()]
-
-
-def test_a_program_that_cannot_be_started_fails_its_rollout(plain: Runs) -> None:
-    script = plain.directory / "agent"
+    script = runs.directory / "agent"
     script.write_text("no shebang, no format")
     script.chmod(0o755)
-    plain.proxy.run("run", "--tasks", plain.directory / "tasks.jsonl", "--group-size", "1", "--", script)
-    (rollout,) = plain.rollouts()
+    runs.tasks({"task_id": f"{runs.task}-2"})
+    runs.proxy.run("run", "--tasks", runs.directory / "tasks.jsonl", "--group-size", "1", "--", script)
+    (rollout,) = runs.rollouts(f"{runs.task}-2")
     assert rollout["status"] == "failed" and "cannot be started" in rollout["reason"]
 
 
-def test_a_program_that_ends_without_a_reward_leaves_its_rollout_open_and_is_told_of(plain: Runs) -> None:
+def test_progress_is_told_and_a_program_that_ends_without_a_reward_leaves_its_rollout_open(plain: Runs) -> None:
     plain.agent("pass")
     alone, four = (" ".join(plain.run("--group-size", size).stderr.split()) for size in ("1", "4"))
     assert "no step will be taken" in alone
@@ -204,9 +201,12 @@ def test_a_program_that_ends_without_a_reward_leaves_its_rollout_open_and_is_tol
     assert "4 of 4 rollouts made no call: does your agent read OPENAI_BASE_URL?" in four
     assert {one["status"] for one in plain.rollouts()} == {"running"}
     assert plain.summary("--group-size", "2")["without_reward"] == 2
+    plain.agent("reward(0.75)")
+    told = plain.run("--group-size", "3").stderr
+    assert "\x1b" not in told and "rollouts 3/3  reward 0.750  failed 0" in told and "mean reward 0.75" in told
 
 
-def test_a_bad_task_is_named_by_file_and_line(plain: Runs) -> None:
+def test_a_bad_task_is_named_by_file_and_line_and_one_without_an_id_by_what_it_says(plain: Runs) -> None:
     file = plain.directory / "tasks.jsonl"
     for line, fault in {
         "[1]": "a task must be a JSON object, got list",
@@ -220,10 +220,7 @@ def test_a_bad_task_is_named_by_file_and_line(plain: Runs) -> None:
             assert (done.returncode, done.stderr.count("\n")) == (2, 1)
             assert f"{file}:3: " in done.stderr and fault in done.stderr
     assert plain.rollouts("never") == []
-
-
-def test_a_task_without_an_id_is_named_by_what_it_says(plain: Runs) -> None:
-    number = next(NUMBERS)
+    number = next(NUMBERS)  # a task without an id is named by what it says
     plain.agent("reward(1)")
     plain.tasks({"a": number, "b": 2}, {"b": 2, "a": number}, {"a": number}, {"task_id": f"own-{number}"})
     names = plain.summary("--group-size", "1")["tasks"]
@@ -231,7 +228,6 @@ def test_a_task_without_an_id_is_named_by_what_it_says(plain: Runs) -> None:
 
 
 def gone(pids: Path) -> bool:
-    """Whether these processes have ended."""
     for pid in pids.read_text().split():
         with suppress(FileNotFoundError, ProcessLookupError):
             if "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
@@ -246,7 +242,7 @@ def hangs(runs: Runs) -> Path:
     return pids
 
 
-def test_a_program_that_hangs_is_ended_with_all_that_it_started(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_or_is_left_behind_is_ended(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = hangs(runs)
     monkeypatch.setenv("LIGHTNING_RUN__TIMEOUT_S", "3")
     done = runs.run("--group-size", "1")
@@ -255,6 +251,10 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(runs: Runs, monk
     (rollout,) = runs.rollouts()
     assert (rollout["status"], rollout["reason"]) == ("failed", reason)
     wait_until(lambda: gone(pids), 30, "its processes are gone")
+    agent = runs.directory / "agent.py"
+    agent.write_text(agent.read_text().replace("\ntime.sleep(1000)\n", "\n"))
+    assert runs.summary("--group-size", "1")["failed"] == 0, "it ends, and leaves behind what it started"
+    wait_until(lambda: gone(pids), 30, "that is gone, too")
 
 
 def test_sigterm_comes_first_and_sigkill_to_whoever_stays(plain: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,14 +275,6 @@ while True:
         done = plain.run("--group-size", "1", arguments=(how,))
         assert "exit code" not in done.stderr and "ended after 2 s" in done.stderr
     assert told.read_text() == "SIGTERM SIGTERM "
-
-
-def test_what_a_program_leaves_behind_ends_with_it(runs: Runs) -> None:
-    pids = hangs(runs)
-    agent = runs.directory / "agent.py"
-    agent.write_text(agent.read_text().replace("\ntime.sleep(1000)\n", "\n"))
-    assert runs.summary("--group-size", "1")["failed"] == 0
-    wait_until(lambda: gone(pids), 30, "its processes are gone")
 
 
 def test_ctrl_c_ends_programs_and_discards_their_rollouts(runs: Runs) -> None:
@@ -308,16 +300,6 @@ def test_programs_end_with_a_killed_run_and_its_rollouts_when_it_is_resumed(runs
     assert {one["reason"] for one in runs.rollouts()[2:]} == {"`run --resume` began it again"}
 
 
-FAILS_AT_FIRST = """
-task, seen = json.loads(os.environ['LIGHTNING_TASK'])['task_id'], pathlib.Path(sys.argv[1])
-ran = seen.read_text().split() if seen.exists() else []
-seen.write_text(' '.join([*ran, task]))
-assert (task[-1], ran.count(task)) not in (('a', 1), ('b', 0), ('b', 1))  # the second of a, both of b
-reward(0.5, name='style', final=False)
-reward(1.0)
-"""
-
-
 def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_reward(plain: Runs) -> None:
     plain.agent(FAILS_AT_FIRST)
     seen, kept = plain.directory / "seen", plain.directory / "kept.jsonl"
@@ -332,9 +314,3 @@ def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_reward(pla
     for name in "abc":
         rewarded = [one for one in plain.rollouts(f"{plain.task}-{name}") if one["reward"] is not None]
         assert len(rewarded) == 2, "a group is made full, not opened again"
-
-
-def test_progress_is_a_line_now_and_then_where_nobody_watches(plain: Runs) -> None:
-    plain.agent("reward(0.75)")
-    told = plain.run("--group-size", "3").stderr
-    assert "\x1b" not in told and "rollouts 3/3  reward 0.750  failed 0" in told and "mean reward 0.75" in told

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +42,12 @@ NO_SECRETS = [
 ]
 
 
-@contextmanager
-def redacting(directory: Path, **rules: Any) -> Iterator[Scripted]:
-    with scripted(directory, recording={"redact": rules}) as model:
-        yield model
+def redacting(directory: Path, **rules: Any) -> AbstractContextManager[Scripted]:
+    return scripted(directory, recording={"redact": rules})
 
 
 def ask(model: Scripted, answer: Any, path: str = CHAT, /, **request: Any) -> Json:
-    """Ask in a rollout of its own, and return the call's record."""
-    body = {"model": "m", "messages": [user("hi")]} | request
+    body = {"model": "m"} | ({} if path == RESPONSES else {"messages": [user("hi")]}) | request
     got = model.ask(path, body, answer)
     return dict(model.proxy.rollout(got.headers["x-rollout-id"])["calls"][-1])
 
@@ -86,10 +82,6 @@ def test_no_secret_is_in_any_byte_of_the_store(tmp_path: Path) -> None:
         found = stored(model)
         assert b"chat/completions" in found
         assert [core for _, core in SECRETS if core[:20].encode() in found] == []
-
-
-def test_ordinary_text_is_no_secret(tmp_path: Path) -> None:
-    with redacting(tmp_path, secrets=True) as model:
         call = ask(model, said("\n".join(NO_SECRETS)), messages=[*map(user, NO_SECRETS)])
         assert [message["content"] for message in call["request"]["messages"]] == NO_SECRETS
         assert call["response"]["choices"][0]["message"]["content"] == "\n".join(NO_SECRETS)
@@ -98,16 +90,8 @@ def test_ordinary_text_is_no_secret(tmp_path: Path) -> None:
 def test_chosen_fields_are_masked_wherever_their_path_leads(tmp_path: Path) -> None:
     fields = ["user", "messages.*.content", "stop.1", "stop.7.content", "temperature", "extra.*.id"]
     with redacting(tmp_path, fields=[f"request.{field}" for field in fields]) as model:
-        extra = {"a": {"id": "1", "n": 1}, "b": 2}
-        call = ask(
-            model,
-            said("ada"),
-            user="ada",
-            temperature=0.5,
-            stop=["a", "b"],
-            extra=extra,
-            messages=[user("a"), user([1])],
-        )
+        more = {"stop": ["a", "b"], "extra": {"a": {"id": "1", "n": 1}, "b": 2}, "messages": [user("a"), user([1])]}
+        call = ask(model, said("ada"), user="ada", temperature=0.5, **more)
         assert call["request"] == {
             "model": "m", "user": MASK, "temperature": None, "stop": ["a", MASK], "messages": [user(MASK)] * 2,
             "extra": {"a": {"id": MASK, "n": 1}, "b": 2},
@@ -115,29 +99,19 @@ def test_chosen_fields_are_masked_wherever_their_path_leads(tmp_path: Path) -> N
         assert call["response"]["choices"][0]["message"] == said("ada"), "the answer has no such rule"
 
 
-def vllm(text: str) -> Wire:
-    return sampled(said(text), [1, 2], [7])
-
-
 def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(tmp_path: Path) -> None:
     asked: list[tuple[Json, str, bool]] = [
-        ({"user": "ada", "metadata": {"a": "b"}}, "fine", True),
-        ({"messages": [user("zzz")]}, "fine", False),
+        ({"user": "ada", "metadata": {"a": "b"}}, "fine", True), ({"messages": [user("zzz")]}, "fine", False),
         ({}, "zzz", False),
-    ]
+    ]  # fmt: skip
     with redacting(tmp_path, patterns=["zzz"], fields=["request.user", "request.metadata.*"]) as model:
-        for request, answer, kept in asked:
-            call = ask(model, vllm(answer), model="policy", **request)
+        for request, text, kept in asked:
+            call = ask(model, sampled(said(text), [1, 2], [7]), model="policy", **request)
             assert (call["prompt_token_ids"], call["response_token_ids"]) == (([1, 2], [7]) if kept else ([], []))
             assert call["untrainable_reason"] == (None if kept else "redacted") and "zzz" not in json.dumps(call)
-
-
-def test_what_an_earlier_response_said_is_in_no_token_that_is_kept(tmp_path: Path) -> None:
-    with redacting(tmp_path, patterns=["zzz"]) as model:
-        first = model.ask(f"/rollouts/r{RESPONSES}", {"model": "policy", "input": "zzz"}, vllm("fine"))
-        more = {"model": "policy", "input": "and?", "previous_response_id": first.json["id"]}
-        model.ask(f"/rollouts/r{RESPONSES}", more, vllm("fine"))
-        assert [call["prompt_token_ids"] for call in model.proxy.rollout("r")["calls"]] == [[], []]
+        first = ask(model, sampled(said("fine"), [1, 2], [7]), RESPONSES, model="policy", input="zzz")
+        more = {"model": "policy", "input": "and?", "previous_response_id": first["response"]["id"]}
+        assert ask(model, sampled(said("fine"), [1, 2], [7]), RESPONSES, **more)["prompt_token_ids"] == []
 
 
 def test_a_number_that_a_model_wrote_for_a_tool_is_looked_at_as_its_text_would_be(tmp_path: Path) -> None:

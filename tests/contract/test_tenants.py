@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from contract.model import Faulty, ModelVllm
-from contract.system import Answer, Json, Proxy, in_this_process, wait_until
-from support.models import save_small_model
+from contract.system import Answer, Json, Proxy, in_this_process, ok, wait_until
 from support.paths import has
 
 REWARD = 0.1234
@@ -79,26 +79,20 @@ ROUTES = {name: route for name, route in ROUTES.items() if not route.feature or 
 
 @dataclass
 class Tenants:
-    """A proxy with the rollouts of two tenants, of which the other's were trained on. `keys`: by kind.
-
-    `same_task`: the other's rollout of the task of `mine`.
-    """
+    """A proxy with the rollouts of two tenants, of which the other's were trained on."""
 
     proxy: Proxy
     mine: str
     theirs: str
-    same_task: str
-    keys: dict[str, str | None]
-
-
-def prompt(version: int) -> Json:
-    return {"prompts": {"writer": version}} if has("prompts") else {}
+    same_task: str  # the other's rollout of the task of `mine`
+    keys: dict[str, str | None]  # by kind
 
 
 def live(proxy: Proxy, key: str, task: str, sibling: int) -> str:
     """A rollout of a tenant that was called and rewarded, and has a prompt's version."""
     theirs = task == "b-task"
-    body = {"task_id": task, "metadata": {"optimize": "run", "note": task}, **prompt(1 + theirs)}
+    body: Json = {"task_id": task, "metadata": {"optimize": "run", "note": task}}
+    body |= {"prompts": {"writer": 1 + theirs}} if has("prompts") else {}
     (opened,) = proxy.post("/rollouts", body, key).json
     name: str = opened["rollout_id"]
     text = "SECRET" if theirs else "mine"
@@ -115,20 +109,16 @@ def go_wrong(proxy: Proxy) -> None:
             name = f"{task}-{i}"
             assert proxy.chat(f"{name}/tasks/{task}", key="admin", max_tokens=4).status == 200
             assert proxy.post("/reward", {"rollout_id": name, "reward": reward}, "admin").status == 200
-        assert isinstance(proxy.vllm, ModelVllm)
         proxy.vllm.fault = Faulty.STALE if task == "c" else None
         proxy.run("train", "--once")
     proxy.chat("e", key="admin", max_tokens=4, top_k=1)
 
 
 @pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
-    directory = tmp_path_factory.mktemp("SECRET")
-    model = save_small_model(directory / "base")
+def tenants(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     access = {"api_keys": ["agent"], "admin_keys": ["admin"]}
-    policy = {"model": str(model), "publish": "lora"}
-    sections = {"proxy": access, "policy": policy, "trainer": TRAINER}
-    with in_this_process(directory, ModelVllm(model), **sections) as proxy:
+    sections = {"proxy": access, "policy": {"model": str(base), "publish": "lora"}, "trainer": TRAINER}
+    with in_this_process(tmp_path_factory.mktemp("SECRET"), ModelVllm(base), **sections) as proxy:
         for text, more in (("Be kind.", {}), ("Be curt.", {"comment": "SECRET", "metrics": {"reward": REWARD}})):
             written = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
             assert proxy.post("/prompts", written, "admin").status == (200 if has("prompts") else 404)
@@ -142,20 +132,14 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
         trained = proxy.run("train", "--once")
         assert trained.returncode == 0, trained.stderr
         go_wrong(proxy)
-        keys: dict[str, str | None] = {
-            "none": None,
-            "wrong": "lpk-agent-x",
-            "own": own,
-            "all": "agent",
-            "admin": "admin",
-        }
+        keys: dict[str, str | None] = {"none": None, "wrong": "lpk-x", "own": own, "all": "agent", "admin": "admin"}
         for kind, may_reward in (("rollout", True), ("rollout, calls only", False)):
             (opened,) = proxy.post("/rollouts", {"may_reward": may_reward}, own).json
             keys[kind] = opened["api_key"]
         keys["own evaluator"] = proxy.new_key("own-judge", "--scope", "own", "--evaluator")
         keys["evaluator"] = proxy.new_key("judge", "--evaluator")
         keys["revoked"] = revoked = proxy.new_key("gone")
-        assert proxy.run("keys", "revoke", "gone").returncode == 0
+        ok(proxy.run("keys", "revoke", "gone"))
         wait_until(lambda: proxy.call("GET", "/rollouts", key=revoked).status == 401, 30, "the key is gone")
         yield Tenants(proxy, mine, theirs, same_task, keys)
 
@@ -194,12 +178,9 @@ def read_feed(proxy: Proxy, path: str, key: str | None) -> Answer:
         return Answer(got.status_code, got.headers, said.encode())
 
 
-def test_the_table_has_every_route(tenants: Tenants) -> None:
-    paths = tenants.proxy.get("/openapi.json", "admin")["paths"]
-    assert {f"{method} {path}" for path, methods in paths.items() for method in methods} == ROUTES.keys()
-
-
 def test_a_route_says_to_each_key_what_the_table_says(tenants: Tenants) -> None:
+    paths = tenants.proxy.get("/openapi.json", "admin")["paths"]
+    assert {f"{method} {path}" for path, methods in paths.items() for method in methods} == ROUTES.keys(), "it has all"
     for name, route in ROUTES.items():
         for kind, key in tenants.keys.items():
             answer = ask(tenants, name, route, key)
@@ -225,8 +206,8 @@ def test_a_tenant_sees_its_own_rollouts_and_numbers_made_of_these_alone(tenants:
 
 def test_rollouts_of_two_tenants_are_never_of_one_group(tenants: Tenants) -> None:
     """They are of one task and rewarded differently, and as many as a group has."""
-    assert tenants.proxy.rollout(tenants.theirs, "admin")["step"] == 1
-    assert [tenants.proxy.rollout(name, "admin")["step"] for name in (tenants.mine, tenants.same_task)] == [None, None]
+    names = (tenants.theirs, tenants.mine, tenants.same_task)
+    assert [tenants.proxy.rollout(name, "admin")["step"] for name in names] == [1, None, None]
     group = tenants.proxy.get(f"/rollouts/{tenants.mine}/rows", tenants.keys["own"])["group"]
     assert [one["rollout_id"] for one in group] == [tenants.mine]
 
@@ -259,11 +240,7 @@ def test_nobody_adds_rollouts_to_the_optimisation_of_another_key(tenants: Tenant
     for kind in ("own", "all", "evaluator", "admin"):
         (opened,) = tenants.proxy.post("/rollouts", body, tenants.keys[kind]).json
         opened_by[opened["rollout_id"]] = kind
-    for kind, seen in {
-        "own": {"own"},
-        "all": {"all", "evaluator", "admin"},
-        "evaluator": {"evaluator", "admin"},
-        "admin": {"evaluator", "admin", "all"},
-    }.items():
+    theirs = {"all", "evaluator", "admin"}
+    for kind, seen in {"own": {"own"}, "all": theirs, "evaluator": theirs - {"all"}, "admin": theirs}.items():
         tried = tenants.proxy.get("/prompts/writer/rollouts?run=mine", tenants.keys[kind])["data"]
         assert {opened_by[one["rollout_id"]] for one in tried} == seen, kind

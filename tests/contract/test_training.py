@@ -7,65 +7,42 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from contract.model import GROUP, TRAINER, Faulty, ModelVllm, ask, by_weights, play, versions
-from contract.system import Forked, Json, Proxy, in_this_process, wait_until
-from support.models import save_small_model
+from contract.model import GROUP, Agents, Faulty, ask, by_weights, learning, play, versions
+from contract.system import Forked, Json, Proxy, ok, wait_until
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("model") / "base")
-
-
-@pytest.fixture(params=["merged", "lora"])
-def proxy(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Proxy]:
-    policy = {"model": str(model), "publish": request.param}
-    with in_this_process(tmp_path, ModelVllm(model), policy=policy, trainer=TRAINER) as one:
-        yield one
-
-
+LOADS = {"merged": "/collective_rpc", "lora": "/v1/load_lora_adapter"}  # where new weights are loaded
 only_merged = pytest.mark.parametrize("proxy", ["merged"], indirect=True)
 only_lora = pytest.mark.parametrize("proxy", ["lora"], indirect=True)
 
 
-def vllm_of(proxy: Proxy) -> ModelVllm:
-    assert isinstance(proxy.vllm, ModelVllm)
-    return proxy.vllm
+@pytest.fixture(params=["merged", "lora"])
+def proxy(request: pytest.FixtureRequest, base: Path, tmp_path: Path) -> Iterator[Proxy]:
+    with learning(tmp_path, base, request.param) as one:
+        yield one
 
 
-def train(proxy: Proxy) -> Json:
-    """Train on what waits; returns the newest step."""
-    done = proxy.run("train", "--once")
-    assert done.returncode == 0, done.stderr
-    return newest(proxy)
-
-
-def newest(proxy: Proxy) -> Json:
-    found: Json = proxy.get("/policy/steps?limit=1")["data"][0]
-    return found
+def train(proxy: Proxy) -> Any:
+    ok(proxy.run("train", "--once"))
+    return proxy.get("/policy/steps")["data"][0]
 
 
 def live(proxy: Proxy) -> int:
     return int(proxy.get("/policy")["live_version"])
 
 
-def load_path(proxy: Proxy) -> str:
-    """Where the server is told to load new weights."""
-    return "/collective_rpc" if proxy.get("/policy")["publish"] == "merged" else "/v1/load_lora_adapter"
-
-
 def steps_of(proxy: Proxy, names: list[str]) -> set[int | None]:
     return {proxy.rollout(name)["step"] for name in names}
 
 
-# A step ---------------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_publishes_a_verified_version_that_answers_the_next_call(proxy: Proxy) -> None:
     before = ask(proxy, "before", "any", mode="eval").json["system_fingerprint"]
+    done = proxy.run("train", "--once")
+    assert done.returncode == 0 and "no step was taken: `lightning-proxy status` says what waits" in done.stderr
+    assert proxy.get("/policy/steps")["data"] == []
     names = play(proxy, "first")
     evaluated = play(proxy, "held", mode="eval")
     ask(proxy, "unrewarded", "first-0")
@@ -75,9 +52,7 @@ def test_a_step_publishes_a_verified_version_that_answers_the_next_call(proxy: P
     assert (step["step"], step["base"], step["version"], step["metrics"]["rollouts_trained"]) == (1, 0, 1, 8)
     assert len(proxy.get("/policy/steps")["data"]) == 1
     version = versions(proxy)[1]
-    assert {key: version[key] for key in ("verified", "live", "step", "parent", "status")} == {
-        "verified": True, "live": True, "step": 1, "parent": 0, "status": "live",
-    }  # fmt: skip
+    assert version | {"verified": True, "live": True, "step": 1, "parent": 0, "status": "live"} == version
     policy = proxy.get("/policy")
     served = "policy-v1" if policy["publish"] == "lora" else "base"
     assert (policy["live_version"], policy["served_model"], policy["steps"]) == (1, served, 1)
@@ -85,12 +60,6 @@ def test_a_step_publishes_a_verified_version_that_answers_the_next_call(proxy: P
     assert answer.headers["x-policy-version"] == "1" and answer.json["system_fingerprint"] != before
     status = proxy.run("status", "--json").json
     assert status["verified"]["deviations"] == step["metrics"]["verify_deviations"] > 3
-
-
-def test_once_says_when_there_was_nothing_to_learn_from(proxy: Proxy) -> None:
-    done = proxy.run("train", "--once")
-    assert done.returncode == 0 and "no step was taken: `lightning-proxy status` says what waits" in done.stderr
-    assert proxy.get("/policy/steps")["data"] == []
 
 
 @only_lora
@@ -111,61 +80,34 @@ def test_a_late_reward_offers_the_group_again_only_where_it_asks_for_it(proxy: P
 @pytest.mark.sqlite
 def test_a_run_that_is_offline_learns_from_the_store_and_leaves_it_and_the_policy_alone(proxy: Proxy) -> None:
     names = play(proxy, "first")
-    done = Forked(proxy, "train", "--offline", "--epochs", "2").wait()
-    assert done.returncode == 0, done.stderr
+    ok(Forked(proxy, "train", "--offline", "--epochs", "2").wait())
     assert steps_of(proxy, names) == {None} and proxy.get("/policy/steps")["data"] == []
     assert (live(proxy), [*versions(proxy)]) == (0, [0])
     train(proxy)
     assert steps_of(proxy, names) == {1}
 
 
-# Swapping -------------------------------------------------------------------------------------------------------------
-
-
-class Agents:
-    """Agents that ask without a pause, each in a rollout of its own, in a block."""
-
-    def __init__(self, proxy: Proxy, count: int = 4) -> None:
-        self.proxy, self.stopped, self.statuses = proxy, threading.Event(), list[int]()
-        self.threads = [threading.Thread(target=self.work, args=[f"agent-{n}"]) for n in range(count)]
-
-    def work(self, name: str) -> None:
-        while not self.stopped.is_set():
-            self.statuses.append(ask(self.proxy, name, name, mode="eval").status)
-
-    def __enter__(self) -> None:
-        for thread in self.threads:
-            thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stopped.set()
-        for thread in self.threads:
-            thread.join()
-
-
 def test_no_request_is_refused_or_lost_while_versions_go_live_and_each_names_its_weights(proxy: Proxy) -> None:
-    agents = Agents(proxy)
-    with agents:
+    names = [f"agent-{n}" for n in range(4)]
+    with Agents(proxy, *names) as agents:
         for step in range(3):
             play(proxy, f"r{step}")
             train(proxy)
         assert proxy.post("/policy/promote", {"version": 1}).status == 200
         assert ask(proxy, "last", "any", mode="eval").status == 200
-    assert set(agents.statuses) == {200}
-    calls = [call for n in range(4) for call in proxy.rollout(f"agent-{n}")["calls"]]
-    assert len(calls) == len(agents.statuses)
+    calls = [call for name in names for call in proxy.rollout(name)["calls"]]
+    assert agents.statuses == [200] * len(calls)
     weights = by_weights(proxy)
     assert {len(prints) for prints in weights.values()} == {1} and len(set.union(*weights.values())) == len(weights)
     if proxy.get("/policy")["publish"] == "lora":
-        for n in range(4):
-            assert {call["policy_version"] for call in proxy.rollout(f"agent-{n}")["calls"]} == {0}, "pinned"
+        assert {call["policy_version"] for call in calls} == {0}, "pinned"
     assert ask(proxy, "later", "any", mode="eval").headers["x-policy-version"] == "1"
 
 
 @only_merged
 def test_a_call_that_runs_while_weights_are_replaced_goes_on_and_names_both_versions(proxy: Proxy) -> None:
     play(proxy, "first")
-    vllm = vllm_of(proxy)
+    vllm = proxy.vllm
     asked = len(vllm.requests)
     statuses: list[int] = []
     agent = threading.Thread(target=lambda: statuses.append(ask(proxy, "long", "any", mode="eval").status))
@@ -181,32 +123,24 @@ def test_a_call_that_runs_while_weights_are_replaced_goes_on_and_names_both_vers
 
 
 @only_lora
-def test_a_rollout_keeps_the_version_that_it_began_with_unless_it_is_not_pinned(
-    proxy: Proxy, model: Path, tmp_path: Path
-) -> None:
+def test_a_rollout_keeps_its_version_unless_it_is_not_pinned(proxy: Proxy, base: Path, tmp_path: Path) -> None:
     ask(proxy, "old", "any", mode="eval")
     play(proxy, "first")
     train(proxy)
     assert [ask(proxy, name, "any", mode="eval").headers["x-policy-version"] for name in ("old", "new")] == ["0", "1"]
     assert [call["model"] for call in proxy.rollout("old")["calls"]] == ["base", "base"]
     (tmp_path / "free").mkdir()
-    policy = {"model": str(model), "publish": "lora", "pin_rollouts": False}
-    with in_this_process(tmp_path / "free", ModelVllm(model), policy=policy, trainer=TRAINER) as free:
+    with learning(tmp_path / "free", base, "lora", pin_rollouts=False) as free:
         ask(free, "old", "any", mode="eval")
         play(free, "first")
         train(free)
         assert ask(free, "old", "any", mode="eval").headers["x-policy-version"] == "1"
 
 
-# Verified -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fault", Faulty, ids=[fault.name.lower() for fault in Faulty])
-def test_weights_that_the_server_does_not_serve_do_not_stay_live_and_the_next_ones_may(
-    proxy: Proxy, fault: Faulty
-) -> None:
+def test_weights_that_the_server_does_not_serve_are_taken_back(proxy: Proxy, fault: Faulty) -> None:
     play(proxy, "first")
-    vllm = vllm_of(proxy)
+    vllm = proxy.vllm
     vllm.fault = fault
     done = proxy.run("train", "--once")
     assert done.returncode != 0 and "Traceback" not in done.stderr
@@ -222,19 +156,18 @@ def test_weights_that_the_server_does_not_serve_do_not_stay_live_and_the_next_on
 
 
 @pytest.mark.parametrize(("fault", "tolerance"), [(Faulty.STALE, 100.0), (Faulty.HALF, None)])
-def test_what_agents_got_from_weights_that_are_taken_back_is_named_and_never_trained_on(
-    model: Path, tmp_path: Path, fault: Faulty, tolerance: float | None
+def test_what_came_from_weights_that_are_taken_back_is_never_trained_on(
+    base: Path, tmp_path: Path, fault: Faulty, tolerance: float | None
 ) -> None:
     """Answers tell new weights from old ones also where the tolerance does not."""
-    policy = {"model": str(model), "publish": "merged", "verify_tolerance": tolerance}
-    with in_this_process(tmp_path, ModelVllm(model), policy=policy, trainer=TRAINER) as proxy:
+    with learning(tmp_path, base, "merged", verify_tolerance=tolerance) as proxy:
         play(proxy, "first")
-        vllm_of(proxy).fault = fault
+        proxy.vllm.fault = fault
         trainer = Forked(proxy, "train")
         wait_until(lambda: live(proxy) == 1, 60, "version 1 is live")
         play(proxy, "second", tasks=4)
         done = trainer.wait()
-        vllm_of(proxy).fault = None
+        proxy.vllm.fault = None
         answered = [one["rollout_id"] for one in proxy.get("/rollouts")["data"] if one["policy_version"] == 1]
         assert done.returncode == 1 and "second-0-0" in done.stderr and "second-0-0" in answered
         assert (live(proxy), versions(proxy)[1]["status"]) == (0, "failed")
@@ -245,29 +178,25 @@ def test_what_agents_got_from_weights_that_are_taken_back_is_named_and_never_tra
         assert {one["step"] for one in found} == {None} and all("verified" in one["dropped"] for one in found)
 
 
-def test_a_stopped_trainer_waits_for_no_server_and_the_next_one_publishes_what_it_trained(proxy: Proxy) -> None:
-    names = play(proxy, "first")
-    vllm = vllm_of(proxy)
-    vllm.is_away = True
+def test_a_server_that_fails_or_is_away_is_waited_for_unless_the_trainer_is_stopped(proxy: Proxy) -> None:
+    play(proxy, "first")
+    proxy.vllm.refuses[load := LOADS[proxy.get("/policy")["publish"]]] = 500
+    trainer = Forked(proxy, "train", "--once")
+    wait_until(lambda: "is tried again (1 of 9)" in trainer.log.read_text(), 60, "it is to try again")
+    del proxy.vllm.refuses[load]
+    assert trainer.wait().returncode == 0
+    assert (live(proxy), [*versions(proxy)]) == (1, [0, 1]), "no version is left over"
+    names = play(proxy, "second")
+    proxy.vllm.is_away = True
     trainer = Forked(proxy, "train", "--once")
     wait_until(lambda: "waits" in trainer.log.read_text(), 60, "it waits for the server")
     trainer.signal(signal.SIGTERM)
     assert trainer.wait().returncode == 0
-    assert not any(version["verified"] for version in versions(proxy).values() if version["version"])
-    vllm.is_away = False
+    assert not any(version["verified"] for number, version in versions(proxy).items() if number > 1)
+    proxy.vllm.is_away = False
     train(proxy)
     version = versions(proxy)[live(proxy)]
-    assert (version["step"], version["verified"], steps_of(proxy, names)) == (1, True, {1})
-
-
-def test_a_server_that_fails_to_load_weights_is_asked_again_and_no_version_is_left_over(proxy: Proxy) -> None:
-    play(proxy, "first")
-    vllm_of(proxy).refuses[load := load_path(proxy)] = 500
-    trainer = Forked(proxy, "train", "--once")
-    wait_until(lambda: "is tried again (1 of 9)" in trainer.log.read_text(), 60, "it is to try again")
-    del vllm_of(proxy).refuses[load]
-    assert trainer.wait().returncode == 0
-    assert (live(proxy), [*versions(proxy)]) == (1, [0, 1])
+    assert (version["step"], version["verified"], steps_of(proxy, names)) == (2, True, {2})
 
 
 def test_a_server_whose_log_probabilities_are_not_those_of_its_answers_publishes_nothing(proxy: Proxy) -> None:
@@ -275,20 +204,17 @@ def test_a_server_whose_log_probabilities_are_not_those_of_its_answers_publishes
     play(proxy, "right", **hot)
     assert train(proxy)["metrics"]["sampler_difference"] < 1e-3
     before = live(proxy)
-    vllm_of(proxy).processed_logprobs = False
+    proxy.vllm.processed_logprobs = False
     play(proxy, "wrong", **hot)
     done = Forked(proxy, "train", "--once").wait()
     assert done.returncode == 0 and "warning: sampler" in done.stderr
     assert "wrong sampler" in " ".join(proxy.run("status").stdout.split())
-    step = newest(proxy)
+    step = proxy.get("/policy/steps")["data"][0]
     assert (step["metrics"]["skipped"], step["version"], live(proxy)) == (1, None, before)
-    vllm_of(proxy).processed_logprobs = True
+    proxy.vllm.processed_logprobs = True
     play(proxy, "mended", **hot)
     train(proxy)
     assert live(proxy) > before
-
-
-# By hand --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_version_is_made_live_by_hand_and_training_goes_on_from_it(proxy: Proxy) -> None:
@@ -300,11 +226,8 @@ def test_a_version_is_made_live_by_hand_and_training_goes_on_from_it(proxy: Prox
     assert (live(proxy), proxy.run("policy", "rollback").stdout) == (1, "policy version 0 is live\n")
     assert (live(proxy), ask(proxy, "base", "any", mode="eval").headers["x-policy-version"]) == (0, "0")
     assert proxy.run("policy", "rollback").returncode != 0
-    answers = [
-        proxy.post("/policy/promote", {"version": 2}), proxy.post("/policy/rollback"),
-        proxy.post("/policy/rollback"), proxy.post("/policy/rollback"),
-        proxy.post("/policy/promote", {"version": 9}), proxy.post("/policy/promote", {"version": 1}),
-    ]  # fmt: skip
+    posts = ("promote", 2), ("rollback", 0), ("rollback", 0), ("rollback", 0), ("promote", 9), ("promote", 1)
+    answers = [proxy.post(f"/policy/{do}", {"version": number} if number else None) for do, number in posts]
     assert [answer.status for answer in answers] == [200, 200, 200, 409, 404, 200]
     assert [answer.json["version"] for answer in answers[:3]] == [2, 1, 0] and answers[5].json["live"] is True
     assert {len(prints) for prints in by_weights(proxy).values()} == {1}
@@ -320,9 +243,9 @@ def test_a_version_that_cannot_be_served_is_not_made_live(proxy: Proxy) -> None:
     play(proxy, "first")
     train(proxy)
     assert proxy.post("/policy/rollback").json["version"] == 0
-    vllm = vllm_of(proxy)
+    vllm = proxy.vllm
     vllm.restart()
-    vllm.refuses[load := load_path(proxy)] = 400
+    vllm.refuses[load := LOADS[proxy.get("/policy")["publish"]]] = 400
     assert proxy.post("/policy/promote", {"version": 1}).status == 502
     del vllm.refuses[load]
     shutil.rmtree(versions(proxy)[1]["path"])
@@ -338,12 +261,12 @@ def test_a_server_that_restarted_serves_the_live_version_again(proxy: Proxy) -> 
     play(proxy, "first")
     train(proxy)
     weights = ask(proxy, "before", "any", mode="eval").json["system_fingerprint"]
-    vllm_of(proxy).restart()
+    proxy.vllm.restart()
 
     def serves_it() -> bool:
         answer = ask(proxy, "after", "any", mode="eval")
         return answer.status == 200 and answer.json["system_fingerprint"] == weights
 
     wait_until(serves_it, 30, "the weights are there again")
-    vllm_of(proxy).paused = proxy.get("/policy")["publish"] == "merged"
-    wait_until(lambda: not vllm_of(proxy).paused, 30, "a server left frozen goes on")
+    proxy.vllm.paused = proxy.get("/policy")["publish"] == "merged"
+    wait_until(lambda: not proxy.vllm.paused, 30, "a server left frozen goes on")

@@ -10,10 +10,8 @@ import itertools
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +31,9 @@ NOT_COMPARED = frozenset(
     b" x-rollout-id x-call-id x-policy-version".split()
 )
 INJECTED = {"return_token_ids", "logprobs", "stream_options", "enable_response_messages", "include"}
+TEXTS = ["a", "é😀", "", '"logprob":-1,"bytes":', '"}]}', "\\", "\n\n", '"choices":[', "data: [DONE]", "\u2028"]
+Token = tuple[str, int, float]
+DELTAS = ["content", "content", "content", "reasoning", ""]
 
 
 @dataclass
@@ -46,24 +47,19 @@ class Between:
     rollouts: int = 0
 
 
-@asynccontextmanager
-async def between(kind: str, directory: Path) -> AsyncIterator[Between]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["openai", "vllm"])
+async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Between]:
     played = Played()
     async with playing(played) as direct:
         target = {"base_url": f"{direct}/v1"}
         # The policy's own server is asked by the proxy itself, too: here it is none of the played ones.
         policy = {"name": "policy", "kind": "vllm", "base_url": "http://127.0.0.1:1/v1"}
         others = {"name": "others", "kind": "openai", **target}
-        asked = {"name": "asked", "kind": kind, "models": ["m"], **target}
-        with in_this_process(directory, upstreams=[others, policy, asked]) as proxy:
-            yield Between(kind, played, direct, proxy)
+        asked = {"name": "asked", "kind": request.param, "models": ["m"], **target}
+        upstreams = [others, policy, asked]
+        with in_this_process(tmp_path_factory.mktemp("between"), upstreams=upstreams) as proxy:
+            yield Between(request.param, played, direct, proxy)
         await asyncio.sleep(0.1)  # the upstream's ends of connections close
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["openai", "vllm"])
-async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Between]:
-    async with between(request.param, tmp_path_factory.mktemp("between")) as one:
-        yield one
 
 
 @pytest.mark.parametrize("most", [20, pytest.param(10_000, marks=pytest.mark.long)])
@@ -96,16 +92,12 @@ async def test_streams_of_tokens_reach_agent_and_record_however_they_are_cut(pai
         (call,) = pair.proxy.rollout(f"r{pair.rollouts}")["calls"]
         message = call["response"]["choices"][0]["message"]
         for name in ("content", "reasoning"):
-            assert (message.get(name) or "") == said_by(seed, name), seed
+            text = "".join(text for part, said in chunks_of(seed) for text, _, _ in said if part == name)
+            assert (message.get(name) or "") == text, seed
         if pair.kind == "vllm":
             said = [token for _, chunk in chunks_of(seed) for token in chunk]
             assert call["response_token_ids"] == [number for _, number, _ in said], seed
             assert call["logprobs"] == pytest.approx([value for _, _, value in said]), seed
-
-
-TEXTS = ["a", "é😀", "", '"logprob":-1,"bytes":', '"}]}', "\\", "\n\n", '"choices":[', "data: [DONE]", "\u2028"]
-Token = tuple[str, int, float]
-DELTAS = ["content", "content", "content", "reasoning", ""]
 
 
 def chunks_of(seed: int) -> list[tuple[str, list[Token]]]:
@@ -121,61 +113,35 @@ def chunks_of(seed: int) -> list[tuple[str, list[Token]]]:
     ]
 
 
-def said_by(seed: int, name: str) -> str:
-    return "".join(text for part, said in chunks_of(seed) for text, _, _ in said if part == name)
-
-
 def tokens(seed: int, asked: Asked) -> list[Step]:
-    """The stream, with what was asked for."""
     body, source = json.loads(asked.body), random.Random(seed)
     top = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "base"}
+    has_ids, count = bool(body.get("return_token_ids")), sum(len(said) for _, said in chunks_of(seed))
 
-    def event(delta: Json, tokens: list[Token] | None, finish: str | None = None, **more: Any) -> bytes:
+    def event(delta: Json, tokens: list[Token], finish: str | None = None, **more: Any) -> bytes:
         choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        if body.get("logprobs") and tokens is not None:
+        if body.get("logprobs"):
             entries = [{"token": t, "logprob": v, "bytes": list(t.encode()), "top_logprobs": []} for t, _, v in tokens]
             choice["logprobs"] = {"content": entries}
-        if tokens is not None:
-            choice["token_ids"] = [number for _, number, _ in tokens] if body.get("return_token_ids") else None
+        choice["token_ids"] = [number for _, number, _ in tokens] if has_ids else None
         return sse(top | {"choices": [choice | more]})
 
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    ids = {"prompt_token_ids": [7, 8] if body.get("return_token_ids") else None}
-    events = [sse(top | {"choices": [first]} | ids)]
+    events = [sse(top | {"choices": [first], "prompt_token_ids": [7, 8] if has_ids else None})]
     for name, said in chunks_of(seed):
         odd: Json = source.choice([{}, {}, {}, {"stop_reason": None}, {"unknown": [1.5]}])
         if name:
             events.append(event({name: "".join(text for text, _, _ in said)}, said, **odd))
-        elif body.get("return_token_ids"):
+        elif has_ids:
             events.append(event({}, said))
         events += [b": ping\n\n"] * (source.random() < 0.1)
     events.append(event({}, [], "stop"))
     if body.get("stream_options"):
-        usage = {
-            "prompt_tokens": 2,
-            "completion_tokens": sum(len(said) for _, said in chunks_of(seed)),
-            "total_tokens": 2,
-        }
+        usage = {"prompt_tokens": 2, "completion_tokens": count, "total_tokens": 2}
         events.append(sse(top | {"choices": [], "usage": usage}))
     whole_stream = b"".join(events) + b"data: [DONE]\n\n"
     cuts = sorted({0, *(source.randrange(len(whole_stream)) for _ in range(source.randint(0, 6))), len(whole_stream)})
     return streamed(*(whole_stream[a:b] for a, b in itertools.pairwise(cuts)))
-
-
-async def test_json_in_another_encoding_is_read_as_vllm_reads_it(pair: Between) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "é😀"}]}
-    for encoding in ("utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"):
-        rollout, pair.played.script, pair.played.asked = (
-            f"{pair.kind}-{encoding}",
-            lambda _: [whole(b'{"choices": []}')],
-            [],
-        )
-        request = post(body=json.dumps(body, ensure_ascii=False).encode(encoding))
-        request = request.replace(b"/v1", f"/rollouts/{rollout}/v1".encode(), 1)
-        got = await ask(pair.proxy.url, request, pair.played.seen)
-        assert (got.status, json.loads(pair.played.asked[0].body)["messages"]) == (200, body["messages"]), encoding
-        (call,) = pair.proxy.rollout(rollout)["calls"]
-        assert call["request"] == body
 
 
 async def differences(case: Case, pair: Between) -> list[str]:
@@ -259,20 +225,12 @@ async def in_record(proxy: Proxy, rollout: str, got: Got, recorded: bool) -> lis
     if not recorded:
         answer = proxy.call("GET", f"/rollouts/{rollout}")
         return [] if answer.status == 404 or answer.json["calls"] == [] else ["it is recorded"]
-    statuses = await recorded_statuses(proxy, rollout)
+    while "incomplete" in (statuses := [call["status"] for call in proxy.rollout(rollout)["calls"]]):
+        await asyncio.sleep(0.01)
     if len(statuses) != 1:
         return [f"{len(statuses)} calls recorded"]
     ended_well = (got.status or 500) < 300 and (got.complete or b"data: [DONE]" in got.body)
     return ["recorded as ok"] if statuses == ["ok"] and not ended_well else []
-
-
-async def recorded_statuses(proxy: Proxy, rollout: str) -> list[str]:
-    """The statuses of a rollout's calls, once all have ended."""
-    while True:
-        statuses = [call["status"] for call in proxy.rollout(rollout)["calls"]]
-        if "incomplete" not in statuses:
-            return statuses
-        await asyncio.sleep(0.01)
 
 
 def compared(headers: Headers, but: frozenset[bytes] = frozenset()) -> list[tuple[bytes, bytes]]:

@@ -68,7 +68,7 @@ class PlayedVllm:
         if self.guarded and is_operators and not has_key:
             return web.Response(status=401)
         if request.path in self.refuses:
-            return web.json_response({"error": {"message": "no"}}, status=self.refuses[request.path])
+            return _refusal(self.refuses[request.path], "no")
         if isinstance(self.odd, bytes):
             return web.Response(body=self.odd, content_type="application/json")
         if self.odd is not None and request.path in ("/v1/completions", "/v1/chat/completions"):
@@ -106,16 +106,15 @@ class PlayedVllm:
     async def _load(self, request: web.Request) -> web.Response:
         self.before(request.path)
         body = await request.json()
+        path = Path(body.get("lora_path", ""))
         if "lora_path" not in body:
-            return web.json_response({"error": {"message": "no lora_path"}}, status=400)
+            return _refusal(400, "no lora_path")
         if not self.sees_files:
-            return web.json_response({"error": {"message": f"No adapter found for {body['lora_path']}"}}, status=404)
+            return _refusal(404, f"No adapter found for {path}")
         if body["lora_name"] in self.adapters and not body.get("load_inplace"):
-            return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
-        path = Path(body["lora_path"])
+            return _refusal(400, "has already been loaded")
         if (path / "adapter_config.json").exists() and not [*path.glob("*.safetensors")]:
-            error = {"message": f"{body['lora_path']} doesn't contain tensors"}
-            return web.json_response({"error": error}, status=500)
+            return _refusal(500, f"{path} doesn't contain tensors")
         self.adapters[body["lora_name"]] = body["lora_path"]
         return web.Response(text="ok")
 
@@ -127,16 +126,13 @@ class PlayedVllm:
             await asyncio.sleep(0.01)
         await self._unfrozen()
         if self.status != 200:
-            return web.json_response({"error": {"message": "busy", "type": "server_error"}}, status=self.status)
+            return _refusal(self.status, "busy")
         if body["model"] not in {"base", *self.adapters}:
-            error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
-            return web.json_response({"error": error}, status=404)
+            return _refusal(404, f"The model `{body['model']}` does not exist.")
         if (body.get("n") or 1) > MOST_CHOICES:
-            error = {"message": f"n must be at most {MOST_CHOICES}", "type": "BadRequestError", "code": 400}
-            return web.json_response({"error": error}, status=400)
+            return _refusal(400, f"n must be at most {MOST_CHOICES}")
         if body.get("tools") and not self.parses_tools:
-            error = {"message": "tool choice requires --tool-call-parser to be set", "type": "BadRequestError"}
-            return web.json_response({"error": error}, status=400)
+            return _refusal(400, "tool choice requires --tool-call-parser to be set")
         if body.get("stream"):
             return await self._stream(request, body)
         return web.json_response(self._whole(body))
@@ -207,3 +203,8 @@ class PlayedVllm:
 
 def _logprob(value: float) -> Json:
     return {"token": "x", "logprob": value, "bytes": [120], "top_logprobs": [{"token": "x", "logprob": value}]}
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    kind = {404: "NotFoundError", 400: "BadRequestError"}.get(status, "server_error")
+    return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)

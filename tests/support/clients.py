@@ -99,27 +99,25 @@ class Client:
         return steps
 
 
-def _python(script: str) -> tuple[str, ...]:
-    return (sys.executable, "-W", "ignore", str(HERE / script))
+def _python(package: str) -> tuple[str, ...]:
+    return (sys.executable, "-W", "ignore", str(HERE / "client.py"), package)
 
 
-def _javascript(name: str, script: str, package: str, root: str) -> Client:
-    needs = (NODE, HERE / "js/node_modules" / package)
-    return Client(name, re.escape(JS_VERSIONS[package]), (str(NODE), str(HERE / "js" / script)), root, needs)
+def _javascript(name: str, package: str, root: str) -> Client:
+    command = (str(NODE), str(HERE / "js/client.mjs"), package)
+    return Client(name, re.escape(JS_VERSIONS[package]), command, root, (NODE, HERE / "js/node_modules" / package))
 
 
+OPENAI_3_VERSION = (HERE / "openai-3.txt").read_text().strip().removeprefix("openai==")
 CLIENTS = [
-    Client("openai-python 2", r"2\.\d+\.\d+", _python("openai_client.py")),
+    Client("openai-python 2", r"2\.\d+\.\d+", _python("openai")),
     Client(
-        f"openai-python {(HERE / 'openai-3.txt').read_text().strip().removeprefix('openai==')}",
-        re.escape((HERE / "openai-3.txt").read_text().strip().removeprefix("openai==")),
-        _python("openai_client.py"),
-        needs=(OPENAI_3 / "openai",),
-        environment={"PYTHONPATH": str(OPENAI_3)},
+        f"openai-python {OPENAI_3_VERSION}", re.escape(OPENAI_3_VERSION), _python("openai"),
+        needs=(OPENAI_3 / "openai",), environment={"PYTHONPATH": str(OPENAI_3)},
     ),
-    Client("anthropic-python 2", r"2\.\d+\.\d+", _python("anthropic_client.py"), root=""),
-    _javascript(f"openai-js {JS_VERSIONS['openai']}", "openai_client.mjs", "openai", "/v1"),
-    _javascript(f"anthropic-js {JS_VERSIONS['@anthropic-ai/sdk']}", "anthropic_client.mjs", "@anthropic-ai/sdk", ""),
-]
+    Client("anthropic-python 2", r"2\.\d+\.\d+", _python("anthropic"), root=""),
+    _javascript(f"openai-js {JS_VERSIONS['openai']}", "openai", "/v1"),
+    _javascript(f"anthropic-js {JS_VERSIONS['@anthropic-ai/sdk']}", "@anthropic-ai/sdk", ""),
+]  # fmt: skip
 # Those of `.venv/` are always run, those that `make clients` brings by `make test-all`.
 EACH_CLIENT = [pytest.param(c, id=c.name, marks=[pytest.mark.long] if c.needs else []) for c in CLIENTS]

@@ -1,23 +1,20 @@
-"""What an agent does with openai-python 2 or 3, printed as JSON, one line a step: openai_client.py BASE_URL MODEL."""
+"""What an agent does with an official client, printed as JSON, one line a step: client.py PACKAGE URL MODEL."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import openai
-
 SAY: Any = [{"role": "user", "content": "Say hello to Zoë."}]
 PARAMETERS = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "maximum": 9}},
-    "required": ["a"],
+    "type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 FORCED: Any = {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 40}
 SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
@@ -37,7 +34,11 @@ def failure(call: Callable[[], Any]) -> Any:
         return [type(error).__name__, str(error), *own]
 
 
-def everywhere(client: openai.OpenAI, model: str) -> None:
+def shown(raw: Any) -> list[Any]:
+    return [raw.status_code, {n: v for n, v in raw.headers.items() if n not in OURS}]
+
+
+async def openai(client: Any, of_asyncio: Any, model: str) -> None:
     asked: Any = {"model": model, "messages": SAY, "temperature": 0, "max_tokens": 8}
     chat = client.chat.completions
     said("chat", chat.create(**asked))
@@ -52,7 +53,7 @@ def everywhere(client: openai.OpenAI, model: str) -> None:
         said("events", [event.type for event in stream])
         said("final", failure(stream.get_final_completion))
     raw = chat.with_raw_response.create(**asked)
-    said("raw", [raw.status_code, {n: v for n, v in raw.headers.items() if n not in OURS}, raw.parse()])
+    said("raw", [*shown(raw), raw.parse()])
     with chat.with_streaming_response.create(**asked, stream=True) as lines:
         said("lines", list(lines.iter_lines()))
     said("completion", client.completions.create(model=model, prompt="One, two,", temperature=0, max_tokens=8))
@@ -64,25 +65,37 @@ def everywhere(client: openai.OpenAI, model: str) -> None:
     said("no such model", failure(lambda: chat.create(**asked | {"model": "nobody"})))
     said("wrong type", failure(lambda: chat.create(**asked | {"temperature": "hot"})))
     said("wrong type, streamed", failure(lambda: chat.create(**asked | {"temperature": "hot"}, stream=True)))
+    chat = of_asyncio.chat.completions
+    said("async", await asyncio.gather(*(chat.create(**asked) for _ in range(4))))
+    said("async, streamed", [part async for part in await chat.create(**asked, stream=True)])
+    async with await chat.create(**asked, stream=True) as left:
+        said("left", await anext(aiter(left)))
 
 
-async def at_once(base_url: str, model: str) -> None:
-    """The client for asyncio: several calls at the same time, and a stream that is left."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="unused", max_retries=0) as client:
-        chat, asked = client.chat.completions, {"model": model, "messages": SAY, "temperature": 0, "max_tokens": 8}
-        said("async", await asyncio.gather(*(chat.create(**asked) for _ in range(4))))  # type: ignore[call-overload]
-        said("async, streamed", [part async for part in await chat.create(**asked, stream=True)])  # type: ignore[call-overload]
-        async with await chat.create(**asked, stream=True) as stream:  # type: ignore[call-overload]
-            said("left", await anext(aiter(stream)))
+async def anthropic(client: Any, of_asyncio: Any, model: str) -> None:
+    asked: Any = {"model": model, "max_tokens": 8, "messages": SAY, "extra_body": {"temperature": 0}}
+    said("message", client.messages.create(**asked))
+    said("events", list(client.messages.create(**asked, stream=True)))
+    with client.messages.stream(**asked) as stream:
+        said("text", list(stream.text_stream))
+        said("final", stream.get_final_message())
+    said("raw", shown(client.messages.with_raw_response.create(**asked)))
+    said("tokens", client.messages.count_tokens(model=model, messages=SAY))
+    said("no such model", failure(lambda: client.messages.create(**asked | {"model": "nobody"})))
+    said("async", await asyncio.gather(*(of_asyncio.messages.create(**asked) for _ in range(3))))
 
 
-def main(base_url: str, model: str) -> None:
+async def main(name: str, base_url: str, model: str) -> None:
     warnings.simplefilter("ignore")
-    said("version", openai.__version__)
-    with openai.OpenAI(base_url=base_url, api_key="unused", max_retries=2) as client:
-        everywhere(client, model)
-    asyncio.run(at_once(base_url, model))
+    package, how = importlib.import_module(name), {"base_url": base_url, "api_key": "unused"}
+    said("version", package.__version__)
+    one, other = (
+        (package.OpenAI, package.AsyncOpenAI) if name == "openai" else (package.Anthropic, package.AsyncAnthropic)
+    )
+    with one(**how, max_retries=2) as client:
+        async with other(**how, max_retries=0) as of_asyncio:
+            await {"openai": openai, "anthropic": anthropic}[name](client, of_asyncio, model)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    asyncio.run(main(*sys.argv[1:]))

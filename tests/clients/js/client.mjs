@@ -1,11 +1,11 @@
-// What an agent does with OpenAI's client for JavaScript, printed as JSON, one line a step.
+// What an agent does with an official client for JavaScript, printed as JSON, one line a step.
 //
-//     node openai_client.mjs BASE_URL MODEL
+//     node client.mjs openai|@anthropic-ai/sdk URL MODEL
 import { readFileSync } from "node:fs";
-import OpenAI from "openai";
 
-const [baseURL, model] = process.argv.slice(2);
-const client = new OpenAI({ baseURL, apiKey: "unused", maxRetries: 2 });
+const [name, baseURL, model] = process.argv.slice(2);
+const { default: Client } = await import(name);
+const client = new Client({ baseURL, apiKey: "unused", maxRetries: 2 });
 const messages = [{ role: "user", content: "Say hello to Zoë." }];
 const asked = { model, messages, temperature: 0, max_tokens: 8 };
 const parameters = { type: "object", properties: { a: { type: "integer", maximum: 9 } }, required: ["a"], additionalProperties: false };
@@ -27,7 +27,7 @@ const failure = async (call) => {
   }
 };
 
-async function everywhere() {
+async function openai() {
   const chat = client.chat.completions;
   said("chat", await chat.create(asked));
   said("stream", await all(chat.create({ ...asked, stream: true })));
@@ -45,6 +45,13 @@ async function everywhere() {
   said("no such model", await failure(() => chat.create({ ...asked, model: "nobody" })));
 }
 
-const installed = new URL("./node_modules/openai/package.json", import.meta.url);
-said("version", JSON.parse(readFileSync(installed)).version);
-await everywhere();
+async function anthropic() {
+  said("message", await client.messages.create(asked));
+  said("events", await all(client.messages.create({ ...asked, stream: true })));
+  said("final", await client.messages.stream(asked).finalMessage());
+  said("tokens", await client.messages.countTokens({ model, messages }));
+  said("no such model", await failure(() => client.messages.create({ ...asked, model: "nobody" })));
+}
+
+said("version", JSON.parse(readFileSync(new URL(`./node_modules/${name}/package.json`, import.meta.url))).version);
+await (name === "openai" ? openai() : anthropic());
