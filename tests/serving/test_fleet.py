@@ -107,37 +107,30 @@ async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too
             assert seen == {(200, f"by policy-v{version} with {tmp_path.name}") for version in (2, 3)}
 
 
-async def test_a_replica_that_only_the_publisher_did_not_reach_answers_with_no_old_weights(
+async def test_what_one_replica_refuses_goes_live_nowhere_and_one_that_was_not_reached_answers_with_no_old_weights(
     running: Any, tmp_path: Path
 ) -> None:
     async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
         await second_is(system, "up")
-        assert len(await answers(system)) == 1
+        before = await answers(system)
+        assert len(before) == 1
         async with system.store() as store, operator_session() as session:
             version = await system.earlier_version(store, tmp_path)
+            second.refuses = {"/collective_rpc": 500}
+            status, answer = await system.call("POST", "/policy/promote", {"version": version})
+            assert (status, "collective_rpc" in answer["error"]["message"]) == (502, True)
+            assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
+            second.refuses = {}
+            async with asyncio.timeout(20):
+                while system.vllm.paused or second.paused:
+                    await asyncio.sleep(0.02)
+            assert await answers(system) == before
             alone = VllmFleet(session, system.config.upstreams[0].urls[:1])
             swap = Swap(store, alone, "merged", system.config.policy.directory)
             await swap.activate(await store.versions.get(version))
-            assert second.weights == str(tmp_path)
+            assert second.weights == str(tmp_path), "only the publisher did not reach it"
             assert await answers(system) == {(200, f"by base with v{version}")}
             assert second.weights == system.vllm.weights
-
-
-async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path: Path) -> None:
-    async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
-        await second_is(system, "up")
-        before = await answers(system)
-        async with system.store() as store:
-            version = await system.earlier_version(store, tmp_path)
-        second.refuses = {"/collective_rpc": 500}
-        status, answer = await system.call("POST", "/policy/promote", {"version": version})
-        assert (status, "collective_rpc" in answer["error"]["message"]) == (502, True)
-        assert (await system.call("GET", "/policy"))[1]["live_version"] == 0
-        second.refuses = {}
-        async with asyncio.timeout(20):
-            while system.vllm.paused or second.paused:
-                await asyncio.sleep(0.02)
-        assert await answers(system) == before
 
 
 async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(

@@ -268,10 +268,10 @@ async def test_calls_rewards_and_probes_get_a_503_while_the_server_says_nothing(
 
 
 async def test_work_that_nobody_waits_for_has_longer(server: Server) -> None:
-    config = StoreConfig(url=server.new_database(), busy_timeout_s=PATIENCE_S)
-    async with opened(config) as database:
-        assert len(await database.all(f"SELECT 1 AS n, pg_sleep({3 * PATIENCE_S})::TEXT AS slept")) == 1
-        await database.write(lambda db: db.all(f"SELECT 1 AS n, pg_sleep({3 * PATIENCE_S})::TEXT AS slept"))
+    async with opened(StoreConfig(url=server.new_database(), busy_timeout_s=PATIENCE_S)) as database:
+        slow = f"SELECT 1 AS n, pg_sleep({3 * PATIENCE_S})::TEXT AS slept"
+        assert len(await database.all(slow)) == 1
+        await database.write(lambda db: db.all(slow))
 
 
 async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server, database: Database) -> None:
