@@ -3,7 +3,7 @@
 It needs torch, transformers, peft, accelerate and what the settings are read with (pydantic, cronsim), but no vLLM, no
 TRL, no network and no model. On a CPU it takes small shapes. Each case has a process of its own.
 
-- step: tokens a second, and the peak of memory beside what `lightning-proxy plan` computes.
+- step: tokens a second, and the peak of memory compared with what `lightning-proxy plan` computes.
 - rounding: how far gradients in bfloat16 are from those in float32, on a small shape.
 - tree: forward and backward over what rows share, with the mask's kernel, against rows that share nothing.
 """

@@ -234,7 +234,7 @@ def main() -> int:
     # Read when torch is loaded: threads wait for each other as those of the demo's trainer do.
     os.environ.update({"OMP_WAIT_POLICY": "PASSIVE"} | telemetry_off())
     (ours, versions), trl = learn_by_demo(directory, steps), learn_by_trl(directory, steps)
-    page = Page("The demo beside TRL's own loop")
+    page = Page("The demo compared with TRL's own loop")
     every, head = max(1, steps // ROWS), (OURS, TRL)
     page.text(NOTES)
     page.table("Seconds of a step, means:", ("", *head), seconds(ours, trl))

@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two minutes: up to 50 KB and 16 connections, one round")
     others = ["workers", *(peer.name for peer in PEERS)]
     parser.add_argument(
-        "--only", nargs="*", choices=others, default=others, help="beside upstream, forwarder and proxy"
+        "--only", nargs="*", choices=others, default=others, help="in addition to upstream, forwarder and proxy"
     )
     parser.add_argument("--streams", type=int, default=1000, help="streams open at once for the memory figure; 0: skip")
     parser.add_argument("--seed", type=int, default=0, help="of the order")

@@ -309,7 +309,7 @@ def relative_difference(found: Tensor | None, expected: Tensor | None) -> float:
 
 def table(ways: list[Way]) -> Iterator[str]:
     ours = next(way for way in ways if way.name == "lightning-proxy")
-    yield "| way | tokens | s a step | beside ours | peak memory | gradient differs |"
+    yield "| way | tokens | s a step | relative to ours | peak memory | gradient differs |"
     yield "|---|---|---|---|---|---|"
     for way in ways:
         differs = ""

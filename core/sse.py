@@ -10,7 +10,7 @@ DONE = b"[DONE]"
 
 # Atomic groups: the two bytes of a CRLF never count as two line ends.
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?>\r\n|\r|\n)")
-# So many bytes at the end may be the beginning of a blank line.
+# This many bytes at the end may be the beginning of a blank line.
 _BLANK = 3
 # A frame that grows beyond this is not looked through again with each piece of it.
 _LARGE = 64 * 1024

@@ -172,7 +172,7 @@ SELECT call_id FROM (
 WHERE superseded_by IS NULL
     AND (status <> 'ok' OR seq = (SELECT MAX(seq) FROM calls WHERE rollout_id = :rollout_id))
 """
-# The newest by order of insertion: an index on the time would cost every call. Those of another model do not count.
+# The newest by order of insertion: an index on the time would cost every call. Other models' calls do not count.
 UNTRAINABLE = """
 SELECT untrainable_reason, COUNT(*) AS n FROM (
     SELECT untrainable_reason, policy_version FROM calls ORDER BY rowid DESC LIMIT :newest

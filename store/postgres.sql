@@ -1,4 +1,4 @@
--- What PostgreSQL has beside `schema.sql`.
+-- What PostgreSQL needs in addition to `schema.sql`.
 
 ALTER TABLE rollouts SET (fillfactor = 70);
 

@@ -1,4 +1,4 @@
--- What SQLite has beside `schema.sql`.
+-- What SQLite needs in addition to `schema.sql`.
 
 CREATE TRIGGER feed_kept AFTER INSERT ON feed BEGIN
     DELETE FROM feed WHERE n <= NEW.n - 10000;

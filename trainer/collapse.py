@@ -138,7 +138,7 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
 
 
 def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[list[Scored]]]:
-    """A stratum for each task on both sides (rollouts without a task are one), and one of the other tasks' means."""
+    """A stratum for each task on both sides (no task counts as one), and a last one with the other tasks' means."""
     tasks: dict[str | None, tuple[list[Scored], list[Scored]]] = defaultdict(lambda: ([], []))
     for side, scored in enumerate((before, after)):
         for one in scored:

@@ -97,7 +97,7 @@ class TrainerPlugin:
         """Raise ConfigError if this run cannot be done. Called before anything is loaded."""
 
     def engine(self) -> TrainingEngine | None:
-        """Return the engine that replaces a trainer in this process alone; None if the feature has none."""
+        """Return an engine to use in place of the single-process trainer; None if the feature has none."""
 
     async def train(self, run: Run, stop: asyncio.Event) -> bool:
         """Do a run that does not use the configured store and vLLM. Return False if the run is not this feature's."""

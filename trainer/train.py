@@ -88,6 +88,6 @@ async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> Async
 
 
 def engine_of(config: Config, plugins: Sequence[TrainerPlugin]) -> TrainingEngine:
-    """Return a feature's engine; without one, a trainer in this process alone."""
+    """Return a feature's engine, or else the single-process trainer."""
     engines = (plugin.engine() for plugin in plugins)
     return next(filter(None, engines), None) or LightningTrainer(config.trainer, config.policy)

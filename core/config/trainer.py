@@ -181,7 +181,7 @@ class TrainerConfig(WithFeatures):
         for one in value.values() if isinstance(value, dict) else (value,):
             if one not in (*known, None) and not (may_be_own and isinstance(one, str) and _OWN.fullmatch(one)):
                 own = ["a function of your own as FILE.py:NAME or PLUGIN:NAME"] * may_be_own
-                raise ValueError(f"{', '.join([*known, *own])}; got {one!r}")
+                raise ValueError(f"must be one of {', '.join([*known, *own])}; got {one!r}")
         return value
 
     @field_validator("learning_rate", mode="wrap")
@@ -190,7 +190,7 @@ class TrainerConfig(WithFeatures):
         try:
             return check(value)
         except ValidationError:
-            raise ValueError(f"auto, or a number greater than 0; got {value!r}") from None
+            raise ValueError(f"must be auto or a number greater than 0; got {value!r}") from None
 
     def faults(self) -> Iterator[str]:
         if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:

@@ -103,7 +103,7 @@ def main() -> None:
     options.add_argument("question")
     options.add_argument("--url", default="http://127.0.0.1:8100/v1", help="of the vLLM")
     options.add_argument("--model", help="by default the first that it serves")
-    options.add_argument("--alpha", type=float, default=4.0, help="1 samples from the model as it is")
+    options.add_argument("--alpha", type=float, default=4.0, help="1 samples from the unchanged model")
     options.add_argument("--max-tokens", type=int, default=3072)
     options.add_argument("--seed", type=int, help="of the choices among what the model samples")
     chosen = options.parse_args()

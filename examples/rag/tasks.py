@@ -51,7 +51,7 @@ FACTS = {
 
 
 def corpus() -> list[str]:
-    """The passages, always the same; those of settings are there to be found by bad queries."""
+    """The passages, always the same. Those about settings are there for bad queries to find."""
     source = random.Random(1)
     passages = [f"{book} is set in {source.choice(TOWNS)}." for book in BOOKS]
     for role, subject, bridge, facts in _world():
@@ -82,7 +82,7 @@ def split(seed: int, train: int, held_out: int) -> tuple[list[Task], list[Task]]
     rest = [task for task in made if task["bridge"] not in used]
     source.shuffle(rest)
     if len(rest) < train:
-        raise ValueError(f"beside {held_out} held-out questions, the corpus has {len(rest)} for training")
+        raise ValueError(f"with {held_out} held-out questions, the corpus has {len(rest)} left for training")
     named = [{"task_id": f"question-{seed}-{i}", **task} for i, task in enumerate(made[:held_out] + rest[:train])]
     return named[held_out:], named[:held_out]
 

@@ -1,4 +1,4 @@
-"""Four small databases of two tables each, made in memory anew for every query: nothing done to one is seen later."""
+"""Four small databases of two tables each, made in memory for every query, so that no query affects a later one."""
 
 import random
 import re

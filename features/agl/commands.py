@@ -1,4 +1,4 @@
-"""Plugs in the variables that agents of Agent Lightning 1.0 read."""
+"""Adds the environment variables that agents of Agent Lightning 1.0 read."""
 
 from __future__ import annotations
 

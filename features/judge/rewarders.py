@@ -323,7 +323,7 @@ class Rank(ModelRewarder):
 
         def read(order: list[list[str]]) -> dict[str, int]:
             if sorted(letter for tie in order for letter in tie) != sorted(letters):
-                raise ValueError(f"`order` has each of {', '.join(letters)} once")
+                raise ValueError(f"`order` must have each of {', '.join(letters)} once")
             return {letter: place for place, tie in enumerate(order) for letter in tie}
 
         system, text = await asyncio.to_thread(self._question, letters)

@@ -122,7 +122,7 @@ class Spoken:
 
 
 class Scorer:
-    """Runs in the proxy's process. `on_recorded` is called with the number of rewards that were recorded."""
+    """Scores rollouts, in the proxy's process. `on_recorded` is called with the number of rewards recorded."""
 
     def __init__(
         self, config: Config, store: Store, rewarders: Sequence[Rewarder], on_recorded: Callable[[int], None]

@@ -60,9 +60,9 @@ class RolloutMemory(Generic[Kept]):
 class RecentCall:
     """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once durable.
 
-    `places`: those of its messages (`places_of`), if there are tool calls. `ends`: the total bytes of its messages up
-    to each one's end; `fields`: the bytes of each other field. `size`: total bytes; `own`: without what it shares with
-    its parent as the same objects (`sharing`).
+    `places`: of its messages (`places_of`), if there are tool calls. In bytes: `ends`, the running total over its
+    messages; `fields`, each other field; `size`, all of it; `own`, all but the objects that it shares with its parent
+    (`sharing`).
     """
 
     call_id: str

@@ -53,7 +53,7 @@ GROUP = 512  # records in one commit, at most
 STARTS = 4096  # calls at most that wait for the commit of their start; further ones wait before
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
-# Those of features come last, in the order in which they were put.
+# Statements of features come last, in the order in which they were put.
 _ORDER = {
     statement: place
     for place, statement in enumerate((

@@ -331,4 +331,4 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
         done: T = ended.value
         return done
     work.close()
-    raise RuntimeError("a transaction awaited something else than its own statements")
+    raise RuntimeError("a transaction awaited something other than its own statements")

@@ -108,7 +108,7 @@ class Arguments:
         """Take a key and return its value. Raise Wrong if its type differs from the default's (None: any type)."""
         value, kind = self.left.pop(key, default), type(default)
         if default is not None and type(value) is not kind:
-            raise Wrong(f"{key} is {kind.__name__}, as in {default!r}; got {value!r}")
+            raise Wrong(f"{key} must be {kind.__name__}, as in {default!r}; got {value!r}")
         return value
 
     def has(self, text: str) -> bool:

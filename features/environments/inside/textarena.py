@@ -44,7 +44,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
     players, seat = given.take("players", None), given.take("seat", None)
     players = _taken(name, given.left, range(1, MOST_PLAYERS + 1) if players is None else [players])
     if seat is not None and seat not in range(players):
-        raise Wrong(f"seat is 0 to {players - 1}, for {name} is played by {players}; got {seat!r}")
+        raise Wrong(f"seat must be 0 to {players - 1}: {name} is played by {players}; got {seat!r}")
     _program(opponent)
     seeds = (n for n in range(given.seed * 1_000_000, (given.seed + 1) * 1_000_000) if given.has(f"{name} {n}"))
     kind = digest(repr((sorted(given.left.items()), players, opponent, system)))

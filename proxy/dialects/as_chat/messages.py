@@ -103,7 +103,7 @@ def _results(block: Json) -> list[Json]:
     content = block.get("content") or ""
     items: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if any(item.get("type") == "tool_reference" for item in items):
-        raise Untranslatable("a tool's result names tools")
+        raise Untranslatable("a tool result refers to tools")
     texts = [item["text"] for item in items if item.get("type") == "text" and "text" in item]
     images = [_image(item["source"]) for item in items if item.get("type") == "image"]
     result = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": "\n".join(texts)}
