@@ -54,7 +54,7 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_
 
 
 async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
-    """Return what loads weights into the policy's vLLM."""
+    """Return the `Swap` that loads weights into the policy's vLLM."""
     return Swap(store, VllmFleet.of(config, session), await decide(config, store, "trainer"), config.policy.directory)
 
 

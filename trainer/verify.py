@@ -64,7 +64,7 @@ class WeightEvidence:
 
     @property
     def deviations(self) -> float:
-        """Return how clearly the answers come from the new weights; below 0, of the old ones; 0 if both are one."""
+        """Return how clearly answers come from the new weights (negative: from the old ones; 0: both are the same)."""
         nearer = [old - new for new, old in zip(self._from_new, self._from_old, strict=True)]
         spread = math.hypot(*nearer)
         return sum(nearer) / spread if spread > 0 else 0.0

@@ -37,7 +37,7 @@ class PolicyConfig(Section):
             raise ValueError(f"{DEFAULT_ADAPTER!r} is the adapter of agents that no list names: choose another name")
         named = [agent for agents in adapters.values() for agent in agents]
         if twice := sorted({agent for agent in named if named.count(agent) > 1}):
-            raise ValueError(f"an agent has one adapter, but this is named twice: {', '.join(twice)}")
+            raise ValueError(f"an agent has one adapter, but these are named twice: {', '.join(twice)}")
         return adapters
 
     def faults(self) -> Iterator[str]:

@@ -241,7 +241,7 @@ async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> 
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
     if len(layers) > MOST_LAYERS or not _UNPACKERS.keys() >= {*layers}:
         known = f"gzip, deflate, zstd or none, {MOST_LAYERS} at most on top of each other"
-        raise UnsupportedMediaType(f"Content-Encoding is {known}, got {content_encoding[:60]!r}")
+        raise UnsupportedMediaType(f"Content-Encoding must be {known}, got {content_encoding[:60]!r}")
     held = loan.size
     for name in reversed(layers):
         size, parts, pieces = 0, list[bytes](), _pieces(body, name)

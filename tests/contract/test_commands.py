@@ -436,7 +436,7 @@ def test_a_wrong_key_or_value_is_one_line_that_names_it_and_shows_no_key(tmp_pat
         (f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}]", "'b', which is not the name of an upstream"),
         (f"upstreams: [{{name: a, {URL}, fallbacks: [a]}}]", "in a circle: a -> a"),
         ("upstreams: [{name: a, kind: litellm}]", "serves only what models or model_map name"),
-        ("trainer: {learning_rate: 0}", "trainer.learning_rate: auto, or a number greater than 0; got"),
+        ("trainer: {learning_rate: 0}", "trainer.learning_rate: must be auto or a number greater than 0; got"),
         ("trainer: {agent_credit: own}", "agent_credit own needs agents"),
         ("[1, 2]", "expected sections"),
         ("proxy: [", "not valid YAML"),
