@@ -190,7 +190,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
     os.umask(0o077)
     with lock_file(make_directory(directory, "--dir") / ".experiment", "lock") as is_ours:
         if not is_ours:
-            raise LightningError(f"another `experiment` works in {directory}")
+            raise LightningError(f"another `experiment` runs in {directory}")
         results = results_of(lessons)
         try:
             failed = run_until_signal(run_lessons(plan, lessons, results, gpus))
@@ -280,7 +280,7 @@ def gpus_of(jobs: int) -> list[Env]:
     """Return the variables of each job: GPUs, if there are any, are divided among jobs."""
     gpus = list(cards()) if jobs > 1 else []
     if gpus and len(gpus) < jobs:
-        raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs one at least")
+        raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs at least one")
     each = len(gpus) // jobs
     return [visible_gpus(gpus[job * each : (job + 1) * each]) for job in range(jobs)]
 

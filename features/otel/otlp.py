@@ -47,7 +47,7 @@ def encoding_of(content_type: str) -> Encoding:
     """Return the encoding that a Content-Type names. Raises UnsupportedMediaType for others."""
     media = content_type.partition(";")[0].strip().lower()
     if media not in MEDIA.values():
-        raise UnsupportedMediaType(f"OTLP is sent as {' or '.join(MEDIA.values())}, got {media[:60]!r}")
+        raise UnsupportedMediaType(f"OTLP must be sent as {' or '.join(MEDIA.values())}, got {media[:60]!r}")
     return "json" if media == MEDIA["json"] else "protobuf"
 
 

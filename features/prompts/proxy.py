@@ -362,7 +362,7 @@ async def add(database: Database, body: PromptBody) -> int:
         (kept,) = await db.all(PROMPT_OF_NAME, row)
         if body.match is not None and (kept["agent"], kept["role"]) != (match.agent, match.role):
             message = f"the {kept['role']} message of {kept['agent'] or 'any agent'}; choose another name"
-            raise Conflict(f"prompt {body.name!r} is another message: {message}", param="match")
+            raise Conflict(f"prompt {body.name!r} is for another message: {message}", param="match")
         version = await db.one(PROMPT_VERSION_OF_TEXT, row) or await db.one(PROMPT_VERSION_NEW, row)
         assert version is not None
         row["version"] = version["version"]
