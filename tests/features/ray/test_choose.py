@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_proxy.commands.run.runner import LocalRunner, runner_for
+from lightning_proxy.commands.run.runner import runner_for
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.ray import commands
@@ -16,10 +15,6 @@ from lightning_proxy.features.ray.runner import reached_at
 from support.command_line import lightning
 
 RAY = Config.model_validate({"run": {"executor": "ray"}})
-
-
-def test_programs_run_here_unless_something_else_is_asked_for() -> None:
-    assert isinstance(runner_for(Config(), [sys.executable, __file__], ["json"], print), LocalRunner)
 
 
 def test_what_is_missing_or_does_not_go_with_other_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

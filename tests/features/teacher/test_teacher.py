@@ -165,7 +165,6 @@ async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
     ("settings", "said"),
     [
         ({"teacher": {"base_url": "http://127.0.0.1:1"}}, "base_url of a vLLM must have a path"),
-        ({"reward_weights": {"reward": 0}}, "name at least one reward"),
         # Nothing would ever be offered.
         ({"reward_weights": {}, "teacher": {"base_url": "http://h/v1"}}, "name at least one reward"),
         ({"teacher": {"model": "large"}}, "a teacher needs a base_url"),
