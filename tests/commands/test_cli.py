@@ -46,8 +46,6 @@ def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path:
 # What a command line that only parses has no use for, and what only the proxy and the trainer have.
 HEAVY = ("torch", "transformers", "vllm", "litellm", "numpy", "fastapi", "starlette", "uvicorn", "aiosqlite", "asyncpg")
 PARSED = (*HEAVY, "aiohttp", "asyncio", "rich", "yaml", "lightning_proxy.core.config")
-
-
 COMPLETION = {"_LIGHTNING_PROXY_COMPLETE": "complete_bash", "COMP_WORDS": "lightning-proxy ru", "COMP_CWORD": "1"}
 
 

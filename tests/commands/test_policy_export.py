@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from support.command_line import Done, lightning
 from support.training import Bench, bench
 
-PROMPT = torch.tensor([[0, 5, 6, 7]])
-
 
 async def export(b: Bench, tmp_path: Path, *options: str) -> Done:
     path = tmp_path / "system.yaml"
@@ -27,7 +25,7 @@ async def export(b: Bench, tmp_path: Path, *options: str) -> Done:
 @torch.no_grad()
 def logits(directory: Path) -> Any:
     assert AutoTokenizer.from_pretrained(directory).get_vocab()
-    return AutoModelForCausalLM.from_pretrained(directory)(PROMPT).logits
+    return AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([[0, 5, 6, 7]])).logits
 
 
 @pytest.mark.parametrize("weights", ["lora", "full"])

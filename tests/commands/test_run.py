@@ -108,8 +108,6 @@ sys.stdout.write("x" * 300_000 + "\\n")
 sys.stderr.write("ends with {SECRET}")
 sys.exit(3)
 """
-
-
 REDACTS = Config.model_validate({"recording": {"redact": {"secrets": True}}})
 
 

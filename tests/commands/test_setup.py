@@ -23,7 +23,6 @@ esac
     ("driver", "arguments", "extra"),
     [
         ("580.65.06", (), "vllm"), ("570.1", ("GPU=",), "cpu"), (None, (), ""), ("570.172.08", (), None),
-        ("535.54.03", (), None),
     ],
 )  # fmt: skip
 def test_a_driver_too_old_for_cuda_13_is_one_line_and_nothing_is_installed(

@@ -73,9 +73,8 @@ def test_known_families_get_their_parsers_unless_the_user_names_one(
 
 def test_a_directory_is_known_by_its_template_and_served_under_its_name(model: Path) -> None:
     config = Config.model_validate({"policy": {"model": str(model)}})
-    assert (served_model(config), served_model(Config.model_validate({"policy": {"model": "org/name"}}))) == (
-        "tiny-model", "org/name",
-    )  # fmt: skip
+    assert served_model(config) == "tiny-model"
+    assert served_model(Config.model_validate({"policy": {"model": "org/name"}})) == "org/name"
     text = "say <tool_call>{...}</tool_call>"
     for file, content in (
         ("tokenizer_config.json", json.dumps({"chat_template": text})),

@@ -1,7 +1,4 @@
-"""The same greedy requests to vLLM's own /v1/messages and, translated, to its chat route: the same answers.
-
-The reciter is a second model, which thinks, behind a vLLM of its own.
-"""
+"""The same greedy requests to vLLM's own /v1/messages and, translated, to its chat route: the same answers."""
 
 from __future__ import annotations
 
@@ -152,7 +149,7 @@ def asked(system: System, case: Json, stream: bool) -> tuple[str, Json]:
     return f"http://127.0.0.1:{system.vllm_port}/v1", body
 
 
-RECITER = "reciter"
+RECITER = "reciter"  # a second model, which thinks, behind a vLLM of its own
 RECITED = ["Ċ", "<think>", "h", "m", "</think>", "o", "k", "a", "y", "<|im_end|>"]  # after the line that begins it
 # It refuses a later system message, shows an empty list of tools, and ends the thinking where there is to be none.
 TEMPLATE = """

@@ -1,7 +1,4 @@
-"""The same requests to a real vLLM's own /v1/responses and, translated, to its chat route: the answers must agree.
-
-The thinker is a second model, behind a vLLM of its own.
-"""
+"""The same requests to a real vLLM's own /v1/responses and, translated, to its chat route: the answers must agree."""
 
 from __future__ import annotations
 
@@ -223,7 +220,7 @@ def test_any_stream_becomes_the_events_that_vllm_makes_of_it() -> None:
         assert same(in_one_piece(ours[2:-1])) == same(in_one_piece(vllms_events(tools, deltas))), seed
 
 
-THINKER, THOUGHTS = "thinker", "<think>I see.\nTwo.</think>"
+THINKER, THOUGHTS = "thinker", "<think>I see.\nTwo.</think>"  # a second model, behind a vLLM of its own
 CUSTOM = 'patch {"input": "+ 😀"}'
 THINKING: list[tuple[list[str], Json]] = [
     (["reasoning", "message"], said(THOUGHTS + "Hello.")),

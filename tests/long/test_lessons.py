@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from contract.real import GROUP, TASKS, System
+from contract.real import GROUP, LETTERS, TASKS, System
 from contract.system import wait_until
 from support.paths import EXAMPLES
 
@@ -21,12 +21,38 @@ PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a minute each on two idle cores
 
 
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with one token a letter."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}?{% endfor %}"
+    fast.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture
-def make_system(tmp_path: Path, speller: Path) -> Iterator[Any]:
+def make_system(tmp_path: Path, tiny_model: Path) -> Iterator[Any]:
     made: list[System] = []
 
     def make(publish: str, policy: dict[str, Any] | None = None, **trainer: Any) -> System:
-        made.append(System(tmp_path, speller, publish, trainer=trainer, policy=policy))
+        made.append(System(tmp_path, tiny_model, publish, trainer=trainer, policy=policy))
         return made[-1]
 
     yield make
@@ -71,7 +97,7 @@ def measure(system: System) -> float:
 
 
 def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights_in_one_batch(
-    make_system: Any, speller: Path
+    make_system: Any, tiny_model: Path
 ) -> None:
     settings = yaml.safe_load((PLANNER_EXECUTOR / "own_adapters.yaml").read_text())
     trainer = settings["trainer"] | {"learning_rate": 1e-2}
@@ -91,7 +117,7 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     by_agent = {agent: [call for call in calls if call["agent"] == agent] for agent in ("planner", "executor")}
     assert any(at_once(a, b) for a in by_agent["planner"] for b in by_agent["executor"])
     for agent, other in (("planner", "executor"), ("executor", "planner")):
-        own, not_own = (logprob_differences(speller, live, name, by_agent[agent]) for name in (agent, other))
+        own, not_own = (logprob_differences(tiny_model, live, name, by_agent[agent]) for name in (agent, other))
         surprise = -fmean(fmean(call["logprobs"]) for call in by_agent[agent])
         assert len(own) >= 64 and max(own) < 1e-3
         assert surprise > 0.1 and fmean(not_own) > 100 * max(own)
