@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,13 @@ import pytest
 import yaml
 
 from contract.real import System
-from contract.system import free_port
+from contract.system import CLI, free_port
 from lightning_proxy.serving.operator import operator_headers
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from support.command_line import lightning
 from support.token_continuity import Served, converse, two_proxies
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900), pytest.mark.long]
-PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +47,17 @@ async def test_an_exported_adapter_is_served_as_it_was_trained(lora: System, spe
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    prompt = [5, 6, 7, 8]
+
     @torch.no_grad()
     def likeliest(model: Any) -> float:
-        return float(model(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1).max())
+        return float(model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1).max())
 
     adapter = await exported(speller, tmp_path)
     original = AutoModelForCausalLM.from_pretrained(speller)
     before, after = likeliest(original), likeliest(PeftModel.from_pretrained(original, adapter))
     assert abs(before - after) > 1e-2, "the step changed something that can be seen"
-    body = {"model": "tuned", "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 0}
+    body = {"model": "tuned", "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 0}
     url, headers = f"http://127.0.0.1:{lora.vllm_port}/v1", operator_headers(lora.directory / "policy")
     async with operator_session() as session:
         server = VllmServer(session, url, headers)
@@ -91,9 +94,10 @@ async def test_a_real_vllm_learns_and_is_left_as_it_was(lora: System, speller: P
     async with operator_session() as session:
         server = VllmServer(session, url, {})
         before = await server.adapters()
-        done = await asyncio.to_thread(lightning, "--config", file, "doctor", "--learn", "--json")
+        command = [*CLI, "--config", str(file), "doctor", "--learn", "--json"]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
         assert await server.adapters() == before
-    checks = {check["name"]: check for check in done.json}
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert [check for check in checks.values() if check["outcome"] == "failed"] == [], done.stderr
     assert done.returncode == 0
     assert {"ratios", "likelier", "new weights", "as before"} < checks.keys()
