@@ -76,12 +76,14 @@ class Trial:
 
     async def stages(self, config: Config) -> Json:
         """Evaluate, train and evaluate again while vLLM and proxy run. Return the result."""
-        before = await self.evaluate("before")
+        with self.timed("evaluations"):
+            before = await self.evaluate("before")
         self.say(f"held out {before['mean_reward']:.3f}; training")
         async with ApiClient.of(config, patience_s=60) as api:
             with self.timed("training"):
                 await self.train(api)
-            after = await self.evaluate("after")
+            with self.timed("evaluations"):
+                after = await self.evaluate("after")
             found = await self.found(api)
         end = f"held out {after['mean_reward']:.3f} after {found['rollouts']} rollouts, {found['steps_taken']} steps"
         self.say(end)
@@ -93,12 +95,11 @@ class Trial:
         A complete evaluation is not repeated.
         """
         out = self.directory / f"{name}.json"
-        with self.timed("evaluations"):
-            if (row := evaluation(out)) is None:
-                self.say("the held-out tasks are evaluated")
-                options = ["--tasks", str(self.work.held_out), "--samples", str(self.work.samples), "--out", str(out)]
-                await self.done(name, "eval", *options, *self.agent())
-                row = evaluation(out)
+        if (row := evaluation(out)) is None:
+            self.say("the held-out tasks are evaluated")
+            options = ["--tasks", str(self.work.held_out), "--samples", str(self.work.samples), "--out", str(out)]
+            await self.done(name, "eval", *options, *self.agent())
+            row = evaluation(out)
         assert row is not None
         by_task = {task: found["mean_reward"] for task, found in row["by_task"].items()}
         passed = row["pass_at_k"]["1"]["value"]

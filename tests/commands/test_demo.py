@@ -78,6 +78,7 @@ def test_a_killed_demo_goes_on_where_it_was(tmp_path: Path) -> None:
     finally:
         again.kill()
     result = json.loads((demo / "result.json").read_text())
+    assert "'What is" in (tmp_path / log).read_text(), "answers are shown in words"
     assert result["steps_taken"] == len(result["steps"]) == STEPS
     assert result["held_out"]["before"]["mean_reward"] == json.loads(before)["rows"][0]["mean_reward"]
     said = (tmp_path / log).read_text()
