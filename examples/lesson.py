@@ -21,8 +21,7 @@ from lightning_proxy.commands.trial import merged
 from lightning_proxy.core.config.file import config_of
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.features.experiment.experiment import Lesson
-from lightning_proxy.features.experiment.plan import Experiment, LessonPlan
+from lightning_proxy.features.experiment.experiment import Experiment, Lesson, LessonPlan
 
 Json = dict[str, Any]
 HERE = Path(__file__).parent

@@ -257,3 +257,10 @@ async def test_an_adapter_that_ends_vllm_whenever_it_is_asked_is_not_published(b
             await b.train("t1", "t2")
         assert ((await b.live())[0], b.server.restarts) == (0, 3 * b.config.policy.verify_samples)
         assert (await b.store.versions.get(1)).status == "failed"
+
+
+async def test_a_server_that_fails_once_the_version_is_live_is_left_to_the_proxy(bench: Start) -> None:
+    async with bench(replicas=[FaultyServer]) as b:
+        b.replicas[0].faults_at, b.replicas[0].faults = "/collective_rpc", 100
+        await b.train("t1", "t2")
+        assert await b.live() == (1, 1, True) and len(await b.store.versions.all()) == 2

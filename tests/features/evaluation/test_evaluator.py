@@ -188,6 +188,8 @@ def test_what_cannot_be_started_is_refused_at_the_start(
     Path("tasks.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=wrong):
         check(config_of({"evaluation": section}), Run())
+    if len(section) == 2:  # only `train` evaluates
+        check(config_of({"evaluation": section}), Run("sft"))
 
 
 async def test_versions_are_evaluated_between_steps_and_the_files_of_the_best_stay(

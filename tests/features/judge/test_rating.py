@@ -59,6 +59,16 @@ async def test_a_reward_that_is_taken_back_counts_no_more(start: Any) -> None:
         assert len((await system.get("/rollouts/r"))["rewards"]) == 2
 
 
+async def test_nobody_takes_back_what_another_key_gave(start: Any) -> None:
+    async with start(api_keys=["a"], admin_keys=["admin"]) as system:
+        a, admin = ({"Authorization": f"Bearer {key}"} for key in ("a", "admin"))
+        team = await system.key("team")
+        (opened,) = await system.post("/rollouts", {}, **a)
+        rollout, own = opened["rollout_id"], {"Authorization": f"Bearer {opened['api_key']}"}
+        route = f"/rollouts/{rollout}/rewards/{await rated(system, rollout, 1, a)}"
+        assert [(await system.call("DELETE", route, **key))[0] for key in (own, team, admin)] == [403, 404, 204]
+
+
 async def test_a_person_rates_rollouts_and_calls_and_undoes(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with start() as system:
         for name in ("a", "b", "c"):

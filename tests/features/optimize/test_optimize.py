@@ -184,9 +184,14 @@ def test_a_lesson_says_what_was_asked_done_and_wrong_and_the_editors_prompt_stan
     call |= {"response": {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": calls}}]}}
     older = {"comment": "very good", "source": None, "name": "reward", "call_id": None}
     rewards = [older, older | {"comment": "wrong column", "source": "judge"}]
-    found = lesson_of({"calls": [call], "reward": 0.0, "rewards": rewards, "status": "failed", "reason": "exit code 1"})
+    rollout = {"calls": [call], "reward": 0.0, "rewards": rewards, "status": "failed", "reason": "exit code 1"}
+    found = lesson_of(rollout)
     assert (found["Inputs"], found["Generated Outputs"]) == ("how many?", 'calls search({"q":1})')
-    for said in ("judge says: wrong column", "the tool search failed: no such column", "agent failed: exit code 1"):
-        assert said in found["Feedback"] and "very good" not in found["Feedback"]
+    assert found["Feedback"].splitlines() == [
+        "reward: 0.0", "judge says: wrong column", "the tool search failed: no such column",
+        "the agent failed: exit code 1",
+    ]  # fmt: skip
+    silent = rollout | {"rewards": [*rewards, older | {"comment": None}]}
+    assert "says" not in lesson_of(silent)["Feedback"], "corrected without words"
     answers = ("x <prompt>\nnew\n</prompt> y", "new", "<prompt></prompt>")
     assert [*map(between, answers)] == ["new", None, None]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from random import Random
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
 
 from lightning_proxy.core.records import Limits
+from lightning_proxy.features.page import proxy as page
 from lightning_proxy.features.page.proxy import FILES
 from lightning_proxy.store.training import CallCredit
 from support.rewarded import record, train
@@ -121,8 +124,9 @@ async def test_the_test_of_a_version_is_shown(start: Any, tmp_path: Path, monkey
             await system.chat(rollout, X_Task_Id="t")
             candidates = (await system.get(f"/rollouts/{rollout}"))["calls"][0]["policy_version"] == version
             await system.post("/reward", {"rollout_id": rollout, "reward": float(not candidates)})
-        while not (await system.get("/policy"))["test"]["evidence"].get("groups"):
-            pass
+        async with asyncio.timeout(30):
+            while not (await system.get("/policy"))["test"]["evidence"].get("groups"):
+                pass
         (shown,) = await drawn(system, tmp_path, "versions")
         for words in (f"Version {version} is tested against 0", "−1", "answer_tokens", "undecided"):
             assert words in shown["text"]
@@ -135,8 +139,15 @@ async def tokens(system: Any, query: str = "") -> Any:
     return (await system.get(f"/rollouts/good/tokens{query}"))["data"]
 
 
-async def test_answers_say_text_log_probability_and_advantage(start: Any, tmp_path: Path) -> None:
-    ids_of = byte_tokenizer(tmp_path)
+async def test_answers_say_text_log_probability_and_advantage(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(*given: Any) -> None:
+        threads.add(current_thread())
+        add_texts(*given)
+
+    threads, ids_of, add_texts = set[Thread](), byte_tokenizer(tmp_path), page._add_texts
+    monkeypatch.setattr(page, "_add_texts", counted)
     async with start(policy={"model": str(tmp_path)}) as system, system.store() as store:
         await record(store, "good", ["a €", "b"], 1.0, ids_of)
         await record(store, "bad", ["c"], 0.0, ids_of)
@@ -148,6 +159,7 @@ async def test_answers_say_text_log_probability_and_advantage(start: Any, tmp_pa
         assert first == answer | {"step": step, "advantage": 0.5}
         assert await tokens(system, "?call_id=good-1") == [second]
         assert (await system.call("GET", "/rollouts/good/tokens?call_id=x"))[0] == 404
+        assert threads and main_thread() not in threads, "no call waits while texts are found"
 
 
 @pytest.mark.parametrize("policy", [{}, {"model": "none/such"}])

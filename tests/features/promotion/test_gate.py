@@ -237,8 +237,9 @@ async def test_a_test_is_shown_while_it_is_under_way_and_after_it(start: Any) ->
         for i in range(4):
             await served(system, f"r{i}", f"t{i // 2}")
             await system.post("/reward", {"rollout_id": f"r{i}", "reward": 0.5})
-        while (evidence := (await system.get("/policy"))["test"]["evidence"]).get("groups") != 2:
-            pass
+        async with asyncio.timeout(30):
+            while (evidence := (await system.get("/policy"))["test"]["evidence"]).get("groups") != 2:
+                pass
         assert evidence["metrics"]["reward"]["difference"] == 0.0
         shown = f"testing version {version} against 0: 4 of at most 40 rollouts; reward +0.00 (2 pairs, undecided)"
         assert shown in await told("policy", "list") and shown in await told("status")

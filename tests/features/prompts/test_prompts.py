@@ -95,6 +95,9 @@ async def test_a_prompt_tells_and_binds_nothing_of_another_keys_rollouts(start: 
         async with system.store() as store:
             assert await store.database.all("SELECT * FROM rollout_prompts") == []
         await system.get("/prompts/writer", **ann, **theirs)
+        await system.post("/reward", {"rollout_id": opened["rollout_id"], "reward": 0.5}, **ann)
+        seen = [(await system.get("/prompts/writer", **key))["versions"][0]["rewards"] for key in (ann, bob)]
+        assert seen == [{"train": {"mean": 0.5, "rollouts": 1}}, {}]
 
 
 @pytest.mark.sqlite

@@ -102,3 +102,14 @@ def test_a_change_of_adapter_is_said(base: Path, tmp_path: Path, caplog: pytest.
 def test_an_adapter_named_as_a_part_of_the_model_is_refused(base: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"policy.adapters: '{name}' is also the name of a part of the model"):
         learner(base, tmp_path, {name: ["writer"]})
+
+
+def test_what_was_served_is_scored_by_the_adapter_that_is_asked_for(directory: Path, tmp_path: Path) -> None:
+    trained, asked = learner(directory / "model", tmp_path, OWN), [(0, 5, 6, 7)]
+    before = trained.logprobs(asked)
+    trained.remember_served("writer")
+    trained.step(shared_out(batch(1), ("writer",)))
+    moved = trained.logprobs(asked, "writer")
+    assert trained.logprobs(asked) == before != moved
+    assert trained.logprobs(asked, "writer", served=True) == before
+    assert trained.logprobs(asked, "writer") == moved, "the newest weights are back"

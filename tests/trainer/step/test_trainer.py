@@ -232,4 +232,5 @@ def test_an_unfinished_directory_changes_nothing(tmp_path: Path, error: BaseExce
     assert (tmp_path / "1" / "a").read_text() == "whole"
     with atomic_directory(tmp_path / "1") as directory:
         assert not list(directory.iterdir())
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+        (directory / "b").touch()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["1", "1/b"]
