@@ -37,10 +37,10 @@ SELECT EXISTS (SELECT 1 FROM conversation_tips WHERE digest = :loose) AS waits,
 TOGETHER_S = 60.0
 # How long a failed request is tried again, by clients that do not say so.
 TRIED_S = 3600.0
-# Takes an entry that waits under a digest: with these results of tools, of this rollout, or that failed since then. Of
+# An entry that waits under a digest: with these results of tools, of this rollout, or that failed since then. Of
 # requests, one that failed goes before one that is under way, and that before an answered one.
-CONVERSATION_TAKE = f"""
-DELETE FROM conversation_tips WHERE digest = :digest AND (at, call_id) = (
+_WAITS = f"""
+WHERE digest = :digest AND (at, call_id) = (
     SELECT recent.at, recent.call_id
     FROM (SELECT at, call_id, rollout_id, exact FROM conversation_tips WHERE digest = :digest ORDER BY at DESC LIMIT 64)
         AS recent
@@ -56,6 +56,14 @@ DELETE FROM conversation_tips WHERE digest = :digest AND (at, call_id) = (
     LIMIT 1
 )
 RETURNING rollout_id
+"""
+CONVERSATION_TAKE = f"DELETE FROM conversation_tips {_WAITS}"
+# Puts it behind the others instead: it waits until the call that takes it is recorded.
+CONVERSATION_QUEUE = f"""
+UPDATE conversation_tips SET at = (SELECT MAX(at) + 0.001 FROM conversation_tips WHERE digest = :digest) {_WAITS}
+"""
+CONVERSATION_TAKEN = """
+DELETE FROM conversation_tips WHERE digest = :digest AND rollout_id = :rollout_id AND call_id <> :call_id
 """
 CONVERSATION_COUNTS = """
 SELECT (SELECT COUNT(*) FROM conversation_points) AS points, (SELECT COUNT(*) FROM conversation_tips) AS tips
@@ -108,16 +116,23 @@ class ConversationIndex(Records):
         await self._db.commit([(CONVERSATION_ORIGIN, origins)])
 
     async def take(
-        self, digest: bytes, *, exact: bytes | None = None, rollout_id: str | None = None, since: float | None = None
+        self,
+        digest: bytes,
+        *,
+        exact: bytes | None = None,
+        rollout_id: str | None = None,
+        since: float | None = None,
+        keep: bool = False,
     ) -> str | None:
         """Take one of the calls that wait under this digest and return its rollout. Each can be taken only once.
 
         Only calls that also have the digest `exact`; of `rollout_id`; that failed after `since`, in a running rollout.
+        `keep`: it goes behind the others, and the start of the call that takes it removes it.
         """
         row = {"digest": digest, "exact": exact, "rollout_id": rollout_id, "since": since}
         if await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:
             return None
-        taken = await self._db.write(lambda db: db.all(CONVERSATION_TAKE, row))
+        taken = await self._db.write(lambda db: db.all(CONVERSATION_QUEUE if keep else CONVERSATION_TAKE, row))
         return taken[0]["rollout_id"] if taken else None
 
 

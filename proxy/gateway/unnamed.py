@@ -17,7 +17,13 @@ from ...core.http import in_thread_if_large
 from ...core.records import CallEnd, CallStart, ModelCall, RolloutName
 from ...core.values import is_under_way
 from ...store.calls import Giver
-from ...store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP, TRIED_S
+from ...store.conversations import (
+    CONVERSATION_ORIGIN,
+    CONVERSATION_POINT,
+    CONVERSATION_TAKEN,
+    CONVERSATION_TIP,
+    TRIED_S,
+)
 from ...store.store import Store
 from ..dialects.atoms import (
     Atom,
@@ -120,12 +126,14 @@ class UnnamedRollouts:
                  user: go · call f(2), id Z · result 5            continues r2: "go, f(2)" was answered there alone
                  user: He said "The tower was built in 1881."     continues the rollout that said so
 
-        The entry is consumed: the next request like this one continues another rollout. Raises StoreUnavailable.
+        The entry is consumed: the next request like this one continues another rollout. A retry's waits until its start
+        is recorded: were it killed before, the next one finds it. Raises StoreUnavailable.
         """
         index, within, request = self._index, conversation.within, conversation.request
         if is_retry or conversation.atoms:
             asked = conversation.asked()
-            if again := await index.take(asked, since=None if is_retry else time.time() - TRIED_S):
+            since = None if is_retry else time.time() - TRIED_S
+            if again := await index.take(asked, since=since, keep=is_retry):
                 return again
         for kept in _kept_by_server(request.get("previous_response_id"), request):
             if rollout := await index.leads_to(digest(conversation.caller, "response", kept)):
@@ -170,8 +178,9 @@ class UnnamedRollouts:
 
 def start_statements(start: CallStart, conversation: Conversation) -> list[Statement]:
     """Return statements that let later requests find a call that begins."""
-    row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
-    return [(CONVERSATION_TIP, row | {"digest": conversation.asked(), "exact": None})]
+    row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "digest": conversation.asked()}
+    tip = CONVERSATION_TIP, row | {"at": start.started_at, "exact": None}
+    return [tip, (CONVERSATION_TAKEN, row)] if start.is_retry else [tip]
 
 
 def end_statements(start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:

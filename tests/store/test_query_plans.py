@@ -13,7 +13,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.features.evaluation.evaluations import SERVABLE
 from lightning_proxy.store import waiting
 from lightning_proxy.store.calls import TOOL_RESULT
-from lightning_proxy.store.conversations import CONVERSATION_TAKE
+from lightning_proxy.store.conversations import CONVERSATION_QUEUE, CONVERSATION_TAKE
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.rollouts import page_of
@@ -50,9 +50,9 @@ WHOLE = {
 # a key's newest rollouts.
 SORTS = {
     "COUNT_CHANGES_FOLD", "ROLLOUT_COUNTS", "REWARDS_BY_TASK_OF_KEY", "UNDER_WAY", "ROLLOUT_COUNTS_OF_KEY",
-    "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "UNTRAINABLE", "ROLLOUTS_OVER", "ROLLOUT_FORGET",
-    "COMPARED_WITH", "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "PROMOTION_OBSERVED",
-    "PROMOTION_REWARDS", "POSTED", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
+    "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE", "CONVERSATION_QUEUE", "UNTRAINABLE", "ROLLOUTS_OVER",
+    "ROLLOUT_FORGET", "COMPARED_WITH", "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN",
+    "PROMOTION_OBSERVED", "PROMOTION_REWARDS", "POSTED", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
 }  # fmt: skip
 SORTED = (
     "SELECT * FROM rollouts WHERE step =",
@@ -108,8 +108,9 @@ async def test_what_is_asked_for_often_is_read_off_its_index(database: Database)
     ):
         steps = await plan(database, statement)
         assert index in "".join(steps[place]), (statement, steps)
-    tips = await plan(database, CONVERSATION_TAKE)
-    assert not [step for step in tips if step.startswith("SCAN") and step != "SCAN recent"], tips
+    for statement in (CONVERSATION_TAKE, CONVERSATION_QUEUE):
+        tips = await plan(database, statement)
+        assert not [step for step in tips if step.startswith("SCAN") and step != "SCAN recent"], tips
     results = [step.split("(", 1)[1] for step in await plan(database, TOOL_RESULT) if " tool_calls_by" in step]
     assert set(results) == {"rollout_id=? AND place=?)", "rollout_id=? AND tool_call_id=?)"}
     some = await plan(database, known()["CALLS_WITH_PARENTS"])

@@ -20,6 +20,7 @@ from lightning_proxy.proxy.gateway import recorder as recording
 from lightning_proxy.proxy.gateway.exact import earlier_turn
 from lightning_proxy.proxy.gateway.recent import History, RecentCalls
 from lightning_proxy.proxy.gateway.recorder import Recorder, _prepared
+from lightning_proxy.proxy.gateway.unnamed import Conversation, UnnamedRollouts, start_statements
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
@@ -57,6 +58,19 @@ async def test_a_record_that_cannot_be_stored_fails_alone(database: Database, re
     results = await asyncio.gather(*(recorder.start(start(name, [])) for name in names), return_exceptions=True)
     assert [type(result) for result in results] == [type(None), StoreUnavailable, type(None)]
     assert {c.call_id for c in await Store(database).calls.of("r")} == {"twice", "a", "b"}
+
+
+async def test_a_retry_that_was_killed_before_its_record_is_found_again(database: Database, recorder: Recorder) -> None:
+    unnamed, first = UnnamedRollouts(Store(database)), start("c", [user("hi")])
+    conversation = Conversation("key", first.rollout, first.request)
+    await recorder.start(first, start_statements(first, conversation))
+    await recorder.end(CallEnd("c", "r", "ok", {}, 200))
+    for _ in range(2):
+        assert await unnamed.find(conversation, is_retry=True) == "r"
+    retry = first._replace(call_id="d", is_retry=True)
+    await recorder.start(retry, start_statements(retry, conversation))
+    tips = await database.all("SELECT call_id FROM conversation_tips")
+    assert [row["call_id"] for row in tips] == ["d"], "recorded, it takes the place of what it repeats"
 
 
 # What is kept of recent calls
