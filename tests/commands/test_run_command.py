@@ -94,6 +94,16 @@ async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running:
     assert " ".join(status.split()).count("nothing was learned from the newest 192 rollouts") == 1
 
 
+async def test_a_reward_function_that_always_fails_is_told_at_the_end_of_a_run(running: Any, tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "t1"}\n')
+    (tmp_path / "scoring.py").write_text("def reward(rollout):\n    raise ValueError('no')\n")
+    async with running(tmp_path, rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
+        options = ("--tasks", tmp_path / "tasks.jsonl", "--group-size", "2")
+        code, _, err = await system.lightning("run", *options, "--", "true")
+    assert code == 0
+    assert "2 completed rollouts of the newest 200 have no reward, so no step takes them" in " ".join(err.split()), err
+
+
 MISSING = "a step takes 8 groups (trainer.tasks_per_step), and {} missing ones come"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from lightning_proxy.commands import train as train_module
 from lightning_proxy.commands.command_line import OFF
-from lightning_proxy.commands.system.system import Launch, running_system
+from lightning_proxy.commands.system.system import Launch, check_addresses, running_system
 from lightning_proxy.commands.vllm import FAMILIES, WRITTEN, parsers_of, served_model, vllm_program, without_tools
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
@@ -203,6 +203,8 @@ async def test_up_refuses_what_cannot_fit_before_it_starts_anything(on: Callable
         async with running_system(config, Launch(None), tmp_path / "logs", lambda _: None, trains=True):
             pass
     assert not list((tmp_path / "logs").glob("*"))
+    with pytest.raises(ConfigError, match="set both"):
+        check_addresses(Config.model_validate({"vllm": {"port": 9}}))
     elsewhere = {"upstreams": [{"name": "policy", "base_url": "http://10.0.0.2:8100/v1"}]}
     for fits in (make_plan(config, offline=True), make_plan(on("Qwen2.5-7B", [24.0], **elsewhere))):
         assert fits.trainer_devices == (0,) and not fits.vllm, "the trainer has the card to itself"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sqlite3
 import sys
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -80,6 +82,15 @@ async def test_the_benchmark_of_the_proxy_runs_and_the_soak_loses_nothing(tmp_pa
     status, out = await run("soak.py", "--minutes", "0.05", "--rate", "50", "--every", "1")
     assert status == 0
     assert "lost: 0 answers, 0 rewards" in out
+
+
+def test_the_soak_sees_what_is_not_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    soak: Any = import_module("soak")
+    with closing(sqlite3.connect(tmp_path / "store.db")) as db, db:
+        db.execute("CREATE TABLE calls AS SELECT 'a' AS call_id, 'ok' AS status UNION SELECT 'b', 'incomplete'")
+        db.execute("CREATE TABLE rewards (value)")
+    assert soak.missing(tmp_path / "store.db", soak.Seen(whole=["a", "b", "c"], rewards=1)) == (2, 1)
 
 
 def test_the_credit_benchmark_shows_what_uniform_cannot_learn(monkeypatch: pytest.MonkeyPatch) -> None:

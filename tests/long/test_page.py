@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
+from lightning_proxy.core.records import Reward, RolloutName
 from support.views import STEPS, VIEWS, Running, browsing, every, learned, needs_browser, say_everything, show
 
 pytestmark = needs_browser
@@ -38,6 +39,24 @@ async def test_rollouts_are_filtered_and_sorted_and_the_address_says_how(running
         await page.get_by_role("link", name="Show older rollouts").click()
         await expect(page.locator("tbody tr")).to_have_count(19 * STEPS - 100)
         assert wrong.seen == []
+
+
+async def test_the_first_paint_comes_within_a_second_with_ten_thousand_rollouts(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        names = [f"r{i}" for i in range(10_000)]
+        await store.rollouts.open([(RolloutName(name, f"t{i % 200}"), name) for i, name in enumerate(names)], {})
+        await store.rewards.post([Reward(name, 0.5) for name in names])
+        for number in range(1000):
+            step = await store.steps.claim(names[10 * number : 10 * number + 10], 0)
+            await store.steps.trained(step, None, {"reward_mean": number / 1000, "reward_std": 0.1, "entropy": 1.0})
+        for view, drawn in (("overview", "main .line"), ("rollouts", "tbody tr"), ("tasks", "tbody tr")):
+            async with browsing("about:blank") as (page, _):
+                await page.goto(f"{system.url}/#/{view}")
+                await page.locator(drawn).first.wait_for()
+                paint = await page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+            assert paint < 1000, view
 
 
 async def test_the_feed_goes_on_from_its_cursor(running: Running, tmp_path: Path) -> None:
@@ -171,6 +190,15 @@ async def test_every_view_is_accessible_and_whatever_can_be_clicked_can_be_reach
         last = await chart.locator("figcaption").inner_text()
         await page.keyboard.press("ArrowLeft")
         await expect(chart.locator("figcaption")).not_to_have_text(last)
+    async with running(tmp_path / "empty", api_keys=["agent"]) as system:
+        _, (one,) = await system.call("POST", "/rollouts", {"task_id": "t1"}, Authorization="Bearer agent")
+        async with browsing(system.url, color_scheme="dark") as (page, _):
+            await expect(page.get_by_label("API key")).to_be_visible()
+            found["login"] = await findings(page)
+            await log_in(page, "agent")
+            for view in await every(page, system):
+                await show(page, system, view.partition("?")[0].replace("run-004-2-1", one["rollout_id"]))
+                found[f"{view} where there is nothing yet"] = await findings(page)
     assert {view: these for view, these in found.items() if these} == {}
 
 

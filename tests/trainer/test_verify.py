@@ -193,7 +193,9 @@ async def test_a_trainer_that_waits_for_rollouts_verifies(bench: Start, monkeypa
 async def test_a_version_that_answers_nobody_is_asked_at_last(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 0.1)
     async with running(bench) as b:
-        pass
+        while not (await b.live())[2]:
+            await asyncio.sleep(0.01)
+        await require_seen_clearly(b.store, 1)
     assert b.server.label.startswith("1-")
 
 
