@@ -109,12 +109,14 @@ async def _opened(
 ) -> AsyncIterator[Parts]:
     """Open the proxy's parts, and close them in reverse order at the end. Without `writes`, only read the store."""
     metrics, vllm, directory = Metrics(), config.policy_upstream, config.policy.directory
-    # With these keys the policy's vLLM knows the operator, and requests that come through the proxy.
-    relayed, operators = ({}, {}) if vllm is None else (relay_headers(directory), operator_headers(directory))
-    redactor = Redactor(config.recording.redact, [*config.keys(), *relayed.values(), *operators.values()])
     async with AsyncExitStack() as stack:
         # The store, and the connections to upstreams.
         store = Store(await stack.enter_async_context(opened(config.store, to_write=writes)))
+        # With these keys the policy's vLLM knows the operator, and requests that come through the proxy. They are made
+        # on first use, and whoever only reads the store asks no server.
+        asks = vllm is not None and writes
+        relayed, operators = (relay_headers(directory), operator_headers(directory)) if asks else ({}, {})
+        redactor = Redactor(config.recording.redact, [*config.keys(), *relayed.values(), *operators.values()])
         if writes and config.policy.publish != "auto":
             await decide(config, store, "proxy")
         mode, session = publish_mode(config), await stack.enter_async_context(make_session())
@@ -136,7 +138,8 @@ async def _opened(
             return [hook for one in hooks if (hook := getattr(one, name)) is not None]
 
         choose, placed = next(iter(of_hooks("choose")), None), next(iter(of_hooks("placed")), None)
-        swap = None if vllm is None else Swap(store, VllmFleet.of(config, operator), mode, directory, placed)
+        fleet = VllmFleet.of(config, operator) if asks else VllmFleet(operator, ())
+        swap = None if vllm is None else Swap(store, fleet, mode, directory, placed)
         watch = None if vllm is None or swap is None else Watch(config.policy, swap, vllm, upstreams.health)
         router = PolicyRouter(config, store, watch, choose)
         # The data path.
