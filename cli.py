@@ -122,7 +122,7 @@ def train(
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then exit")] = False,
     method: Annotated[
-        str, typer.Option(help="`rl`, or one run: `sft` imitates, `dpo` prefers better siblings, `kto` likes good ones")
+        str, typer.Option(help="`rl`, or one run: `sft` imitates, `dpo` prefers better siblings, `kto` goes by thumbs")
     ] = "rl",
     offline: Annotated[bool, typer.Option("--offline", help="train on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
@@ -173,7 +173,7 @@ def run(
     budget: Annotated[float | None, typer.Option(metavar="USD", min=0, help="start no more once it is spent")] = None,
     preload: Preload = "",
     resume: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="keeps a list; rollouts with a reward are not run again")
+        Path | None, typer.Option(metavar="FILE", help="lists opened rollouts; those with a reward are not run again")
     ] = None,
     logs: Outputs = None,
     as_json: Json = False,

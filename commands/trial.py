@@ -100,7 +100,8 @@ class Trial:
             options = ["--tasks", str(self.work.held_out), "--samples", str(self.work.samples), "--out", str(out)]
             await self.done(name, "eval", *options, *self.agent())
             row = evaluation(out)
-        assert row is not None
+        if row is None:
+            raise LightningError(f"the evaluation {name!r} is incomplete; see {self.logs / name}.log")
         by_task = {task: found["mean_reward"] for task, found in row["by_task"].items()}
         passed = row["pass_at_k"]["1"]["value"]
         return {key: row[key] for key in OF_EVALUATION} | {"passed": passed, "by_task": by_task}

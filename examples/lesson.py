@@ -144,7 +144,8 @@ class ExampleLesson(Lesson):
         }
 
     async def _evaluated(self, name: str) -> Json:
-        row = await self.evaluate(name)
+        with self.timed("evaluations"):
+            row = await self.evaluate(name)
         self.say(f"seed {self._seed}, {name}: {row['mean_reward']:.2f} on held-out tasks")
         return row
 

@@ -130,7 +130,7 @@ class Publisher:
         if went_live:
             if named := [r.rollout_id for r in await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)]:
                 more = " and maybe others" if len(named) == SEEN_ROLLOUTS else ""
-                log.error("left out, as version %d answered: %s%s", version.version, ", ".join(named), more)
+                log.error("not trained on, as version %d answered: %s%s", version.version, ", ".join(named), more)
             await asyncio.shield(self.take_back(version.version, base))
 
     async def take_back(self, version: int, base: int) -> None:

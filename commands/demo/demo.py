@@ -18,7 +18,7 @@ from ...core.config.file import load_config
 from ...core.config.section import Section
 from ...core.errors import ConfigError, LightningError
 from ...proxy.dialects.transcript import body, chat_turns
-from ..api_client import ApiClient, ApiError
+from ..api_client import ApiClient
 from ..export.policy import where
 from ..files import save_json
 from ..formats import share, table
@@ -115,7 +115,7 @@ class Demo(Trial):
         curve: list[float] = []
         is_over = False
         while not is_over:
-            with suppress(ApiError):  # a busy machine; the next look will do
+            with suppress(LightningError):  # a busy machine; the next look will do
                 policy = await api.policy()
                 newest = (await api.rollouts(mode="train", limit=several + STEP_ROLLOUTS))["data"]
                 completed = [one for one in newest if one["status"] == "completed"][:several]

@@ -440,7 +440,7 @@ class VllmChecks:
         status, answer = await self._post(CHAT, messages=QUESTION, tools=[TOOL], max_tokens=1)
         if status < 400:
             return "a request with tools is answered"
-        found = f"a request with tools gets HTTP {status}; only agents with tools need it ({str(answer)[:200]})"
+        found = f"a request with tools gets HTTP {status}, which concerns agents with tools alone ({str(answer)[:200]})"
         fix = "for tools, add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
         raise Doubt(found, fix)
 

@@ -296,8 +296,9 @@ class Rank(ModelRewarder):
         if len(rollouts) < 2:
             return ["it has no siblings to be compared with" for _ in rollouts]
         shown = await asyncio.to_thread(lambda: [tuple(messages_of(one, self.model.clean)) for one in rollouts])
-        attempts = sorted({*shown})  # the same ones are shown once
-        random.Random(repr(attempts)).shuffle(attempts)  # always the same
+        order = sorted(range(len(rollouts)), key=lambda i: rollouts[i]["rollout_id"])
+        random.Random(" ".join(rollouts[i]["rollout_id"] for i in order)).shuffle(order)  # always the same
+        attempts = [*dict.fromkeys(shown[i] for i in order)]  # the same ones are shown once
         if len(attempts) == 1:
             return [[GivenScore(0.5, "all attempts are the same")] for _ in rollouts]
         try:

@@ -139,15 +139,16 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
     version = version if type(version) is int and 0 <= version < 2**31 else None
     model = response["model"] if isinstance(response["model"], str) else None
     start = CallStart(
-        f"{span.trace_id}{span.span_id}", rollout, "chat/completions", model, version, request, span.started_at,
-        upstream="otlp", pins=False, imported=True,
+        f"{span.trace_id}{span.span_id}", rollout, "chat/completions", model, policy_version=version, request=request,
+        started_at=span.started_at, upstream="otlp", pins=False, imported=True,
     )  # fmt: skip
     reason = tokens.untrainable_reason("error" if span.error else "ok", request)
     if reason is None and version is None:
         reason = "no policy version in the span"
     end = CallEnd(
-        start.call_id, rollout.rollout_id, "error" if span.error else "ok", None if span.error else response, None,
-        tokens.prompt_token_ids, tokens.choices, usage=tokens.usage, error=span.error, imported=True,
+        start.call_id, rollout.rollout_id, status="error" if span.error else "ok", error=span.error, imported=True,
+        response=None if span.error else response, http_status=None, usage=tokens.usage,
+        prompt_token_ids=tokens.prompt_token_ids, choices=tokens.choices,
         tool_calls=() if span.error else tool_calls(response),
         untrainable_reason=None if reason is None else f"reported through OpenTelemetry: {reason}",
         latency_ms=(span.ended_at - span.started_at) * 1000,

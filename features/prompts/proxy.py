@@ -226,7 +226,8 @@ class PromptRewriter:
         its versions. A rollout keeps the version that it began with. Other messages go unchanged.
         """
         if self._prompts or time.monotonic() >= self._looked + LOOK_S:
-            self._looked, stamp = time.monotonic(), tuple(await self._db.quick(PROMPTS_CHANGED) or ())
+            self._looked = time.monotonic()
+            stamp = tuple(await self._db.quick(PROMPTS_CHANGED) or ())
             if stamp != self._stamp:
                 self._prompts, self._stamp = await all_prompts(self._db), stamp
         placed: list[_Put] = []
