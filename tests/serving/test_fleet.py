@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,10 @@ async def replicated(running: Any, tmp_path: Path, publish: str) -> AsyncIterato
         yield system, PlayedVllm(tmp_path), port
 
 
-async def second_is(system: Any, state: str) -> None:
+async def second_is(system: Any, *, is_down: bool) -> None:
     """Wait until the proxy knows it."""
     async with asyncio.timeout(20):
-        while ("policy, server 2 of 2" in (await system.call("GET", "/readyz"))[1].get("down", [])) != (
-            state == "down"
-        ):
+        while ("policy, server 2 of 2" in (await system.call("GET", "/readyz"))[1].get("down", [])) != is_down:
             await asyncio.sleep(0.02)
 
 
@@ -73,7 +71,7 @@ async def test_a_version_goes_live_on_every_replica_and_one_that_missed_it_answe
         return f"by base with v{version}" if publish == "merged" else f"by policy-v{version} with {tmp_path.name}"
 
     async with replicated(running, tmp_path, publish) as (system, second, port):
-        await second_is(system, "down")
+        await second_is(system, is_down=True)
         served = await promoted(system)
         assert await answers(system) == {(200, served)}
         async with listening(second.app, port):
@@ -85,21 +83,21 @@ async def test_a_version_goes_live_on_every_replica_and_one_that_missed_it_answe
             assert await answers(system, [f"new{i}" for i in range(30)]) == {(200, served)}
             assert system.vllm.requests and second.requests
             assert (system.vllm.paused, second.paused) == (False, False)
-        await second_is(system, "down")
+        await second_is(system, is_down=True)
         assert await answers(system, [f"new{i}" for i in range(30)]) == {(200, served)}
 
 
 async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too(running: Any, tmp_path: Path) -> None:
     async with replicated(running, tmp_path, "lora") as (system, second, port):
         async with listening(second.app, port):
-            await second_is(system, "up")
+            await second_is(system, is_down=False)
             async with system.store() as store:
                 versions = [await system.earlier_version(store, tmp_path) for _ in range(3)]
             for version, rollout in zip(versions, ("old", "kept", "new"), strict=True):
                 assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
                 assert (await system.chat(rollout))[0] == 200
             await system.call("POST", "/rollouts/old/end", {"status": "completed"})
-        await second_is(system, "down")
+        await second_is(system, is_down=True)
         again = PlayedVllm(tmp_path)
         async with listening(again.app, port):
             seen = await answers_until(system, lambda: again.requests, "kept")
@@ -111,7 +109,7 @@ async def test_what_one_replica_refuses_goes_live_nowhere_and_one_that_was_not_r
     running: Any, tmp_path: Path
 ) -> None:
     async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
-        await second_is(system, "up")
+        await second_is(system, is_down=False)
         before = await answers(system)
         assert len(before) == 1
         async with system.store() as store, operator_session() as session:
@@ -133,8 +131,9 @@ async def test_what_one_replica_refuses_goes_live_nowhere_and_one_that_was_not_r
             assert second.weights == system.vllm.weights
 
 
+@pytest.mark.parametrize("servers", [1, 2])
 async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int
 ) -> None:
     load, seen = VllmServer.load_weights, set[int]()
 
@@ -143,14 +142,19 @@ async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
         await asyncio.sleep(0.5)
         await load(server, path)
 
-    async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
-        await second_is(system, "up")
+    monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.MENDED_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.WATCH_S", 0.02)
+    async with AsyncExitStack() as stack:
+        if servers == 1:
+            system = await stack.enter_async_context(running(tmp_path, publish="merged"))
+        else:
+            system, second, port = await stack.enter_async_context(replicated(running, tmp_path, "merged"))
+            await stack.enter_async_context(listening(second.app, port))
+            await second_is(system, is_down=False)
         assert (await system.chat("r"))[0] == 200
         async with system.store() as store:
             version = await system.earlier_version(store, tmp_path)
         monkeypatch.setattr(VllmServer, "load_weights", slow)
-        monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.MENDED_S", 0.01)
-        monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.WATCH_S", 0.02)
         promoting = asyncio.create_task(system.call("POST", "/policy/promote", {"version": version}))
         while not promoting.done():
             seen.add((await system.chat("r"))[0])
@@ -162,7 +166,7 @@ async def test_agents_are_answered_by_verified_weights_while_others_are_being_ve
 ) -> None:
     monkeypatch.setattr("lightning_proxy.serving.swap.LEAVE_S", 2.5)
     async with replicated(running, tmp_path, "merged") as (system, second, port), listening(second.app, port):
-        await second_is(system, "up")
+        await second_is(system, is_down=False)
         async with system.store() as store, operator_session() as session:
             version = await store.versions.get(await system.earlier_version(store, tmp_path))
             swap = Swap(
@@ -184,7 +188,7 @@ async def test_agents_are_answered_by_verified_weights_while_others_are_being_ve
             assert seen <= {old, new}, "no call fails, and none waits for the end"
             assert await answers(system) == {new}
             assert (await store.versions.live()).verified
-            await second_is(system, "up")
+            await second_is(system, is_down=False)
             assert await answers(system) == {new}
             assert second.requests and system.vllm.requests
 

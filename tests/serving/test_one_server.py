@@ -33,6 +33,23 @@ async def test_a_server_that_does_not_list_its_models_serves_the_one_that_is_con
             await VllmServer(session, url, {}).base_model()
 
 
+async def test_once_something_was_published_the_error_says_who_tells_what_is_missing(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(routing, "WATCH_S", 0.02)
+    async with running(tmp_path, publish="merged") as system:
+        async with system.store() as store:
+            await system.earlier_version(store, tmp_path)
+        system.vllm.refuses["/weight_info"] = 404
+        async with asyncio.timeout(20):
+            while (await system.call("GET", "/readyz"))[0] != 503:
+                await asyncio.sleep(0.05)
+        assert "GET /weight_info" in (await system.lightning("status")).stdout
+        status, answer = await system.chat("r")
+        assert status == 503 and "doctor" in answer["error"]["message"]
+    assert caplog.text.count("the policy is not served yet") == 1
+
+
 @pytest.mark.parametrize("unasked", [True, False])
 async def test_a_usage_chunk_that_a_server_sends_unasked_stays(running: Any, tmp_path: Path, unasked: bool) -> None:
     async def answer(request: web.Request) -> web.Response:
