@@ -204,6 +204,8 @@ async def test_a_store_is_moved_only_to_where_there_is_none_and_one_at_a_time(
         with pytest.raises(LightningError, match="another process is moving a store"):
             async with new_file(file):
                 pass
+    assert file.path.stat().st_mode & 0o777 == 0o600
+    assert "already exists" in (await migrate(on_server, file)).stderr
     await filled(other := in_file(tmp_path / "third.db"))
     before = await rows_of(on_server)
     assert "already" in (await migrate(other, on_server)).stderr

@@ -125,6 +125,16 @@ async def test_a_store_that_another_process_has_locked_does_not_stall_the_event_
         await database.commit([(AT, [{"at": 2}])])
 
 
+async def test_the_log_stays_bounded(database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_proxy.store.sqlite.database.LONG_LOG", 2**20)
+    insert = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:n, 'h', :answer, 0)"
+    for n in range(60):
+        await database.commit([(insert, [{"n": str(n), "answer": "x" * 200_000}])], 200_000)
+        if database._checkpoint is not None:
+            await database._checkpoint
+    assert Path(f"{database.path}-wal").stat().st_size < 4_000_000
+
+
 async def test_the_log_is_cut_off_also_where_a_checkpoint_is_under_way(
     database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
