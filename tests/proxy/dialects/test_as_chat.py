@@ -59,6 +59,7 @@ def test_why_an_answer_ends() -> None:
         ("length", None, '{"a": 1, "b', ("max_tokens", None)),
         ("abort", None, None, (None, None)),
         ("stop", None, "{}", ("tool_use", None)),
+        ("stop", None, "[1]", ("tool_use", None)),  # no object, but not lost
         ("tool_calls", "END", "{}", ("tool_use", None)),
         ("tool_calls", "END", '{"a', ("stop_sequence", "END")),  # a call that is cut must not run
     ):

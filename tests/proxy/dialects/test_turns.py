@@ -63,9 +63,7 @@ def sampled(text: str, cuts: Sequence[bool]) -> list[int]:
 def next_prompt(render: Render, turn: TokenTurn, messages: Sequence[Json]) -> Any:
     end = closing(*(tokenize(render([user("0"), assistant(text)], False)) for text in ("0", "1")))
     history, whole = tokenize(render(messages[: len(turn.messages) + 1], False)), tokenize(render(messages, True))
-    found = exact_prompt(turn, history, whole, end)
-    assert exact_prompt(turn, as_sampled(turn, end), whole, end) in (None, found)
-    return found
+    return exact_prompt(turn, history, whole, end)
 
 
 def user(text: str) -> Json:
@@ -108,6 +106,16 @@ def test_a_template_without_special_tokens_gives_the_right_text_or_none(answer: 
     if (found := next_prompt(plain, turn, messages)) is not None:
         assert found[: len(turn.ids)] == turn.ids.tolist()
         assert decode(found) == plain(messages, True)
+
+
+def test_an_answer_is_known_by_its_tokens_unless_it_renders_to_others() -> None:
+    asked, told = [user("a")], assistant("abc")
+    prompt, whole = tokenize(chatml(asked, True)), tokenize(chatml([*asked, told, user("c")], True))
+    for why, end in (("stop", [ord(END)]), ("length", [])):
+        for cut, renders_so in (([MERGES["abc"]], True), ([MERGES["ab"], ord("c")], False)):
+            turn, closing = turn_of(asked, told, prompt, [*cut, *end], why), tokenize(f"{END}\n")
+            found = exact_prompt(turn, as_sampled(turn, closing), whole, closing)
+            assert found == (whole if renders_so else None)
 
 
 def test_what_was_cut_off_by_a_stop_string_stays_in_the_row() -> None:

@@ -29,6 +29,7 @@ CALL = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 # What servers answer, and the status that the agent gets.
 ANSWERS = [
     (b"HTTP/1.1 nonsense\r\n\r\n", 502),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 502),
     (b"", 502),
     (b"HTTP/1.1 307 Moved\r\nLocation: /other?key=%s\r\nContent-Length: 0\r\n\r\n" % KEY.encode(), 307),
     (b"HTTP/1.1 404 Not Found\r\nContent-Length: 61\r\n\r\nno route ?key=%s" % KEY.encode().ljust(47), 404),

@@ -103,6 +103,14 @@ def test_a_fallback_answers_for_an_upstream_that_fails(tmp_path: Path) -> None:
         assert [body["model"] for body in second.bodies] == ["other"] * 8 == ["other"] * len(one.seen)
 
 
+def test_an_upstream_that_has_no_such_api_falls_back(tmp_path: Path) -> None:
+    last = Server("last")
+    litellm = {"name": "litellm", "kind": "litellm", "model_map": {"m": "gemini/m"}, "fallbacks": ["last"]}
+    with last.running(), in_this_process(tmp_path, upstreams=[litellm, upstream("last", last)]) as proxy:
+        answer = ask(proxy, "/v1/moderations")
+        assert (answer.status, b"by last" in answer.body) == (200, True)
+
+
 def test_a_fallback_is_asked_after_retries_and_only_for_a_failure_and_the_last_one_is_shown(tmp_path: Path) -> None:
     with two(tmp_path, {"retries": 2, "retry_wait_s": 0.01}, {}) as (proxy, first, second):
         for first.status in (200, 400, 404):

@@ -288,3 +288,16 @@ async def test_no_memory_is_lost_by_those_who_give_up() -> None:
                 leaving.cancel() if cancels else lent.shrink()
             await asyncio.wait([leaving])
             assert leaving.cancelled() and leaves.size == 0
+    memory, order = Memory(100, 100), list[str]()
+
+    async def borrow(name: str, size: int) -> None:
+        with memory.loan(name) as loan:
+            await loan.grow(size)
+            order.append(name)
+
+    with memory.loan("first") as first:
+        await first.grow(60)
+        waiting = [asyncio.create_task(borrow(name, size)) for name, size in (("large", 90), ("small", 10))]
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*waiting)
+    assert order == ["large", "small"], "first come first served"
