@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.scripted import CHAT as CHATS
-from contract.scripted import RESPONSES, Json, Scripted, Wire, said, scripted, together, user
+from contract.scripted import RESPONSES, Json, Scripted, Wire, calls, said, scripted, together, user
 from contract.system import Proxy, in_this_process, played
 from contract.vllm import ANSWER, LOGPROBS, PROMPT, PlayedVllm
 
@@ -180,6 +180,17 @@ def test_conversations_of_other_keys_tasks_and_modes_do_not_mix(model: Scripted,
         for turn in (FIRST, FOLLOW)
     )
     assert first == follow and len({*first}) == 4
+
+
+def test_short_json_is_known_as_a_client_that_validates_it_writes_it_again(model: Scripted, name: str) -> None:
+    given = {"name": "A", "age": 3}
+    tools = {"tools": [{"type": "function", "function": {"name": "User"}}], "tool_choice": "required"}
+    ways: list[tuple[Json, Any]] = [({}, said(f"```json\n{json.dumps(given)}\n```")), (tools, calls(("c1", given)))]
+    for fields, answer in ways:
+        asked, key = [user("Who is new?")], f"{name}-{len(fields)}"
+        first = rollout_of(model, key, CHATS, {"messages": asked, **fields}, answer)
+        asked += [said('{"age":3.0,"name":"A"}'), user("And now?")]
+        assert rollout_of(model, key, CHATS, {"messages": asked, **fields}, DONE) == first
 
 
 def test_a_response_is_known_by_its_id_and_by_its_conversation(model: Scripted, name: str) -> None:

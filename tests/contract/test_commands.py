@@ -106,7 +106,8 @@ def test_a_wrong_value_is_one_line_that_names_it(tmp_path: Path) -> None:
         "eval --tasks tasks.jsonl --models live,live -- true": "each once", "doctor --tasks tasks.jsonl": "--learn",
         "demo --dir tasks.jsonl": "--dir: cannot create the directory tasks.jsonl", "experiment none.yaml": "none.yaml",
         "train --data x": "--data and --dir need --offline", "serve --upstream ftp://h": "upstreams.0: base_url",
-        "store migrate sqlite:///a.db sqlite:///b.db": "one must be",
+        "store migrate sqlite:///a.db sqlite:///b.db": "one must be", "train --epochs 2": "--epochs needs --offline",
+        "run --tasks tasks.jsonl --mode x -- true": "--mode", "init new --upstream ftp://h": "upstreams.0: base_url",
     }  # fmt: skip
     for arguments in filter(is_there, wrong):
         assert wrong[arguments] in refused(tmp_path, *arguments.split()), arguments
@@ -426,10 +427,13 @@ def test_a_wrong_key_or_value_is_one_line_that_names_it_and_shows_no_key(tmp_pat
         ("group_size: 4", "group_size: unknown key; did you mean trainer.group_size?"),
         ("proxy: {port: 70000}", "proxy.port: "),
         ("proxy: {limits: {concurrent: 0}}", "proxy.limits.concurrent: "),
+        ("proxy: {max_body_mb: .inf}", "proxy.max_body_mb: "),
         ("proxy: {api_keys: ['']}", "proxy.api_keys: a key cannot be sent: it must be ASCII"),
         ("store: {url: 'mysql://h'}", "sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed"),
         ("upstreams: []", "upstreams: "),
         ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url of a vLLM must have a path"),
+        (f"upstreams: [{{name: a, {URL}, api_key: ''}}]", "upstreams.0: api_key cannot be sent"),
+        (f"upstreams: [{{name: a, {URL}, litellm_params: {{x: 1}}}}]", "litellm_params is for kind litellm"),
         (f"upstreams: [{{name: a, {URL}, fallback: []}}]", "upstreams.0.fallback: unknown key; did you mean fallbacks"),
         (f"upstreams: [{{name: a, {URL}, replicas: ['http://h/v1/']}}]", "replicas must differ"),
         (f"upstreams: [{{name: a, {URL}}}, {{name: a, {URL}}}]", "a name of its own"),

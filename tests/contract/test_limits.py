@@ -271,6 +271,16 @@ def test_answers_that_nobody_reads_are_few(process: Served, begin: Send) -> None
     wait_until(lambda: process.call("GET", f"/rollouts/{name}", key=own).status == 200, 30, "the key's share is free")
 
 
+def test_bodies_of_one_key_leave_room_for_others(tmp_path: Path) -> None:
+    keys = {"api_keys": ["slow", "other"], "max_body_mb": 1, "max_bodies_mb": 4}
+    with in_this_process(tmp_path, proxy=keys) as proxy, ExitStack() as stack:
+        for _ in range(20):
+            one = stack.enter_context(connect(proxy.url))
+            one.sendall(begun("/rollouts", 900_000, b" " * 400_000, "slow"))
+        time.sleep(0.5)
+        assert proxy.post("/rollouts", b"{%s}" % (b" " * 900_000), "other").status == 200
+
+
 def test_what_unpacks_to_much_takes_a_share(process: Served, begin: Send) -> None:
     """The server has read all of it, and does not answer."""
     body = json.dumps({"model": "silent", "messages": [{"role": "user", "content": "x" * 30 * MB}]}).encode()

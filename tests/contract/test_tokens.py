@@ -46,8 +46,14 @@ WHOLE = {
     MESSAGES: '{"id":"m","type":"message","role":"assistant","model":"m","stop_reason":"tool_use","usage":{"cost":NNN},'
               '"x":NNN,"content":[{"type":"tool_use","id":"t","name":"f","input":{"n":NNN}}]}',
 }  # fmt: skip
-STREAMED = ('{"id":"c","x":NNN,"choices":[{"index":0,"delta":{"content":"x","n":NNN}}]}',
-            '{"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":{"cost":NNN}}', "[DONE]")  # fmt: skip  # noqa: E501
+STREAMED = {
+    CHAT: ['{"id":"c","x":NNN,"choices":[{"index":0,"delta":{"content":"x","n":NNN}}]}',
+           '{"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":{"cost":NNN}}', "[DONE]"],
+    MESSAGES: ['{"type":"message_start","message":{"id":"m","content":[],"x":NNN,"usage":{"cost":NNN}}}',
+               '{"type":"content_block_start","index":0,"content_block":{"type":"tool_use","id":"t","name":"f"}}',
+               '{"type":"content_block_delta","index":0,"delta":{"partial_json":"{\\"n\\":NNN}"}}',
+               '{"type":"message_stop"}'],
+}  # fmt: skip
 UPSTREAMS: list[Json] = [
     {"name": "policy", "fallbacks": ["other"]},
     {"name": "other", "kind": "openai", "models": ["theirs", "m"], "model_map": {"policy": "theirs"}},
@@ -128,7 +134,11 @@ def exactly(text: str | bytes) -> Any:
 
 @pytest.mark.parametrize(
     ("served", "path", "stream"),
-    [("m", CHAT, False), ("m", CHAT, True), ("policy", CHAT, False), ("policy", CHAT, True), ("m", MESSAGES, False)],
+    [
+        (name, path, stream)
+        for name, path in (("m", CHAT), ("policy", CHAT), ("m", MESSAGES))
+        for stream in (False, True)
+    ],
 )
 def test_numbers_come_back_as_they_were_sent(
     served: str, path: str, stream: bool, model: Scripted, rollout: str
@@ -136,7 +146,7 @@ def test_numbers_come_back_as_they_were_sent(
     there = exactly(NUMBERS)
     body = f'{{"model":"{served}","stream":{json.dumps(stream)},"messages":[{{"role":"user","content":"x","n":NNN}}]'
     body = f'{body},"x":NNN}}'.replace("NNN", NUMBERS)
-    text = "".join(f"data: {event}\n\n" for event in STREAMED) if stream else WHOLE[path]
+    text = "".join(f"data: {event}\n\n" for event in STREAMED[path]) if stream else WHOLE[path]
     played = Wire([text.replace("NNN", NUMBERS).encode()], "text/event-stream" if stream else "application/json")
     with model.script(played) as headers:
         got = model.proxy.post(f"/rollouts/{rollout}{path}", body.encode(), **headers)
@@ -366,8 +376,10 @@ def test_an_answer_is_known_however_the_client_sends_it_back(proxy: Proxy) -> No
         ({}, said("1 hello", refusal=None, tool_calls=[], audio=None), "exact"),
         ({}, said(parts), "exact"),
         ({"reasoning": "hm"}, said("1 hello", reasoning_content="hm"), "exact"),
+        ({"reasoning": "hm"}, said("1 hello"), "exact"),
         ({"tool_calls": [call]}, said("1 hello", tool_calls=[rewritten]), "exact"),
         ({"reasoning": "hm"}, said("1 hello", reasoning="other"), "edited"),
+        ({}, said("1 hello", tool_calls=[call]), "edited"),
         ({}, said("1 hello!"), "edited"),
     ]
     found = Counter[str]()

@@ -493,7 +493,8 @@ def test_the_command_tunes_and_says_how_it_goes(
     recorded: Path, base: Path, tmp_path: Path, weights: str, served: str
 ) -> None:
     run = Run(tmp_path / "run", base, sft={"learning_rate": 0.02, "min_reward": 0.5}, weights=weights)
-    code, text = run.train("--data", recorded, "--method", "sft", "--epochs", "2")
+    data = export(recorded, tmp_path / "week.jsonl") if weights == "full" else recorded
+    code, text = run.train("--data", data, "--method", "sft", "--epochs", "2")
     said = ("epoch 1 of 2: loss", "step 1", "sft loss", served)
     assert (code, [one for one in said if one not in text]) == (0, []), text
     assert (run.out / "adapter" / "COMPLETE").is_file() == ("adapter" in text) == (weights == "lora")
@@ -528,6 +529,9 @@ async def test_a_run_that_was_stopped_saves_the_weights_of_its_last_step_and_end
     assert list(run.steps()) == [1] and saved(1)
     await train_offline(config, Asked(), Offline(recorded, run.out, 1), asyncio.Event())
     assert list(run.steps()) == [1, 2, 3] and saved(3)
+    await train_offline(config, Asked("sft"), Offline(recorded, run.out), asyncio.Event())
+    await train_offline(config, Asked(), Offline(recorded, run.out, 2), asyncio.Event())
+    assert {step: m["epochs_done"] for step, m in run.steps().items() if "epochs_done" in m} == {3: 1, 7: 2}
 
 
 async def test_rollouts_without_a_task_that_are_not_trained_on_are_told_of(
