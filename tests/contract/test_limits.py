@@ -274,7 +274,7 @@ def test_answers_that_nobody_reads_are_few(process: Served, begin: Send) -> None
 def test_bodies_of_one_key_leave_room_for_others(tmp_path: Path) -> None:
     keys = {"api_keys": ["slow", "other"], "max_body_mb": 1, "max_bodies_mb": 4}
     with in_this_process(tmp_path, proxy=keys) as proxy, ExitStack() as stack:
-        for _ in range(12):
+        for _ in range(20):
             one = stack.enter_context(connect(proxy.url))
             one.sendall(begun("/rollouts", 900_000, b" " * 400_000, "slow"))
         time.sleep(0.5)
