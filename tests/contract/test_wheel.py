@@ -92,7 +92,7 @@ def test_a_fresh_environment_serves_and_records_a_call(fresh: Path, tmp_path: Pa
     (rollout,) = json.loads(listed.stdout)["data"]
     assert (rollout["rollout_id"], rollout["reward"], rollout["calls"]) == ("r1", 1, 1)
     for command, extras in (("train", "[train]"), ("vllm", "[vllm]"), ("up", "[vllm]")):
-        done = subprocess.run([program, command, "--model", "any"], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run([program, command, "--model", "any"], cwd=fresh, capture_output=True, text=True)
         assert done.returncode == 1 and extras in done.stderr and "Traceback" not in done.stderr
 
 

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_refused_with_those_there_are(kind: str) -> None:
     with pytest.raises(ValidationError) as refused:
         TrainerConfig.model_validate({kind: "best"})
     (error,) = refused.value.errors()
-    assert error["msg"].startswith(f"Value error, {', '.join(TrainerConfig.known(kind))}")
+    assert error["msg"].startswith(f"Value error, must be one of {', '.join(TrainerConfig.known(kind))}")
     assert error["msg"].endswith("got 'best'") and "\n" not in error["msg"]
 
 
