@@ -198,7 +198,7 @@ async def in_words(api: ApiClient, rollout: Json) -> str:
     """Return what a rollout's agent asked first, and the answer."""
     turn = next(iter(chat_turns((await api.rollout(rollout["rollout_id"]))["calls"])))
     asked, answered = (" ".join(map(body, messages)).strip() for messages in (turn.shown[-1:], turn.answer))
-    return f"{asked!r} → {answered!r}, reward {rollout['reward']:.2f}"
+    return f"{asked!r} → {answered!r}"
 
 
 def sparkline(values: Sequence[float]) -> str:
