@@ -47,7 +47,7 @@ LOOK_EVERY, WORTH_A_LOOK, GOOD = 4, 0.9, 0.95  # steps; mean training reward; sh
 class DemoOptions(Section):
     """The options of `demo`. `api`: the API that the agent uses."""
 
-    steps: int = 90
+    steps: int = 60
     directory: Path = Path("lightning-demo")
     model: Path | None = None
     api: Api = "chat"
