@@ -90,7 +90,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
 
 
 class Demo(Trial):
-    """The trial, with a progress bar. The agent works on endless tasks until nothing is left to learn."""
+    """The trial, with a progress bar. The agent works on endless tasks until `ended` says so."""
 
     passes = 100  # more than are needed
 
