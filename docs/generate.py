@@ -47,10 +47,10 @@ lightning-proxy status --json      # the last steps, with all of these
 """
 
 ABOUT_METRICS = {
-    "eval": "Of `evaluation`, in trackers alone ([eval.md](eval.md#evaluate-new-versions-while-you-train)).",
+    "eval": "Numbers of `evaluation`, only in trackers ([eval.md](eval.md#evaluate-new-versions-while-you-train)).",
     "guides": "These come with `teacher` ([methods.md](methods.md#learn-from-a-larger-model)). "
     "`advantage` above is without them.",
-    "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are over all epochs.",
+    "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are those of all epochs.",
     "sft": "The `loss` of `--method sft` is the mean cross-entropy of the answers' tokens in the last epoch, in nats.",
     "dpo": "The `loss` of `--method dpo` is the mean over the pairs in the last epoch; without learning it is 0.693. "
     "The log-odds compare the chosen answer with the rejected one, relative to the weights that the run began with.",

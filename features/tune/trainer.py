@@ -28,8 +28,8 @@ METRICS = {
         ("pairs", "count", "pairs that are trained on"),
         ("pairs_held_out", "count", "pairs of held-out tasks"),
         ("pairs_other_prompt", "count", "pairs left out: their answers begin after different prompts"),
-        ("preference_margin", "1", "beta times the growth of log-odds, chosen to rejected; mean over the last epoch"),
-        ("preference_accuracy", "share", "pairs with log-odds that grew; mean over the last epoch"),
+        ("preference_margin", "1", "beta times the increase of the log-odds; mean over the last epoch"),
+        ("preference_accuracy", "share", "pairs with log-odds that increased; mean over the last epoch"),
     ),
     **group(
         "kto",
