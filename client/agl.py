@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
         try:
             os.environ[variable] = value_at(given, path)
         except (KeyError, IndexError, ValueError, TypeError):
-            raise SystemExit(f"{variable}={path}: the task has no such place") from None
+            raise SystemExit(f"{variable}={path}: the task has no such field") from None
     module, _, kind = name.partition(":") if ":" in name else name.rpartition(".")
     result = getattr(importlib.import_module(module), kind)().run()
     if inspect.isawaitable(result):

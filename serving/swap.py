@@ -23,11 +23,11 @@ ASK_AGAIN_S = 30.0  # a server without operator routes
 LEAVE_S = 3.0  # until every proxy has seen that a server has no version's label, and sends it no call
 DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and finish with the new weights
 DRAIN_POLL_S = 0.2
-LOADED = "loaded "  # before the label of weights that are served to nobody yet
+LOADED = "loaded "  # precedes the label of weights that do not answer agents yet
 
 # The servers with merged weights of another version than the live one, by URL.
 Placed = Callable[[], Awaitable[Mapping[str, PolicyVersion]]]
-# Why a server does not serve what is wanted of it; None if it does.
+# By server, why it does not serve the versions that it should; None if it does.
 Problems = dict[VllmServer, LightningError | None]
 Check = Callable[[VllmServer], Awaitable[None]]
 
@@ -57,7 +57,7 @@ class Swap:
     async def activate(
         self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
     ) -> None:
-        """Load the version into vLLM and move the alias to it. Superseded if the live one is not the `expected` one.
+        """Load the version into vLLM and make it live. Raise Superseded if the live one is not the `expected` one.
 
         Merged weights go to all servers at once; if that fails, requests stay frozen until `restore`.
         """

@@ -18,9 +18,9 @@ from .requests import Parent, full_calls, short_calls
 from .rewards import Answer, Rewards, answer_once
 from .rollouts import ROLLOUT_SEEN, Rollouts
 
-# A row is written twice: by CALL_START when the request goes upstream, as `incomplete`, and by CALL_END. SQLite writes
-# all of a changed row again: a request that is large is in a table of its own. Requests come as the bytes that an agent
-# sent, or what they add to their parent's: so no copy of them waits for its commit.
+# A row is written twice: by CALL_START, as `incomplete`, before the request goes upstream, and by CALL_END. SQLite
+# rewrites a changed row entirely, so large requests have their own table. A request is given as the agent's own bytes,
+# or as its difference from its parent's, so no copy of it waits for the commit.
 
 # Refused (`request` would be NULL) when the parent that it is stored against is gone.
 CALL_START = """

@@ -160,7 +160,10 @@ class TrainingLoop:
         self._free_since = time.perf_counter()
 
     async def _version_of_weights(self) -> int | None:
-        """The version of the trainer's weights; None if a later step moved them and was not published."""
+        """The version of the trainer's weights, `base`; None if a later step moved them and was not published.
+
+        Only the newest step that moved weights counts, if it started from `base`: others built on another version.
+        """
         steps = await self._store.steps.newest(LINE)
         moved = next((s for s in steps if not moved_nothing(s.metrics) and "collapse" not in s.metrics), None)
         published = moved is None or moved.version is not None or moved.base != self.base
@@ -175,7 +178,7 @@ class TrainingLoop:
 
         async def compute() -> None:
             await in_thread(trainer.forward_backward, batch)
-            metrics["verify_s"] = time.perf_counter()
+            metrics["verify_s"] = time.perf_counter()  # only what verification takes beyond the passes
 
         await all_of([compute(), self.verify_live()])
         metrics["verify_s"] = time.perf_counter() - metrics["verify_s"]

@@ -72,7 +72,10 @@ class Publisher:
         return await self._until_done(f"publishing step {step}", work, stop)
 
     async def _until_done(self, what: str, work: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
-        """Do the work; retry while vLLM is away or the disk is full."""
+        """Do the work; retry while vLLM is away, answers with an internal error, or the disk is full.
+
+        Unlike `waiting.until_done`, it undoes the half published version before each retry.
+        """
         faults = 0
         while True:
             try:

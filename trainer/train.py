@@ -54,7 +54,7 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_
 
 
 async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
-    """Return the `Swap` that loads weights into the policy's vLLM."""
+    """Decide how weights are published, if nobody has yet, and return what loads them into the policy's vLLM."""
     return Swap(store, VllmFleet.of(config, session), await decide(config, store, "trainer"), config.policy.directory)
 
 

@@ -110,7 +110,7 @@ class Verification:
         self.version, self.seen = version, set[str]()
         self._config, self._swap, self._engine, self._samples = config, swap, engine, samples
         self._agents = WeightEvidence()  # from the answers of `seen`
-        self._found: list[tuple[WeightEvidence, str | None]] = []  # by adapter and server; what was checked besides
+        self._found: list[tuple[WeightEvidence, str | None]] = []  # by adapter and server, and what else was checked
 
     @property
     def metrics(self) -> dict[str, Any]:

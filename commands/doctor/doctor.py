@@ -80,7 +80,7 @@ class Check:
 
 
 class Finding(Exception):
-    """Raised by a probe that fails. `fix` replaces the check's own."""
+    """Raised by a probe that fails, with what it found. `fix`: what to do, in place of the check's own advice."""
 
     outcome: Outcome = "failed"
 

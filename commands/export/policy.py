@@ -86,7 +86,7 @@ def has_files(version: PolicyVersion) -> bool:
 
 def _files(version: PolicyVersion, versions: Sequence[PolicyVersion], config: Config) -> Path:
     if version.version == 0:
-        raise ConfigError(f"policy version 0 is the base model itself: {config.policy.model}")
+        raise ConfigError(f"policy version 0 is the base model itself ({config.policy.model}): nothing to export")
     if has_files(version):
         return Path(str(version.path))
     others = ", ".join(str(other.version) for other in versions if has_files(other))

@@ -24,7 +24,7 @@ GONE = 404
 
 @contextmanager
 def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
-    """Open the file for one run at a time; None: keep nothing. Raise ConfigError if it cannot be used."""
+    """Open and lock the file of `run --resume`. Without one, nothing is kept. ConfigError if it cannot be used."""
     if path is None:
         yield OpenedRollouts(StringIO())
         return

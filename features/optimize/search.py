@@ -142,7 +142,7 @@ def split(file: Path, held_out: Path | None) -> tuple[list[Task], list[Task], li
     unseen, tasks = read_tasks(held_out) if held_out else tasks[:size], tasks[size:]
     size = min(VALIDATION, len(tasks) // 2)
     if not size or not unseen:
-        raise ConfigError(f"{file} has too few tasks: some to learn from, some to validate on, some to hold out")
+        raise ConfigError(f"{file} has too few tasks: it needs some to learn from, to validate on and to hold out")
     return tasks[size:], tasks[:size], unseen
 
 

@@ -67,9 +67,9 @@ class TuningRun:
         config, trainer = core.config, core.engine
         assert isinstance(trainer, LightningTrainer)
         if config.policy.adapters:
-            raise ConfigError(f"--method {method} trains one adapter for all agents: it is not for policy.adapters yet")
+            raise ConfigError(f"--method {method} trains one adapter for all agents; it cannot train policy.adapters")
         if config.trainer.has_guide:
-            log.warning("teacher is for RL: --method %s does without it", method)
+            log.warning("teacher is for RL: --method %s ignores it", method)
         self._method, self._config, self._sift = method, config.trainer, hooks.sift
         self._store, self._trainer, self._publisher = core.store, trainer, publisher
         self._loop = TrainingLoop(core, publisher, hooks)
@@ -81,7 +81,7 @@ class TuningRun:
             try:
                 return await self._run(stop)
             except Stopped:
-                log.warning("stopped: the same command goes on from there")
+                log.warning("stopped: the same command continues from here")
             except StoreUnavailable as error:
                 log.error("the trainer waits: %s", error)
             await pause(stop)

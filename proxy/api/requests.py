@@ -167,7 +167,7 @@ class AgentRoute(APIRoute):
                 try:
                     body = await p.bodies.read(request.receive, headers, loan) if self.body_field else b""
                 except ClientDisconnected:
-                    return Response(status_code=400)  # to nobody
+                    return Response(status_code=400)  # the client has left
                 admitted = ControlRequest(request, p, caller, body)
                 if not reads:
                     return _UntilSent(await handle(admitted), loan, held.pop_all())
@@ -177,7 +177,7 @@ class AgentRoute(APIRoute):
                         if (size := int(response.headers.get("content-length", 0))) >= LARGE:
                             await loan.grow(size)
                         return _UntilSent(response, loan, held.pop_all())
-            return Response(status_code=400)  # to nobody
+            return Response(status_code=400)  # the client has left
 
         return let_in
 

@@ -159,7 +159,7 @@ class Transcript:
 
 
 class Dialect:
-    """Handles the special features of one API."""
+    """A recorded API: what it adds to requests for vLLM, what it removes from answers, where tokens and errors are."""
 
     def inject(self, body: Json) -> tuple[Json, Injection]:
         """Return the request for a vLLM upstream, and the fields that were added to it."""

@@ -27,7 +27,7 @@ from .upstream import Answer, HttpUpstream, NoConnection, Request, Route, Upstre
 
 log = logging.getLogger(__name__)
 
-JOIN_TRIES, JOIN_S = 20, 0.5
+JOIN_TRIES, JOIN_S = 20, 0.5  # while a router's new server does not have the version yet; s between two tries
 _RETRIED = frozenset({429, 502, 503, 504, 529})
 _FORM_NAME = b'name="model"\r\n'
 # The form field's other headers, its value, and the boundary that ends it.

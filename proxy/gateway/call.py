@@ -39,7 +39,7 @@ _CLAUDE_PARENT = "x-claude-code-parent-agent-id"
 _CODEX_KIND, _CODEX_TURN = "x-openai-subagent", "x-codex-turn-metadata"
 _HARNESS = frozenset([_CLAUDE_SESSION, _CLAUDE_AGENT, _CODEX_KIND, _CODEX_TURN])
 _LONGEST = 200  # characters of what a harness says that are kept
-AT_ONCE_S = 0.1  # after which an agent gets what is there of an answer that is not a stream
+AT_ONCE_S = 0.1  # then the agent gets the part of a non-streamed answer that has arrived
 
 
 def model_of(body: dict[str, Any]) -> str | None:

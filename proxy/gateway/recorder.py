@@ -50,7 +50,7 @@ Json = dict[str, Any]
 # One of the store's statements, with its parameters.
 Statement = tuple[str, dict[str, Any]]
 GROUP = 512  # records in one commit, at most
-STARTS = 4096  # calls at most that wait for the commit of their start; further ones wait before
+STARTS = 4096  # calls that may wait for the commit of their start; others wait before they are put
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
 # Statements of features come last, in the order in which they were put.
@@ -184,7 +184,10 @@ class Recorder(GroupCommit):
         self._begun: dict[str, _Begun] = {}  # the calls under way
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
-        """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable."""
+        """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable.
+
+        Prepares it again, without a parent, if another process has deleted the parent meanwhile.
+        """
         size, shown = LARGE if start.request_text is None else len(start.request_text), False
         if self._redactor is not None:
             start, shown = await in_thread_if_large(size, partial(self._redactor.start, start))

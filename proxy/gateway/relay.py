@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 # Not TRACE: its answer is the request, with what we add to it.
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 _READS = ("GET", "HEAD")
-_NOBODY = Caller(None, forward_authorization=False)  # of a browser's preflight; its body is not read
+_NOBODY = Caller(None, forward_authorization=False)  # sends a browser's CORS preflight; its body is not read
 _RESPONSES = "/v1/responses/"
 _COMPACT = "/v1/responses/compact"
 # A body that unpacks to more than this many times its bytes counts until its call ends: it costs its sender nothing.

@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 # Says which version answers a rollout, given the live one: another one where two versions are compared.
 Choose = Callable[[RolloutName, PolicyVersion], Awaitable[PolicyVersion]]
-# The live version, and by URL the versions of servers that are to have another.
+# The live version, and by URL the versions of servers that should have another one.
 Wanted = tuple[PolicyVersion, Mapping[str, PolicyVersion]]
 
 WATCH_S = 1.0
-MENDED_S = 3.0  # that a look waits for servers that are being mended
+MENDED_S = 3.0  # that a check waits for servers that are being repaired
 PROBE_S = 86_400.0  # between two questions to one server
 AGAIN_S = 120.0  # until a server is asked again that could not answer
 LOOK_S = 1.0  # until a restart is noticed
@@ -59,7 +59,11 @@ class PolicyRouter:
         self._store, self._watch, self._choose = store, watch, choose
 
     async def route(self, rollout: RolloutName, model: str | None, *, recorded: bool = False) -> Route:
-        """Return where a call goes; a `recorded` one may go to another version. Raises NotServed, UpstreamTimeout."""
+        """Return where a call goes. Raises NotServed, UpstreamTimeout.
+
+        The alias reaches the version that the rollout began with (`pin`), or the live one. A rollout may have been
+        opened for another model (`opened_for`). While two versions are compared, `choose` decides for `recorded` calls.
+        """
         opened_for, pin, watch = None, None, self._watch
         if model == self.alias:
             opened_for, pin = await self._store.rollouts.opened_for(rollout.rollout_id)
@@ -197,7 +201,7 @@ class Watch:
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def current(self) -> Wanted:
-        """Return what vLLM is to serve. If vLLM is away, the call itself fails. Raises NotServed, UpstreamTimeout."""
+        """Return what vLLM should serve. If vLLM is away, the call itself fails. Raises NotServed, UpstreamTimeout."""
         if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()

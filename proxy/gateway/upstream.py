@@ -258,7 +258,7 @@ class HttpUpstream(Upstream):
         self._credentials = {name.encode(): value.encode() for name, value in config.credentials.items()}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
         loop = asyncio.get_running_loop()
-        self._ways = {  # to each server, for the connector
+        self._ways = {  # by server: aiohttp's connector finds or opens a connection by a request
             url: aiohttp.ClientRequest("GET", URL(url), loop=loop, **through(config, url)) for url in config.urls
         }
 

@@ -102,7 +102,10 @@ class Collector:
         return None
 
     async def _read(self, group: Group, base: int) -> Take:
-        """Read a group. Siblings are compared with each other, each rollout without a task with earlier ones."""
+        """Read a group. Siblings are compared with each other, each rollout without a task with earlier ones.
+
+        Siblings that earlier steps took (`before`) count in the baseline, and are not trained on again.
+        """
         take, waiting = Take(base, [group]), self._store.waiting
         if group.task_id is None:
             limit = self._config.rollouts_per_step
@@ -121,7 +124,7 @@ class Collector:
         return take
 
     async def _trainable(self, take: Take, rollouts: Sequence[Rollout]) -> list[TrainableRollout]:
-        """The ended rollouts that can be trained on. The others are dropped with a reason."""
+        """The ended rollouts that can be trained on. Drops the others with a reason, and counts all in `take`."""
         take.drop("failed or discarded", [rollout for rollout in rollouts if not self._counts(rollout)])
         members = await self._rewarded(rollouts)
         self._roll_call.look(member.sibling.calls for member in members)
@@ -177,7 +180,7 @@ class Collector:
             take.counts["rollouts_lone"] += 1
         group = [*(member.sibling for member in members), *known]
         credit = group_credit(group, self._config)
-        nothing = None
+        nothing = None  # why nothing can be learned
         if not all(abs(value) <= ABSURD for of_calls in credit for one in of_calls for value in one or ()):
             nothing = POISONED
             log.warning("left out: %s: %s", ", ".join(member.rollout.rollout_id for member in members), POISONED)
@@ -378,9 +381,10 @@ class ComparedRollouts(NamedTuple):
 
 @dataclass(slots=True)
 class Take:
-    """The part of a step that comes from the groups `waiting` for it, and how these are compared.
+    """What a step takes from the groups that are `waiting` for it, and how their rollouts are compared.
 
-    `base`: the policy version that the step starts from.
+    `base`: the policy version that the step starts from. `groups`: the ids of siblings that were compared. `seen`: what
+    the step's metrics count. `earlier`: rollouts that were read for a running baseline.
     """
 
     base: int

@@ -15,7 +15,7 @@ from ...core.returns import Rules
 from ...store.store import Store
 
 Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
-STANDS_S = 300.0  # that complete rollouts wait without a step until it is told
+STANDS_S = 300.0  # that complete rollouts wait without a step before a warning
 
 
 class WaitingGroups:
@@ -60,7 +60,10 @@ class WaitingGroups:
                 known.remove(group)
 
     async def _look(self, limit: int = NO_END) -> list[Group]:
-        """All groups; at most `limit` rollouts without a task form one. Only changed groups are read."""
+        """All groups; at most `limit` rollouts without a task form one. Reads only changed groups.
+
+        First, stored returns are brought up to date with the configured weights.
+        """
         await self._store.rewards.use(Rules.of(self._config))
         waiting, grouping = self._store.waiting, Grouping.of(self._config)
         cursor, changed = await waiting.changed(self._cursor)

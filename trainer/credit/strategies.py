@@ -44,7 +44,7 @@ Strategy = Callable[[Sequence[Sibling], TrainerConfig], Values]
 
 
 def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited | None]]:
-    """Return the credit of each call, and None for calls that are left out, and of agents that are not trained.
+    """Return the credit of each call; None for calls that are left out, and for agents that are not trained.
 
     By default: `uniform`, all agents as one: the rollout's return, compared with its siblings' by `grpo`.
     An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
@@ -57,7 +57,7 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
         for sibling, own in zip(group, roles, strict=True)
     ]
     for agent in sorted({role for own in roles for role in own if role}):
-        parts: list[tuple[int, list[int]]] = []  # the siblings that are compared, and the calls that the strategy sees
+        parts: list[tuple[int, list[int]]] = []  # siblings that are compared, with the calls that the strategy sees
         for i, (sibling, own) in enumerate(zip(group, roles, strict=True)):
             decided = any(call.is_decision and role == agent for call, role in zip(sibling.calls, own, strict=True))
             if decided or not agents.named:

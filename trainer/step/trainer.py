@@ -71,7 +71,8 @@ class LightningTrainer:
     """Holds the policy's weights and takes steps of AdamW on them. `TrainingEngine` says what its methods promise.
 
     `model` is the policy with its adapters, `policy_model` the bare causal LM. The ratios of the loss (`losses.py`) are
-    to the policies that sampled the answers.
+    to the policies that sampled the answers. `on_every_process` and `on_every_shard` repeat a method in the other
+    processes of a launcher (`processes.py`); with one process they only let one thread at a time use the model.
     """
 
     def __init__(self, config: TrainerConfig, policy: PolicyConfig, processes: Processes | None = None) -> None:

@@ -169,7 +169,7 @@ def _functions(tools: Iterable[Json]) -> dict[str, Json]:
 
 
 def tools_of(tools: Iterable[Json]) -> list[Json]:
-    """Return the chat tools for these; raise Untranslatable for tools that vLLM refuses."""
+    """Return a request's tools in chat's form. Raise Untranslatable for tools that vLLM refuses."""
     shown: list[Json] = []
     for name, tool in _functions(tools).items():
         is_custom = tool["type"] == "custom"
