@@ -46,7 +46,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, str]]:
                 row |= {name: json.loads(row[name]) for name in texts if row[name] is not None}
                 yield number, json.dumps(row, ensure_ascii=False, default=str)
     except pa.ArrowException as error:
-        raise ConfigError(f"cannot read {path}: it is no Parquet file: {error}") from None
+        raise ConfigError(f"cannot read {path}: it is not a Parquet file: {error}") from None
 
 
 def pyarrow() -> Any:

@@ -85,7 +85,7 @@ def check_base_model(config: Config) -> None:
         raise ConfigError(
             f"policy.model is {model}, and the policy versions in {store} were trained on {before}: set it back, or "
             f"start over with another store.url and policy.directory (now {directory}); `lightning-proxy policy "
-            "export` takes the trained versions along"
+            "export` saves the trained versions first"
         )
 
 

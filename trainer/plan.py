@@ -136,8 +136,8 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
             return Plan(filled, servers, trainers, gpus, int(room / cache_of_a_token), server, needs, rate)
     raise ConfigError(
         f"policy.model does not fit: with a context of {length:,} tokens vLLM needs {taken_by_fixed + cache:.0f} "
-        f"GiB and the trainer {taken:.0f} GiB, on {'one card' if is_shared else 'cards'} of {card:.0f} GiB; it takes a "
-        "smaller model, more or larger cards, or a base model that is sharded (docs/gpu.md)"
+        f"GiB and the trainer {taken:.0f} GiB, on {'one card' if is_shared else 'cards'} of {card:.0f} GiB; use a "
+        "smaller model, more or larger cards, or a sharded base model (docs/gpu.md)"
     )
 
 

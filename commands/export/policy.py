@@ -109,7 +109,7 @@ def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], tar
     if config.trainer.weights == "full":
         raise ConfigError("--as adapter: with trainer.weights full there is none; leave --as out")
     if (base := config.policy.model) is None:
-        raise ConfigError("policy.model: the base model is needed to make the other form of a version")
+        raise ConfigError("policy.model: the base model is needed to convert a version to the other form")
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     if wanted == "merged":

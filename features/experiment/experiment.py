@@ -136,7 +136,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
             if hidden := next((one for one in sorted(keys) if f"{one}.".startswith(f"{key}.")), None):
                 raise ConfigError(f"the variable {variable} would hide {hidden}: unset it")
         if own := next((one for one in OWN if one in flat(changes)), None):
-            raise ConfigError(f"{own}: each run has its own")
+            raise ConfigError(f"{own}: each run has its own; leave it out")
         require_model(config)
         check(config, Run())
         check_functions(config.trainer)
@@ -149,9 +149,9 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:
             raise ConfigError("upstreams: each run starts one vLLM: leave out replicas, and name the port of vllm.port")
         if config.run.proxy_url is not None:
-            raise ConfigError("run.proxy_url: each run has a proxy of its own")
+            raise ConfigError("run.proxy_url: each run has its own proxy; leave it out")
         if rollouts is not None and rollouts % config.trainer.group_size:
-            raise ConfigError(f"trainer.group_size: {rollouts} rollouts are no groups of {config.trainer.group_size}")
+            raise ConfigError(f"trainer.group_size: {rollouts} rollouts make no groups of {config.trainer.group_size}")
     except LightningError as error:
         raise ConfigError(f"{label}: {error.message}") from None
     return settings, config

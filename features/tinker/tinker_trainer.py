@@ -174,7 +174,7 @@ class TinkerService:
                 self._faults += 1
                 if self._faults >= FAULTS:
                     raise ConfigError(f"tinker: {problem} ({self._faults} times)") from error
-            raise TrainingUnavailable(f"{problem}; the step is taken again from the last saved state") from error
+            raise TrainingUnavailable(f"{problem}; the step is repeated from the last saved state") from error
 
 
 def _result(future: Any) -> Any:
@@ -184,7 +184,7 @@ def _result(future: Any) -> Any:
 def _scores(future: Any, rows: Sequence[Datum]) -> Scores:
     found = [list(output["logprobs"].data) for output in _result(future).loss_fn_outputs]
     if [len(values) for values in found] != [len(row.tokens) for row in rows]:
-        raise ValueError("it returned log-probabilities of other lengths than the rows")
+        raise ValueError("it returned log-probabilities that differ in length from the rows")
     return found
 
 
@@ -209,7 +209,7 @@ def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> We
     unknown = sorted(name for name, match in names.items() if match is None)
     if unknown or not weights:
         raise PublishError(
-            f"the training service returned weights that are no LoRA adapter in PEFT's format: {unknown[:3]}"
+            f"the training service returned weights that are not a LoRA adapter in PEFT's format: {unknown[:3]}"
         )
     targets = sorted({match[1].rsplit(".", 1)[-1] for match in names.values() if match})
     config = LoraConfig(

@@ -37,7 +37,7 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
     if note.is_file() and target.is_file():
         made = json.loads(note.read_text())["source"]
         if str(source) != made:
-            raise ConfigError(f"{directory} holds a run over {made}, not over {source}: name another directory (--dir)")
+            raise ConfigError(f"{directory} holds a run on {made}, not on {source}: name another directory (--dir)")
         log.info(
             "the run in %s keeps the data that it began with; name another directory (--dir) for newer data", directory
         )

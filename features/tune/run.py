@@ -69,7 +69,7 @@ class TuningRun:
         if config.policy.adapters:
             raise ConfigError(f"--method {method} trains one adapter for all agents; it cannot train policy.adapters")
         if config.trainer.has_guide:
-            log.warning("teacher is for RL: --method %s ignores it", method)
+            log.warning("teacher is for RL: --method %s does without it", method)
         self._method, self._config, self._sift = method, config.trainer, hooks.sift
         self._store, self._trainer, self._publisher = core.store, trainer, publisher
         self._loop = TrainingLoop(core, publisher, hooks)
@@ -387,7 +387,7 @@ def tune(
     if not (math.isfinite(means["loss"]) and all(torch.isfinite(v).all() for v in trainer.adapter().values())):
         shutil.rmtree(directory, ignore_errors=True)
         raise LightningError(
-            f"fine-tuning diverged (loss {means['loss']:g}): nothing of it is kept; try a lower "
+            f"fine-tuning diverged (loss {means['loss']:g}): its weights are discarded; try a lower "
             f"tune.{method}.learning_rate"
         )
     trained = section.epochs * sum(row.trained_tokens for one in lessons.train for row in one.rows)

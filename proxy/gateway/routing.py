@@ -178,7 +178,7 @@ class Watch:
         self._mending: asyncio.Task[Problems] | None = None
         self._checked_for: Wanted | None = None  # at the last check of vLLM
         # None if vLLM serves what the store says is live.
-        self._problem: LightningError | None = NotServed("the policy's server was not asked yet")
+        self._problem: LightningError | None = NotServed("the policy's server has not been checked yet")
         self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the next question
 
     async def run(self) -> None:
@@ -224,7 +224,7 @@ class Watch:
             self._look = asyncio.create_task(self._look_at_vllm())
         _, pending = await asyncio.wait((self._look,), timeout=timeout)
         if pending:
-            raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
+            raise UpstreamTimeout(f"the policy's server did not answer within {timeout} s")
 
     async def _look_at_vllm(self) -> None:
         problems, swap = Problems(), self.swap

@@ -267,7 +267,7 @@ class TranslatedStream(ChatStream):
         if self.failure:
             return b""
         if self._own.response() is None:
-            raise _unreadable(ValueError("nothing came"))
+            raise _unreadable(ValueError("it is empty"))
         return self._sent(self._translator.end())
 
     def response(self) -> Any:
