@@ -68,7 +68,7 @@ def serve(config: Config, log_format: LogFormat = "text") -> None:
     from ..proxy.plugins import check_plugins
     from ..store.keys import require_keys
 
-    publish_mode(config)  # their ConfigErrors are to be seen before anything starts
+    publish_mode(config)  # show their ConfigErrors before anything starts
     check_base_model(config)
     asyncio.run(check_plugins(config))
     asyncio.run(require_keys(config))

@@ -56,7 +56,7 @@ def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     for name, value in headers:
         if name in (b"host", b"origin"):
             text = value.decode("latin-1")
-            # A desktop program's Origin (vscode-file://…) is none that a web page can have.
+            # A desktop program's Origin (vscode-file://…) cannot be a web page's.
             is_app = name == b"origin" and "://" in text and not text.lower().startswith(("http://", "https://"))
             if not is_app and not is_loopback(text):
                 return f"{name.decode()} {text[:100]!r}"

@@ -49,7 +49,7 @@ def lax(kind: type, value: Any) -> Any:
         return value
 
 
-# Where errors say what happened, and what some have besides. An event of nothing else is an error.
+# Fields with an error's message, and others that errors may have. An event with only these is an error.
 _MESSAGES = ("message", "detail", "error_msg", "error_message", "msg")
 _BESIDE = frozenset({"code", "status", "status_code", "type", "param", "request_id", "error_code", "object", "success"})
 

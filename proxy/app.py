@@ -54,7 +54,7 @@ CORE = (
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the proxy as an app. Its parts open with the server; `heard_by` is told of calls. Raise ConfigError."""
+    """Return the proxy as an app. Its parts open with the server; `heard_by` hears of calls. Raise ConfigError."""
     plugins = plugins_of(config)
     control = _control_api(config, plugins, (*CORE, status.health), heard_by)
     described = control.openapi

@@ -87,7 +87,7 @@ class Swap:
             for server in servers[half:]:
                 try:
                     await self._give(server, version, check)
-                except VllmError as error:  # the proxy's watch sees and mends it
+                except VllmError as error:  # the proxy's watch will repair it
                     log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
 
     async def _give_all(

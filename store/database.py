@@ -22,13 +22,13 @@ T = TypeVar("T")
 Params = Mapping[str, object]
 Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
 
-SMALL = 2**14  # bytes; what one write takes where nobody says otherwise
-WRITTEN, PAUSE = 2**20, 4  # of work in passing: bytes of a transaction, about, and the pause for all others by its time
-REFUSED_S = 5.0  # that a record which could not be written counts
+SMALL = 2**14  # bytes of a write, by default
+WRITTEN, PAUSE = 2**20, 4  # of `in_passing`: bytes of a transaction, about; the pause after it, in its own durations
+REFUSED_S = 5.0  # for which a record that could not be written makes the store not ready
 TELL_S = 60.0
-LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
+LOOK_S = 5.0  # between two looks without a notice: the writer may have ended before it sent one
 
-# Where it is True, no statement of the task takes longer than `store.busy_timeout_s`: somebody waits for its answer.
+# If it is True, no statement of the task takes longer than `store.busy_timeout_s`: somebody waits for the answer.
 HURRIED: ContextVar[bool] = ContextVar("hurried", default=False)
 
 

@@ -110,7 +110,7 @@ FROM rollouts LEFT JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND {IS_SCORED}
 """
 ROW_SIZE = 400  # bytes, about, of what is read of one
-BATCHES = 3  # batches in a row that taught nothing, until somebody is told
+BATCHES = 3  # consecutive batches that taught nothing, before a warning
 
 
 # Nothing was learned from the newest `rollouts`. `story`: for people, what was seen and what to try.

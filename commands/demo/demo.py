@@ -77,7 +77,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
         with trial.view:
             result = {"variant": "demo", "seed": 0} | run_until_signal(trial.run())
     except LightningError:
-        print(f"go on: lightning-proxy demo --resume --dir {directory}")
+        print(f"to continue: lightning-proxy demo --resume --dir {directory}")
         raise
     finally:
         with suppress(LightningError):  # an earlier error is the one to show

@@ -168,7 +168,7 @@ def _parsed(text: str, source: str) -> Any:
     except RecursionError:
         problem = "it is nested too deeply"
     except ValueError:  # the 13th month
-        problem = "what looks like a date or a number is none"
+        problem = "what looks like a date or a number is not one"
     except yaml.YAMLError as error:
         problem = type(error).__name__
         if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:

@@ -30,7 +30,7 @@ def _position(cursor: str | None) -> int | None:
     return int(cursor) if cursor else None
 
 
-# Where a page begins, or goes on.
+# Where a page begins.
 Cursor = Annotated[
     int | None, BeforeValidator(_position), WithJsonSchema({"type": "string", "pattern": "^[0-9]{0,18}$"})
 ]
@@ -57,7 +57,7 @@ class Error(BaseModel):
     error: ErrorDetail
 
 
-# FastAPI's own error body, which it names by default, is none of ours.
+# Instead of FastAPI's own error body, which our routes never send.
 ERRORS: dict[int | str, dict[str, Any]] = {
     422: {"model": Error, "description": "Wrong types"},
     "default": {"model": Error, "description": "Any other error"},

@@ -23,8 +23,8 @@ from ...store.store import Store
 from ..dialects.as_chat.recorded import Exchange, by_response, chat_answer, exchanges_up_to
 from ..dialects.turns import TokenTurn, turn_of
 
-A_CALL, A_MESSAGE, AN_ENTRY = 1_500, 50, 24  # bytes besides content: of a call, of a message, of it in a list
-LATELY, EVERY = 64, 2**31 - 1  # calls of a rollout that are looked at for answers of other workers
+A_CALL, A_MESSAGE, AN_ENTRY = 1_500, 50, 24  # bytes without content: of a call, a message, its entry in a list
+LATELY, EVERY = 64, 2**31 - 1  # how many of a rollout's calls are read to find answers of other workers
 TURNS = 8  # of a rollout, that are kept
 
 Json = dict[str, Any]

@@ -125,7 +125,7 @@ class GroupCommit:
                     await asyncio.sleep(0)
                 group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
                 await self._write(group)
-        except (Exception, asyncio.CancelledError) as error:  # a bug, or it was cancelled: nobody waits for it in vain
+        except (Exception, asyncio.CancelledError) as error:  # a bug, or cancelled: let nobody wait forever
             why = "it was cancelled" if isinstance(error, asyncio.CancelledError) else error
             self._ended = f"records are not written any more: {why!s:.200}; start the proxy again"
             log.critical("%s", self._ended, exc_info=error)

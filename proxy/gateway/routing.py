@@ -186,7 +186,7 @@ class Watch:
             while True:
                 await self._check()
                 await asyncio.sleep(WATCH_S)
-        finally:  # or what is under way would find its session closed
+        finally:  # before the session that they use is closed
             for task in filter(None, (self._look, self._mending)):
                 task.cancel()
 
@@ -240,7 +240,7 @@ class Watch:
             self._checked_for, self._problem = wanted, None
         except StoreUnavailable:  # it says nothing of vLLM; calls read the store, too, and get this error
             return
-        except Exception as error:  # the next look may find it mended
+        except Exception as error:  # the next check may succeed
             known, problem = isinstance(error, LightningError), error
             if not isinstance(problem, (NotServed, *AWAY)):
                 advice = f"{error}: `lightning-proxy doctor` says what to do"
@@ -257,15 +257,15 @@ class Watch:
     async def _problems(self) -> Problems:
         """Why servers do not serve the live version. Calls wait for servers under repair only if no other serves it."""
         pinned = await self.swap.store.versions.pinned(time.time() - PINNED_S)
-        if len(self.swap.vllm.servers) == 1:  # while it is given new weights, its calls are frozen, and go on
+        if len(self.swap.vllm.servers) == 1:  # while it gets new weights, its calls are paused, then continue
             return await self.swap.restore(pinned)
         try:
             problems = await self.swap.problems(pinned)
-        except NotServed:  # mending waits for a trainer that publishes, which may take minutes
+        except NotServed:  # repairs wait for a trainer that is publishing, perhaps for minutes
             done, _ = await asyncio.wait((self._mend(pinned),), timeout=MENDED_S)
             if not done and self.swap.mode == "merged":
                 labels = await self.swap.vllm.each(VllmServer.weight_version)
-                if {*labels.values()} == {LOADING}:  # all are being given weights: their calls are frozen, and go on
+                if {*labels.values()} == {LOADING}:  # all are getting weights: their calls are paused, then continue
                     return Problems()
             return await (done.pop() if done else self.swap.problems(pinned))
         if any(isinstance(problem, NotServed) for problem in problems.values()):
