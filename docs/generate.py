@@ -24,7 +24,7 @@ SETTING = re.compile(r"^- `([^`]+)` \(`.*?`\): (.+)$", re.MULTILINE)
 
 SETTINGS_BEGIN = """# All settings
 
-Each key with its default and what it does; features come last. [config.yaml](../config.yaml) shows the usual ones.
+Each key with its default and meaning; features come last. [config.yaml](../config.yaml) shows the usual ones.
 
 ```yaml
 # config.yaml holds only what you change
