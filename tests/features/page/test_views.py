@@ -31,7 +31,7 @@ async def test_each_view_shows_what_it_is_for_and_is_in_the_list_once_it_has_som
 ) -> None:
     async with start() as system:
         found = dict(zip(VIEWS, await drawn(system, tmp_path, *VIEWS), strict=True))
-        others = VIEWS.keys() - {"rollouts", "rollouts/run-004-2-1", "versions?a=0&b=5", "rate"}
+        others = VIEWS.keys() - {"rollouts", "rollouts/multiply-4-1", "versions?a=0&b=5", "rate"}
         assert [view for view in others if "lightning-proxy" not in found[view]["text"]] == [], "a command that helps"
         assert f"OPENAI_BASE_URL={system.url}/v1" in found["rollouts"]["text"]
         assert found["overview"]["views"] == ["overview", "rollouts"]
