@@ -9,22 +9,17 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
 from google.rpc.status_pb2 import Status as RpcStatus
-from hypothesis import given
-from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from contract.raw import Upstream
 from contract.system import played
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.errors import ConfigError, InvalidRequest
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.otel.genai import (
     CALLS,
     action_of,
@@ -32,13 +27,11 @@ from lightning_proxy.features.otel.genai import (
     operation_of,
     request_of,
     response_of,
-    tokens_of,
 )
 from lightning_proxy.features.otel.otlp import read_spans
 from lightning_proxy.proxy.app import create_app
 
 Json = dict[str, Any]
-Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 ASKED = [
     {"role": "user", "parts": [{"type": "text", "content": "What is in Paris?"}]},
@@ -53,7 +46,7 @@ PARTS = [
 CHAT: Json = {
     "gen_ai.operation.name": "chat", "gen_ai.provider.name": "openai", "gen_ai.request.model": "gpt-x",
     "gen_ai.request.temperature": 0.5, "gen_ai.request.max_tokens": 64, "gen_ai.response.model": "gpt-x-1",
-    "gen_ai.response.id": "resp-1", "gen_ai.response.finish_reasons": ["stop"], "gen_ai.usage.input_tokens": 3,
+    "gen_ai.response.finish_reasons": ["stop"], "gen_ai.usage.input_tokens": 3,
     "gen_ai.usage.output_tokens": 2,
 }  # fmt: skip
 SAID = {
@@ -84,23 +77,32 @@ def span(attributes: Json, number: int = 0xAA, **fields: Any) -> Json:
     return one | {"startTimeUnixNano": str(BEGAN), "endTimeUnixNano": str(BEGAN + SECOND)} | fields
 
 
-async def post(system: Any, *spans: Any, **headers: str) -> tuple[int, Any]:
-    export = {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": [*spans]}]}]}
-    found: tuple[int, Any] = await system.call("POST", "/otlp/v1/traces", export, **headers)
-    return found
+def exported(*spans: Any) -> Json:
+    return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": [*spans]}]}]}
+
+
+async def post(system: Any, *spans: Any, **headers: str) -> Any:
+    return await system.call("POST", "/otlp/v1/traces", exported(*spans), **headers)
+
+
+async def taken(system: Any, *spans: Any) -> Any:
+    """The rollout `r1` after posts of one span each."""
+    for one in spans:
+        assert await post(system, one) == (200, {})
+    return await system.get("/rollouts/r1")
 
 
 # What spans become ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_span_of_a_call_becomes_a_call_of_its_rollout(running: Running, tmp_path: Path) -> None:
+async def test_a_span_of_a_call_becomes_a_call_of_its_rollout(start: Any) -> None:
     named = R1 | {"lightning.task_id": "t1", "lightning.rollout_mode": "eval", "gen_ai.agent.name": "my guide"}
     embedded = R1 | {"gen_ai.operation.name": "embeddings", "gen_ai.request.model": "e"}
     spans = (span(CHAT | SAID | named), span(embedded, 1), span(R1 | {"http.request.method": "GET"}, 2))
-    async with running(tmp_path) as system:
+    async with start() as system:
         assert await post(system, *spans) == (200, {})
-        _, rollout = await system.call("GET", "/rollouts/r1")
-        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
+        rollout = await system.get("/rollouts/r1")
+        transitions = await system.get("/rollouts/r1/transitions")
     assert (rollout["task_id"], rollout["mode"], rollout["agent"]) == ("t1", "eval", "my_guide")
     (call,) = rollout["calls"]
     assert (call["status"], call["upstream"], call["model"]) == ("ok", "otlp", "gpt-x-1")
@@ -144,10 +146,8 @@ provider.shutdown()
 """
 
 
-async def test_an_instrumented_openai_client_is_recorded_by_its_environment_alone(
-    running: Running, tmp_path: Path
-) -> None:
-    async with running(tmp_path) as system:
+async def test_an_instrumented_openai_client_is_recorded_by_its_environment_alone(start: Any) -> None:
+    async with start() as system:
         environment = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"{system.url}/otlp", "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
             "OTEL_RESOURCE_ATTRIBUTES": "lightning.rollout_id=r1,lightning.task_id=t1",
@@ -159,18 +159,15 @@ async def test_an_instrumented_openai_client_is_recorded_by_its_environment_alon
             sys.executable, "-c", INSTRUMENTED_AGENT, upstream, env=os.environ | environment
         )
         assert await process.wait() == 0
-        _, rollout = await system.call("GET", "/rollouts/r1")
-        assert (await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1}))[0] == 200
-    assert (rollout["task_id"], len(rollout["calls"])) == ("t1", 1)
-    call = rollout["calls"][0]
-    assert [message["content"] for message in call["request"]["messages"]] == ["Be brief.", "hi"]
-    assert call["request"]["temperature"] == 0.5
-    message = call["response"]["choices"][0]["message"]
-    assert (message["role"], message["content"].startswith("by base")) == ("assistant", True)
-    assert (call["finish_reason"], call["usage"]["total_tokens"]) == ("stop", 5)
+        rollout = await system.get("/rollouts/r1")
+    (call,) = rollout["calls"]
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert call["request"].items() >= {"temperature": 0.5, "messages": asked}.items()
+    assert call["response"]["choices"][0]["message"]["content"].startswith("by base")
+    assert (rollout["task_id"], call["finish_reason"], call["usage"]["total_tokens"]) == ("t1", "stop", 5)
 
 
-async def test_tools_that_no_answer_asked_for_and_retrievers_are_actions_once(running: Running, tmp_path: Path) -> None:
+async def test_tools_that_no_answer_asked_for_and_retrievers_are_actions_once(start: Any) -> None:
     tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "retrieve", **R1}
     told = tool | {"gen_ai.tool.call.arguments": '{"query": "cats"}', "gen_ai.tool.call.result": '["a"]'}
     asked = {
@@ -179,10 +176,9 @@ async def test_tools_that_no_answer_asked_for_and_retrievers_are_actions_once(ru
         "gen_ai.retrieval.documents": json.dumps([{"id": "a", "score": 0.5}]), **R1,
     }  # fmt: skip
     failed, of_a_call = span(tool, 0xCC, status={"code": 2, "message": "no index"}), tool | {"gen_ai.tool.call.id": "c"}
-    async with running(tmp_path) as system:
-        for one in (span(told), span(told), failed, span(asked, 0xEE), span(of_a_call, 0xD)):
-            assert await post(system, one) == (200, {})
-        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
+    async with start() as system:
+        await taken(system, span(told), span(told), failed, span(asked, 0xEE), span(of_a_call, 0xD))
+        transitions = await system.get("/rollouts/r1/transitions")
     query = {"query": "who purrs?", "top_k": 2, "data_source": "cats"}
     assert [
         (t["kind"], t["action"]["name"], t["action"]["arguments"], t["next_state"]) for t in transitions["data"]
@@ -193,40 +189,37 @@ async def test_tools_that_no_answer_asked_for_and_retrievers_are_actions_once(ru
     ]
 
 
-async def test_calls_have_the_agent_of_the_nearest_span_around_them(running: Running, tmp_path: Path) -> None:
+async def test_calls_have_the_agent_of_the_nearest_span_around_them(start: Any) -> None:
     around = [
         ({"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "the planner"}, 0),
         (CHAT, 1), ({}, 1), (CHAT, 3), ({"openinference.span.kind": "AGENT", "agent.name": "critic"}, 1), (CHAT, 5),
         (CHAT | {"gen_ai.agent.name": "own"}, 5),
     ]  # fmt: skip
     spans = [
-        span(told | {"gen_ai.response.id": f"resp-{n}"}, n, startTimeUnixNano=str(BEGAN + n * SECOND))
+        span(told, n, startTimeUnixNano=str(BEGAN + n * SECOND))
         | ({"parentSpanId": f"{parent:016x}"} if parent else {})
         for n, (told, parent) in enumerate(around, 1)
     ]
-    async with running(tmp_path) as system:
+    async with start() as system:
         assert await post(system, *reversed(spans)) == (200, {})
-        _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
-        assert [call["agent"] for call in rollout["calls"]] == ["the_planner", "the_planner", "critic", "own"]
-        for name in ("the_planner", "critic"):
-            _, found = await system.call("GET", f"/rollouts?agent={name}")
-            assert [one["rollout_id"] for one in found["data"]] == [TRACE]
+        rollout = await system.get(f"/rollouts/{TRACE}")
+    assert [call["agent"] for call in rollout["calls"]] == ["the_planner", "the_planner", "critic", "own"]
 
 
-async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(running: Running, tmp_path: Path) -> None:
+async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(start: Any) -> None:
     versioned = CHAT | TOKENS | R1 | {"lightning.policy_version": 0}
     spans = [
-        span(versioned | {"gen_ai.response.id": "a"}, 1),
-        span(CHAT | TOKENS | R1 | {"gen_ai.response.id": "b"}, 2),
-        span(versioned | {"gen_ai.response.id": "c", "lightning.logprobs": [-0.5]}, 3),
+        span(versioned, 1),
+        span(CHAT | TOKENS | R1, 2),
+        span(versioned | {"lightning.logprobs": [-0.5]}, 3),
         span({"gen_ai.request.model": "m", **R1}, 4, status={"code": 2, "message": "overloaded"}),
     ]
-    async with running(tmp_path) as system:
+    async with start() as system:
         for n, one in enumerate(spans):
             await post(system, one | {"startTimeUnixNano": str(BEGAN + n * SECOND)})
         await system.chat("r1")
-        _, rollout = await system.call("GET", "/rollouts/r1?requests=whole")
-        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
+        rollout = await system.get("/rollouts/r1?requests=whole")
+        transitions = await system.get("/rollouts/r1/transitions")
     whole, unversioned, short, failed, own = rollout["calls"]
     assert (failed["status"], failed["error"], len(transitions["data"])) == ("error", "overloaded", 4)
     assert own["trainable"] and whole["trainable"]
@@ -236,13 +229,11 @@ async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(running
     assert short["untrainable_reason"].endswith("2 token ids but 1 log-probabilities")
 
 
-async def test_what_is_sent_again_or_went_through_the_proxy_counts_once(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
+async def test_what_is_sent_again_or_went_through_the_proxy_counts_once(start: Any) -> None:
+    async with start() as system:
         _, answer = await system.chat("r1")
-        through = CHAT | R1 | {"gen_ai.response.id": answer["id"]}
-        for one in (span(CHAT | R1), span(CHAT | R1), span(CHAT | R1, 0xBB), span(through, 0xC)):
-            await post(system, one)
-        _, rollout = await system.call("GET", "/rollouts/r1")
+        told, through = (CHAT | R1 | {"gen_ai.response.id": one} for one in ("resp-1", answer["id"]))
+        rollout = await taken(system, span(told), span(told), span(told, 0xBB), span(through, 0xC))
     assert [call["upstream"] for call in rollout["calls"]] == ["otlp", "policy"], "by their times"
 
 
@@ -316,8 +307,8 @@ def test_of_openinferences_spans_around_calls_a_retriever_alone_is_an_action() -
 # What cannot be taken ------------------------------------------------------------------------------------------------
 
 
-async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(running: Running, tmp_path: Path) -> None:
-    wrong: list[tuple[Json, Json, str]] = [
+async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(start: Any) -> None:
+    wrong: Any = [
         ({"lightning.rollout_id": "a b"}, {}, "lightning.rollout_id must be"),
         ({"lightning.rollout_mode": "test"}, {}, "lightning.rollout_mode must be train or eval"),
         ({}, {"spanId": "00aa"}, "span id"),
@@ -325,69 +316,56 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(ru
         ({}, {"startTimeUnixNano": "x"}, "a span cannot be read"),
         ({}, {"events": [1]}, "a span cannot be read"),
     ]
-    half = json.dumps([{"role": "half \ud83d", "content": "half \ud83d"}])  # of a character
-    async with running(tmp_path) as system:
+    half = {"gen_ai.input.messages": json.dumps([{"role": "half \ud83d", "content": "half \ud83d"}])}  # of a character
+    async with start() as system:
         for n, (attributes, fields, why) in enumerate(wrong):
-            told = CHAT | {"gen_ai.response.id": f"resp-{n}", "gen_ai.input.messages": half}
-            status, answer = await post(system, span(told, n + 1), span(told | attributes, 0xBB, **fields))
+            status, answer = await post(system, span(CHAT | half, n + 1), span(CHAT | attributes, 0xBB, **fields))
             assert (status, answer["partialSuccess"]["rejectedSpans"]) == (200, "1"), why
             assert why in answer["partialSuccess"]["errorMessage"]
-        _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
+        rollout = await system.get(f"/rollouts/{TRACE}")
     assert len(rollout["calls"]) == len(wrong)
 
 
-async def test_one_odd_span_is_a_problem_of_it_alone(running: Running, tmp_path: Path) -> None:
+async def test_one_odd_span_is_a_problem_of_it_alone(start: Any) -> None:
     texts = ("[" * 200 + "]" * 200, "[[[]]]", "[null]", '{"a": 1}', '[{"parts": [null, 1]}]')
     odd: list[Json] = [
         *({"gen_ai.output.messages": text} for text in texts),
         {"gen_ai.request.model": "half \ud83d"}, {"gen_ai.usage.input_tokens": 2**62}, {"lightning.policy_version": -1},
         {"lightning.prompt_token_ids": [2**40], "lightning.response_token_ids": [-1], "lightning.logprobs": [1e300]},
     ]  # fmt: skip
-    spans = [
-        span(CHAT | {"gen_ai.response.id": f"resp-{n}", "lightning.rollout_id": name} | told, n + 1)
-        for n, (name, told) in enumerate([*(("odd", one) for one in odd), ("good", {})])
-    ]
-    body = {
-        "resourceSpans": [
-            None,
-            1,
-            {"resource": 1},
-            {"scopeSpans": [1]},
-            {"scopeSpans": [{"spans": [*spans, None, 1, {}]}]},
-        ]
-    }
-    async with running(tmp_path) as system:
-        status, answer = await system.call("POST", "/otlp/v1/traces", json.dumps(body).encode())
-        assert status == 200 and int(answer["partialSuccess"]["rejectedSpans"]) < 8, answer
-        for rollout, calls in (("odd", len(odd) - 1), ("good", 1)):
-            assert len((await system.call("GET", f"/rollouts/{rollout}?requests=whole"))[1]["calls"]) >= calls
-            assert (await system.call("GET", f"/rollouts/{rollout}/transitions"))[0] == 200
+    spans = [span(CHAT | told, n) for n, told in enumerate(odd, 1)]
+    body = exported(*spans, span(CHAT | R1), None, 1, {})
+    body["resourceSpans"] += [None, 1, {"resource": 1}, {"scopeSpans": [1]}]
+    async with start() as system:
+        answer = await system.post("/otlp/v1/traces", body)
+        assert int(answer["partialSuccess"]["rejectedSpans"]) < 8, answer
+        for rollout, calls in ((TRACE, len(odd) - 1), ("r1", 1)):
+            assert len((await system.get(f"/rollouts/{rollout}?requests=whole"))["calls"]) >= calls
+            await system.get(f"/rollouts/{rollout}/transitions")
 
 
-async def test_half_a_character_in_protobuf_is_no_fault(running: Running, tmp_path: Path) -> None:
+async def test_half_a_character_in_protobuf_is_no_fault(start: Any) -> None:
     """Exporters of JavaScript send such bytes, which protobuf's own library refuses with the entire export."""
     spans = [
-        span(R1 | {"gen_ai.response.id": model, "gen_ai.request.model": model})
-        | {"traceId": f"{'A' * 22}==", "spanId": id_}
+        span(R1 | {"gen_ai.request.model": model}) | {"traceId": f"{'A' * 22}==", "spanId": id_}
         for model, id_ in (("x", "AAAAAAAAAAE="), ("HALF", "AAAAAAAAAAI="))
     ]
-    export = {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
-    request = ParseDict(export, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+    request = ParseDict(exported(*spans), ExportTraceServiceRequest(), ignore_unknown_fields=True)
     body = request.SerializeToString().replace(b"HALF", b"\xed\xa0\xbd!")
-    async with running(tmp_path) as system:
+    async with start() as system:
         url, media = f"{system.url}/otlp/v1/traces", {"Content-Type": "application/x-protobuf"}
         async with system.session.post(url, data=body, headers=media) as answer:
             assert (answer.status, await answer.read()) == (200, b"")
         async with system.session.post(url, data=b"\xff", headers=media) as answer:
             assert (answer.status, answer.content_type) == (400, media["Content-Type"])
             assert RpcStatus.FromString(await answer.read()).code == 3
-        _, rollout = await system.call("GET", "/rollouts/r1")
+        rollout = await system.get("/rollouts/r1")
     assert [call["request"]["model"][-1] for call in rollout["calls"]] == ["x", "!"]
 
 
-async def test_what_is_no_export_is_refused_as_otlp_says(running: Running, tmp_path: Path) -> None:
+async def test_what_is_no_export_is_refused_as_otlp_says(start: Any) -> None:
     packed = {"Content_Encoding": "gzip"}
-    refused: list[tuple[bytes, dict[str, str], tuple[int, int]]] = [
+    refused: Any = [
         (b"{", {}, (400, 3)),
         (b'{"resourceSpans": 1}', {}, (400, 3)),
         (b"{}", {"Content_Type": "text/plain"}, (415, 3)),
@@ -397,7 +375,7 @@ async def test_what_is_no_export_is_refused_as_otlp_says(running: Running, tmp_p
         (gzip.compress(b"{}") * 2, packed, (400, 3)),
         (gzip.compress(b" " * 1_100_000), packed, (413, 8)),
     ]
-    async with running(tmp_path, max_body_mb=1) as system:
+    async with start(max_body_mb=1) as system:
         for body, headers, expected in refused:
             status, answer = await system.call("POST", "/otlp/v1/traces", body, **headers)
             assert (status, answer["code"]) == expected and answer["message"], (body[:20], headers)
@@ -406,19 +384,19 @@ async def test_what_is_no_export_is_refused_as_otlp_says(running: Running, tmp_p
 
 
 async def test_without_the_packages_spans_are_refused_with_what_to_install(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("lightning_proxy.features.otel.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "lightning_proxy.features.otel.otlp", None)
-    async with running(tmp_path) as system:
+    async with start() as system:
         status, answer = await post(system)
     assert (status, "pip install 'lightning-proxy[otel]'" in answer["error"]["message"]) == (501, True)
 
 
-async def test_keys_are_asked_for_and_a_rollouts_key_is_for_that_rollout(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=["k"]) as system:
+async def test_keys_are_asked_for_and_a_rollouts_key_is_for_that_rollout(start: Any) -> None:
+    async with start(api_keys=["k"]) as system:
         everybodys = {"Authorization": "Bearer k"}
-        _, (one,) = await system.call("POST", "/rollouts", {}, **everybodys)
+        (one,) = await system.post("/rollouts", {}, **everybodys)
         own = {"Authorization": f"Bearer {one['api_key']}"}
         assert (await post(system, span(CHAT)))[0] == 401
         assert (await post(system, span(CHAT), **own))[0] == 403
@@ -427,86 +405,54 @@ async def test_keys_are_asked_for_and_a_rollouts_key_is_for_that_rollout(running
             assert (await post(system, span(ours | other), **own))[0] == 403
         status, answer = await post(system, span(ours), span(CHAT, 0xBB), **own)
         assert (status, answer["partialSuccess"]["rejectedSpans"]) == (200, "1")
-        _, rollout = await system.call("GET", f"/rollouts/{one['rollout_id']}", **everybodys)
+        rollout = await system.get(f"/rollouts/{one['rollout_id']}", **everybodys)
         (call,) = rollout["calls"]
         assert "own key" in call["untrainable_reason"] and rollout["mode"] == "train"
         assert (await system.call("GET", f"/rollouts/{TRACE}", **everybodys))[0] == 404
         assert (await post(system, span(CHAT), **everybodys))[0] == 200
 
 
-async def test_a_key_for_own_rollouts_reports_nothing_into_anothers(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
+async def test_a_key_for_own_rollouts_reports_nothing_into_anothers(start: Any) -> None:
+    async with start() as system:
         ann, bob = [await system.key(name, scope="own") for name in ("ann", "bob")]
         await system.chat("r1", **ann)
         status, answer = await post(system, span(CHAT | R1), **bob)
         assert (status, answer["code"]) == (404, 2), answer
-        _, rollout = await system.call("GET", "/rollouts/r1", **ann)
+        rollout = await system.get("/rollouts/r1", **ann)
         assert [call["upstream"] for call in rollout["calls"]] == ["policy"]
 
 
-async def test_redaction_applies_also_to_an_end_that_comes_on_a_second_try(running: Running, tmp_path: Path) -> None:
+async def test_redaction_applies_also_to_an_end_that_comes_on_a_second_try(start: Any) -> None:
     secret = json.dumps([{"role": "user", "parts": [{"type": "text", "content": "pin 123456"}]}])
     told = span({**CHAT, **TOKENS, "gen_ai.input.messages": secret, "lightning.policy_version": 0})
-    async with running(tmp_path, recording={"redact": {"patterns": [r"\d{6}"]}}) as system:
+    async with start(recording={"redact": {"patterns": [r"\d{6}"]}}) as system:
         await post(system, told)
-        _, first = await system.call("GET", f"/rollouts/{TRACE}")
+        first = await system.get(f"/rollouts/{TRACE}")
         async with system.store() as store:
             await store.database.commit([("UPDATE calls SET status = 'incomplete', response = NULL", [{}])])
         await post(system, told)
-        _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
+        rollout = await system.get(f"/rollouts/{TRACE}")
     assert first["calls"] == rollout["calls"]
     (call,) = rollout["calls"]
-    assert (call["status"], call["response"]["id"]) == ("ok", "resp-1")
     assert call["request"]["messages"][0]["content"] == "pin [redacted]"
-    assert (call["prompt_token_ids"], call["untrainable_reason"]) == ([], "redacted")
-
-
-NAMES = st.sampled_from(["role", "parts", "type", "content", "name", "id", "message", "tool_calls", "function"])
-NUMBERED = ["gen_ai.prompt.0.content", "gen_ai.completion.0.tool_calls.0.id", *OPENINFERENCE, "input.value"]
-ATTRIBUTES = st.dictionaries(
-    st.sampled_from([*CHAT, *SAID, *TOKENS, *NUMBERED, "llm.input_messages.0", "output.value"]),
-    st.one_of(
-        st.integers(-(2**63), 2**63 - 1),
-        st.floats(),
-        st.text(max_size=20),
-        st.lists(st.integers(-1, 2**40), max_size=4),
-        st.recursive(
-            st.none() | st.booleans() | st.text(max_size=5),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
-            max_leaves=8,
-        ).map(json.dumps),
-    ),
-)
-
-
-@given(ATTRIBUTES, st.sampled_from(["chat", "execute_tool", "retrieval"]))
-def test_no_attributes_break_the_reader(attributes: Json, operation: str) -> None:
-    named = attributes | {"gen_ai.operation.name": operation}
-    tokens_of(named, response_of(named)), request_of(named), action_of(named, None)
-
-
-@given(st.binary(max_size=200), st.sampled_from(["protobuf", "json"]))
-def test_no_bytes_break_the_decoder(body: bytes, encoding: Any) -> None:
-    with suppress(InvalidRequest):
-        read_spans(body, encoding)
+    assert (call["status"], call["prompt_token_ids"], call["untrainable_reason"]) == ("ok", [], "redacted")
 
 
 # What a collector receives --------------------------------------------------------------------------------------------
 
 
-async def test_a_recorded_call_is_a_span_below_the_agents_own(running: Running, tmp_path: Path) -> None:
+async def test_a_recorded_call_is_a_span_below_the_agents_own(start: Any) -> None:
     trace, parent = "ab" * 16, "cd" * 8
     named = {"X_Task_Id": "t", "X_Agent_Name": "a", "traceparent": f"00-{trace}-{parent}-01"}
     with played(collector := Upstream()) as at:
-        telemetry = {"otlp_endpoint": at, "otlp_headers": {"X-Team": "agents"}}
-        recording = {"redact": {"patterns": ["answered"]}}
-        async with running(tmp_path, otel=telemetry, recording=recording) as system:
+        telemetry, redact = {"otlp_endpoint": at, "otlp_headers": {"X-Team": "agents"}}, {"patterns": ["answered"]}
+        async with start(otel=telemetry, recording={"redact": redact}) as system:
             asked = {"model": "policy", "temperature": 0.7, "messages": [{"role": "user", "content": "hi"}]}
-            await system.call("POST", "/rollouts/r1/v1/chat/completions", asked, **named)
-            await system.call("POST", "/v1/chat/completions", asked, X_Recording="off")
+            await system.post("/rollouts/r1/v1/chat/completions", asked, **named)
+            await system.post("/v1/chat/completions", asked, X_Recording="off")
             system.vllm.status = 500
             await system.chat("r2")
-            (call,) = (await system.call("GET", "/rollouts/r1"))[1]["calls"]
+            (call,) = (await system.get("/rollouts/r1"))["calls"]
     ok, failed = (one for seen in collector.seen for one in read_spans(seen.body, "protobuf")[0])
     assert (ok.trace_id, ok.parent_id, ok.error) == (trace, parent, None)
     assert b"chat policy" in collector.seen[0].body
@@ -525,13 +471,13 @@ async def test_a_recorded_call_is_a_span_below_the_agents_own(running: Running, 
 
 
 @pytest.mark.parametrize("how", ["refuses", "hangs"])
-async def test_a_collector_that_is_away_costs_no_call(running: Running, tmp_path: Path, how: str) -> None:
+async def test_a_collector_that_is_away_costs_no_call(start: Any, how: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         if how == "hangs":  # it takes the spans in, and never answers
             taken.listen()
         at = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        async with running(tmp_path, otel={"otlp_endpoint": at}) as system:
+        async with start(otel={"otlp_endpoint": at}) as system:
             assert {(await system.chat(f"r{n}"))[0] for n in range(20)} == {200}
     for thread in threading.enumerate():
         if thread.name.startswith("Otel"):
