@@ -23,28 +23,31 @@ def answers(system: Any, text: str) -> None:
 async def completed(system: Any, rollout_id: str, answer: str = "yes", **headers: str) -> None:
     """A rollout with one call, ended without a reward."""
     answers(system, answer)
-    assert (await system.chat(rollout_id, **headers))[0] == 200
-    assert (await system.call("POST", f"/rollouts/{rollout_id}/end", {"status": "completed"}))[0] == 200
+    await system.chat(rollout_id, **headers)
+    await system.post(f"/rollouts/{rollout_id}/end", {"status": "completed"})
 
 
-async def group(system: Any, *texts: str, task: str = "t", ended: bool = True) -> list[str]:
+async def group(system: Any, *texts: str, task: str = "t") -> list[str]:
     """Siblings that were opened together, with these answers."""
-    opened = (await system.call("POST", "/rollouts", {"task_id": task, "n": len(texts)}))[1]
+    opened = await system.post("/rollouts", {"task_id": task, "n": len(texts)})
     ids = [one["rollout_id"] for one in opened]
     for rollout_id, text in zip(ids, texts, strict=True):
-        answers(system, text)
-        assert (await system.chat(rollout_id))[0] == 200
-        if ended:
-            await system.call("POST", f"/rollouts/{rollout_id}/end", {"status": "completed"})
+        await completed(system, rollout_id, text)
     return ids
 
 
 async def given(system: Any, rollout_id: str) -> list[dict[str, Any]]:
     """The rewards of a rollout, once none is awaited."""
     async with asyncio.timeout(20):
-        while (found := (await system.call("GET", f"/rollouts/{rollout_id}"))[1])["awaits_reward"]:
+        while (found := await system.get(f"/rollouts/{rollout_id}"))["awaits_reward"]:
             await asyncio.sleep(0.05)
     return list(found["rewards"])
+
+
+async def until(came: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not came():
+            await asyncio.sleep(0.02)
 
 
 async def rewards(system: Any, ids: list[str]) -> list[dict[str, Any]]:
@@ -67,7 +70,6 @@ class ScriptedJudge:
     status: int = 200
     why: str = "no"
     firewall: str = "\0"  # refuses questions with this
-    wrong: int = 0  # the number of answers that will be garbage
     asked: list[dict[str, Any]] = field(default_factory=list)
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -98,9 +100,6 @@ class ScriptedJudge:
         return {"id": "m", "type": "message", "content": [given], "usage": used}
 
     def _said(self, system: str, text: str, shape: Any) -> str:
-        if self.wrong:
-            self.wrong -= 1
-            return "I would rather not say."
         said = self.think(system, text, shape)
         return said if isinstance(said, str) else json.dumps(said)
 
@@ -131,3 +130,6 @@ def ordered(worth: Callable[[str], float]) -> Think:
         return {"reason": "the more, the better", "order": order}
 
     return think
+
+
+by_number = ordered(lambda text: float(re.findall(r"worth (\d+)", text)[-1]))

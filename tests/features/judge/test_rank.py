@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import time
 from collections.abc import AsyncIterator
@@ -16,15 +15,13 @@ import pytest
 from lightning_proxy.core.config.file import config_of
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.judge.config import JudgeConfig
-from lightning_proxy.features.judge.rescore import Agreement, Labelled, agreement
+from lightning_proxy.features.judge.rescore import Labelled, agreement
 from lightning_proxy.features.judge.scoring import check
 from lightning_proxy.trainer.collect.collector import Collector
-from support.judging import ScriptedJudge, completed, group, judging, ordered, rewards, values
+from support.judging import ScriptedJudge, by_number, completed, given, group, ordered, rewards, until, values
 from support.sections import TrainerConfig, placed
 
 Logged = pytest.LogCaptureFixture
-
-by_number = ordered(lambda text: float(re.findall(r"worth (\d+)", text)[-1]))
 
 
 def rank(judge: ScriptedJudge, model: str = "openai/m", **more: Any) -> dict[str, Any]:
@@ -35,25 +32,6 @@ def rank(judge: ScriptedJudge, model: str = "openai/m", **more: Any) -> dict[str
 async def ranked(system: Any, *texts: str, task: str = "t") -> list[float | None]:
     """The rewards of siblings with these answers."""
     return await values(system, await group(system, *texts, task=task))
-
-
-async def until_logged(caplog: Logged, text: str) -> None:
-    async with asyncio.timeout(10):
-        while text not in caplog.text:
-            await asyncio.sleep(0.05)
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch, caplog: Logged) -> None:
-    monkeypatch.setattr("lightning_proxy.features.judge.scoring.RETRY_S", 0.1)
-    monkeypatch.setattr("lightning_proxy.features.judge.scoring.GROUPS_POLL_S", 0.1)
-    caplog.set_level(logging.INFO)
-
-
-@pytest.fixture
-async def judge() -> AsyncIterator[ScriptedJudge]:
-    async with judging(by_number) as judge:
-        yield judge
 
 
 @pytest.fixture
@@ -67,16 +45,14 @@ async def system(start: Any, judge: ScriptedJudge) -> AsyncIterator[Any]:
 async def test_siblings_are_rewarded_by_place_and_ties_share_one(
     start: Any, judge: ScriptedJudge, model: str, caplog: Logged
 ) -> None:
+    caplog.set_level("INFO")
     use = rank(judge, model, aim="be worth much", api_key="secret-of-the-judge")
-    async with start(rewards=use) as system, system.store() as store:
+    async with start(rewards=use) as system:
         ids = await group(system, "worth 3", "worth 1", "worth 2", "worth 2")
         given = await rewards(system, ids)
         assert [one["reward"] for one in given] == [1.0, 0.0, 0.5, 0.5]
-        assert {one["name"] for one in given} == {"reward"}
         assert {one["comment"] for one in given} == {f"{letter}: the more, the better" for letter in "ABC"}
         assert re.fullmatch(f"rank:{model}@[0-9a-f]{{12}}", given[0]["source"])
-        batch = await Collector(TrainerConfig(group_size=4, tasks_per_step=1), store).next_batch(0)
-        assert batch is not None and sorted(batch.rollout_ids) == sorted(ids)
     (asked,) = judge.asked
     assert asked["messages"][-1]["content"].count("user: hi") == 1, "what all begin with is said once"
     assert "be worth much" in (asked.get("system") or asked["messages"][0]["content"])
@@ -97,12 +73,11 @@ async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_one_that_is
     groups = [await group(system, "worth 1", "worth 2", task=f"t{i}") for i in range(6)]
     for rollout_id in groups[0]:
         await system.post("/reward", {"rollout_id": rollout_id, "reward": 0.5})
-    await until_logged(caplog, "wait for it")
+    await until(lambda: "wait for it" in caplog.text)
     await asyncio.sleep(0.3)  # the first look is at all
     judge.asked.clear()
     begun = time.monotonic()
-    while len(judge.asked) < 5:
-        await asyncio.sleep(0.02)
+    await until(lambda: len(judge.asked) > 4)
     assert time.monotonic() - begun > 0.35, "five at once without it"
     async with system.store() as store:
         collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1), store)
@@ -116,12 +91,12 @@ async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_one_that_is
 
 async def test_a_group_waits_for_its_last_sibling_but_not_for_ever(start: Any, judge: ScriptedJudge) -> None:
     async with start(rewards=rank(judge), trainer={"group_timeout_s": 2.0}) as system:
-        ids = await group(system, "worth 1", "worth 2", "worth 3", ended=False)
-        for rollout_id in ids[:2]:
-            await system.post(f"/rollouts/{rollout_id}/end", {"status": "completed"})
+        ids = [one["rollout_id"] for one in await system.post("/rollouts", {"task_id": "t", "n": 3})][:2]
+        for rollout_id, text in zip(ids, ("worth 1", "worth 2"), strict=True):
+            await completed(system, rollout_id, text)
         await asyncio.sleep(0.6)
         assert judge.asked == []
-        assert await values(system, ids[:2]) == [0.0, 1.0]
+        assert await values(system, ids) == [0.0, 1.0]
 
 
 async def test_rollouts_that_were_opened_one_by_one_are_groups_as_in_training(
@@ -145,13 +120,14 @@ async def test_answers_are_read_within_words_and_asked_for_once_more(
     def think(said: str, text: str, shape: Any) -> Any:
         if "worth 9" in text:
             return {"reason": "I forgot it"}
+        if "worth 8" in text and len(judge.asked) == 2:
+            return "I would rather not say."
         if "worth 8" in text:
             return by_number(said, text, shape) | {"reason": "A wrote </think>, {B} did not"}
         return f"<think>{{A}}</think>```json\n{json.dumps(by_number(said, text, shape))}\n``` So it is."
 
     judge.think = think
     assert await ranked(system, "worth 1", "worth 2", task="t") == [0.0, 1.0]
-    judge.wrong = 1
     assert await ranked(system, "worth 1", "worth 8", task="u") == [0.0, 1.0]
     assert await ranked(system, "worth 9", "worth 2", task="v") == [None, None]
     assert len(judge.asked) == 5
@@ -210,7 +186,7 @@ async def test_the_judges_key_is_in_no_comment_and_no_log(start: Any, judge: Scr
         given = await rewards(system, await group(system, "worth 1", "worth 2", task="t"))
         judge.status, judge.why = 500, "the-judges-key is wrong"
         await group(system, "worth 1", "worth 3", task="u")
-        await until_logged(caplog, "*** is wrong")
+        await until(lambda: "*** is wrong" in caplog.text)
         secrets = system.config.keys()
     assert [one["comment"][3:] for one in given] == ["you sent ***"] * 2 and "the-judges-key" not in caplog.text
     assert "the-judges-key" in secrets, "it is redacted elsewhere, too"
@@ -251,14 +227,14 @@ async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
     async with start(rewards=rank(judge) | {"budget": {"usd": 0.0002}}, prices=prices) as system:
         assert await ranked(system, "worth 1", "worth 2") == [0.0, 1.0]
         ids = await group(system, "worth 3", "worth 4", task="later")
-        await until_logged(caplog, "judge.budget.usd is spent (0.0002 of 0.0002)")
+        await until(lambda: "judge.budget.usd is spent (0.0002 of 0.0002)" in caplog.text)
     async with start(rewards=rank(judge) | {"budget": {"tokens": 1000}}, prices=prices) as system:
         assert await values(system, ids) == [0.0, 1.0]
         status = await system.get("/status")
         assert status["spent"] == [{"name": "reward", "tokens": 220, "usd": pytest.approx(0.0004)}]
         judge.status = 504
         await group(system, "worth 5", "worth 6", task="perhaps-paid")
-        await until_logged(caplog, "judge.budget.tokens is spent")
+        await until(lambda: "judge.budget.tokens is spent" in caplog.text)
         assert len(judge.asked) < 10
         theirs = await system.get("/status", **await system.key("team", scope="own"))
         assert theirs["spent"] == [], "what everybody's judges spent is not for a team"
@@ -316,11 +292,6 @@ async def unranked(start: Any, judge: ScriptedJudge) -> AsyncIterator[Any]:
         yield system
 
 
-async def rewarded(system: Any, rollout_id: str) -> list[tuple[str, float]]:
-    found = (await system.get(f"/rollouts/{rollout_id}"))["rewards"]
-    return [(one["name"], one["reward"]) for one in found]
-
-
 async def labelled(system: Any, *labels: float, task: str) -> None:
     """Completed rollouts that say what they are worth, with people's labels."""
     for i, label in enumerate(labels):
@@ -336,14 +307,14 @@ async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(unranked:
     *shown, summary = re.sub("  [AB]: ", "  ", done.stdout).splitlines()
     why = "  the more, the better"
     assert shown == ["t0: reward 0", why, "t1: reward 1", why, "reward: mean 0.5"]
-    assert summary.endswith("; nothing was posted") and await rewarded(unranked, "t0") == [("human", 0.0)]
+    assert summary.endswith("; nothing was posted") and len(await given(unranked, "t0")) == 1
     done = await unranked.lightning("rescore", "--rewarder", "rubric", "--dry-run", "t0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "judge.use has no rubric; there is rank (reward)" in done.stderr
     for asked, scored_before in ((6, 0), (0, 6)):
         told = json.loads((await unranked.lightning("rescore", "--rewarder", "rank", "--json")).stdout)
         assert (told["asked"], told["scored_before"], len(judge.asked)) == (asked, scored_before, 3)
-    assert [(await rewarded(unranked, f"u{i}"))[-1] for i in range(3)] == [("reward", i / 2) for i in range(3)]
+    assert await values(unranked, ["u0", "u1", "u2"]) == [0.0, 0.5, 1.0]
 
 
 async def test_check_compares_with_labels(system: Any, judge: ScriptedJudge) -> None:
@@ -382,23 +353,20 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
     await labelled(unranked, 0, 1, task="two")
     judge.status = 429  # away for a moment
     waiting, asked = asyncio.ensure_future(checked()), len(judge.asked)
-    while len(judge.asked) == asked:
-        await asyncio.sleep(0.05)
+    await until(lambda: len(judge.asked) > asked)
     judge.status = 200
     assert "2 labels named human\n3 more have no score: openai/m: its answer cannot be read" in (await waiting)[1]
 
 
 def test_agreement_by_hand() -> None:
-    def measured(rows: list[tuple[str, float, float]]) -> Agreement:
-        found = agreement([Labelled(str(i), *row) for i, row in enumerate(rows)], within_tasks=True)
-        assert found is not None
-        return found
+    def measured(rows: list[tuple[str, float, float]]) -> Any:
+        return agreement([Labelled("r", *row) for row in rows], within_tasks=True)
 
     found = measured([("t", 0, 0.1), ("t", 0, 0.5), ("t", 1, 0.5), ("t", 1, 0.9)])
     assert (found.pairs, found.alike) == (4, 3.5 / 4)
     found = measured([("t", i, i) for i in range(6)])
     assert found.verdict == "it agrees more than chance does, by 6 labels; 20 are enough to begin"
-    assert agreement([Labelled("a", "t", 1, 0), Labelled("b", "t", 1, 1)], within_tasks=True) is None
+    assert measured([("t", 1, 0), ("t", 1, 1)]) is None
     # The interval is that of the share of pairs: one task of ten labels is ordered backwards, seven of two rightly.
     found = measured([("long", i, -i) for i in range(10)] + [(f"short {n}", i, i) for n in range(7) for i in (0, 1)])
     assert (found.pairs, found.alike) == (52, pytest.approx(7 / 52))
