@@ -6,17 +6,15 @@ import asyncio
 import hashlib
 import re
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import pytest
 
-from contract.system import free_port
+from contract.system import Process, free_port, wait_until
 from lightning_proxy.features.page.proxy import FILES, POLICY, files
 from lightning_proxy.store.sqlite.database import SqliteDatabase
 from support.command_line import lightning
@@ -79,32 +77,22 @@ async def test_many_feeds_look_at_the_store_as_often_as_one(start: Any, monkeypa
 # `dashboard`: the page over a store alone. tests/contract checks that it changes nothing.
 
 
-@asynccontextmanager
-async def dashboard(session: aiohttp.ClientSession, store: Any, where: Any) -> AsyncIterator[tuple[Process, Any]]:
+@contextmanager
+def dashboard(directory: Path, store: Any, where: Any) -> Iterator[tuple[Process, Any]]:
     """Its process, and what gets a path from it. `where`: the store as it is shown."""
-    argv = ("-m", "lightning_proxy", "dashboard", "--store", str(store), "--port", str(free_port()))
-    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=PIPE, stderr=PIPE)
-    assert process.stdout is not None
+    (directory / "config.yaml").touch()
+    port = free_port()
+    page = Process(directory, "dashboard", "--store", str(store), "--port", str(port))
+    said = re.compile(rf"{where}: (http://127\.0\.0\.1:{port})/#/\?key=(\S+)")
+    page.start()
     try:
-        said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-        found = re.search(r"(http://[^/]+)/#/\?key=(\S+)", said)
-        assert found is not None and said.startswith(f"{where}: "), said
-        address, headers = found[1], {"Authorization": f"Bearer {found[2]}", "Connection": "close"}
-
-        async def get(path: str) -> Any:
-            async with asyncio.timeout(30):
-                while True:
-                    with suppress(aiohttp.ClientConnectionError):  # it does not listen yet
-                        async with session.get(address + path, headers=headers) as answer:
-                            return await answer.json()
-                    await asyncio.sleep(0.1)
-
-        yield process, get
+        wait_until(lambda: said.search(page.log.read_text()), 60, "it says where it listens")
+        ((address, key),) = said.findall(page.log.read_text())
+        headers, patient = {"Authorization": f"Bearer {key}"}, httpx.HTTPTransport(retries=6)  # until it listens
+        with httpx.Client(base_url=address, headers=headers, transport=patient) as client:
+            yield page, lambda path: client.get(path).json()
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
-            await asyncio.wait_for(process.communicate(), 30)
-            assert process.returncode == 0
+        assert not page.running or page.end(signal.SIGINT) == 0
 
 
 @pytest.mark.sqlite
@@ -114,24 +102,24 @@ async def test_a_store_in_use_can_be_looked_at_and_one_that_nobody_used_until_so
     store = tmp_path / "store.db"
     async with start() as system:
         await system.chat("r1")
-        async with dashboard(system.session, store, store) as (_, get):
+        with dashboard(tmp_path, store, store) as (_, get):
             await system.chat("r2")
-            assert [one["rollout_id"] for one in (await get("/rollouts"))["data"]] == ["r2", "r1"]
-            assert (await get("/readyz"))["status"] == "alone"
-    async with aiohttp.ClientSession() as session, dashboard(session, store, store) as (process, _):
+            assert [one["rollout_id"] for one in get("/rollouts")["data"]] == ["r2", "r1"]
+            assert get("/readyz")["status"] == "alone"
+    with dashboard(tmp_path, store, store) as (page, _):
         async with start() as system:
             await system.chat("r3")
-            _, said = await asyncio.wait_for(process.communicate(), 30)
-        assert process.returncode == 1 and b"is in use again" in said
+            assert page.process.wait(30) == 1 and "is in use again" in page.log.read_text()
 
 
 @pytest.mark.sqlite  # it has a server of its own
-async def test_a_store_on_a_server_can_be_looked_at(start: Any) -> None:
+async def test_a_store_on_a_server_can_be_looked_at(start: Any, tmp_path: Path) -> None:
     with postgres_server() as server:
         store = server.new_database()
         where = store.replace("lightning@", "").partition("?")[0]
         missing = await asyncio.to_thread(lightning, "dashboard", "--store", store, "--port", str(free_port()))
         assert missing.returncode == 2 and f"store {where} cannot be opened: it is empty" in missing.stderr
-        async with start(store={"url": store}) as system, dashboard(system.session, store, where) as (_, get):
-            await system.chat("r1")
-            assert [one["rollout_id"] for one in (await get("/rollouts"))["data"]] == ["r1"]
+        async with start(store={"url": store}) as system:
+            with dashboard(tmp_path, store, where) as (_, get):
+                await system.chat("r1")
+                assert [one["rollout_id"] for one in get("/rollouts")["data"]] == ["r1"]
