@@ -26,6 +26,7 @@ from lightning_proxy.features.experiment.experiment import Experiment, Lesson, L
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.command_line import lightning
+from support.served import saved_version
 
 # `experiment` in front of a played run, which takes as long as the file `hang` is there.
 PLAYED = """
@@ -239,15 +240,14 @@ async def test_a_finished_run_keeps_the_last_and_the_best_weights(place: Path) -
     lesson = Lesson(experiment, plan, {}, print)
     lesson.begin()
     policy = lesson.directory / "policy"
+    (policy / "versions").mkdir(parents=True)
     async with opened(load_config(lesson.launch.path).store) as database:
         store = Store(database)
         for _ in range(3):
-            number = await store.steps.claim([], 0)
-            weights, checkpoint = policy / "versions" / f"v{number}", policy / "checkpoints" / str(number)
-            for folder in (weights, checkpoint):
-                folder.mkdir(parents=True)
+            checkpoint = policy / "checkpoints" / str(number := await store.steps.claim([], 0))
+            checkpoint.mkdir(parents=True)
             await store.steps.trained(number, str(checkpoint), {})
-            await store.versions.saved(await store.versions.new("lora", number, {}), str(weights), f"policy-v{number}")
+            await saved_version(store, "lora", policy / "versions")
     await lesson.tidy({3, 1})
     kept = {path.relative_to(policy).as_posix() for path in policy.glob("*/*")}
     assert kept == {"versions/v1", "versions/v3", "checkpoints/3"}
