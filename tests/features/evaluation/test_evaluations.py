@@ -88,9 +88,8 @@ async def test_held_out_rewards_count_first_whoever_made_them(store: Store) -> N
         await rewarded(store, version, *[version / 5] * 4)
     await evaluated(store, 1, 0.4)
     await evaluated(store, 3, 0.3)
-    best = await evaluations.best()
-    assert best is not None and (best.version, best.judged) == (1, "evaluation")
-    assert best.story == "version 1: held-out reward 0.400 (0.300 to 0.500)"
+    best: Any = await evaluations.best()
+    assert (best.judged, best.story) == ("evaluation", "version 1: held-out reward 0.400 (0.300 to 0.500)")
     await rewarded(store, 2, 0.4, 0.6, mode="eval")  # as `lightning-proxy eval` records them
     assert await best_of(store) == (2, "evaluation")
     name = RolloutName("begun", "t0", mode="eval")
@@ -98,7 +97,7 @@ async def test_held_out_rewards_count_first_whoever_made_them(store: Store) -> N
     assert (await best_of(store), await evaluations.under_way()) == ((1, "evaluation"), {2}), "it is evaluated again"
     await store.rollouts.end("begun", "failed", None)
     best = await evaluations.best()
-    assert best is not None and (best.version, best.reward) == (2, (4 * 0.4 / 5 + 0.6) / 2), "a failed program earns 0"
+    assert (best.version, best.reward) == (2, (4 * 0.4 / 5 + 0.6) / 2), "a failed program earns 0"
     await store.versions.forget_files(2)
     assert await best_of(store) == (1, "evaluation")
 
