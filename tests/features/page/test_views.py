@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from random import Random
@@ -112,24 +111,6 @@ async def test_a_team_is_shown_no_number_that_it_is_not_given_and_offered_nothin
             assert ("last reward0.9± 0.3" in overview["text"]) == sees_all
             assert ("mean 0.9 (0.6 to 1)" in overview["text"]) == sees_all, "the band ends where rewards end"
             assert ("Promote…" in versions["buttons"]) == sees_all
-
-
-async def test_the_test_of_a_version_is_shown(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.features.promotion.proxy.LOOK_S", 0.05)
-    policy = {"promotion": "gated", "gate": {"metrics": {"reward": 0.1, "answer_tokens": 0.2}}}
-    async with start(publish="lora", policy=policy, trainer={"group_size": 2}) as system:
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        for rollout in ("a", "b"):
-            await system.chat(rollout, X_Task_Id="t")
-            candidates = (await system.get(f"/rollouts/{rollout}"))["calls"][0]["policy_version"] == version
-            await system.post("/reward", {"rollout_id": rollout, "reward": float(not candidates)})
-        async with asyncio.timeout(30):
-            while not (await system.get("/policy"))["test"]["evidence"].get("groups"):
-                pass
-        (shown,) = await drawn(system, tmp_path, "versions")
-        for words in (f"Version {version} is tested against 0", "−1", "answer_tokens", "undecided"):
-            assert words in shown["text"]
 
 
 # Tokens as texts, by the files of the policy's model, or not at all.

@@ -34,9 +34,9 @@ from support.stores import store_url
 Tested = tuple[Config, Store, Promotion]
 
 
-def config_of(url: str, group_size: int) -> Config:
+def config_of(url: str, group_size: int, **gate: Any) -> Config:
     return Config.model_validate({
-        "store": {"url": url}, "policy": {"publish": "lora"}, "promotion": {"mode": "gated"},
+        "store": {"url": url}, "policy": {"publish": "lora"}, "promotion": {"mode": "gated", **gate},
         "trainer": {"group_size": group_size},
     })  # fmt: skip
 
@@ -125,13 +125,16 @@ async def test_an_error_in_a_look_does_not_end_the_gate(tested: Tested, monkeypa
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_no_rollout_is_put_into_a_test_that_was_decided_meanwhile(tested: Tested) -> None:
+async def test_no_rollout_is_put_into_a_test_that_has_all_that_it_takes_or_was_decided_meanwhile(
+    tested: Tested,
+) -> None:
     config, store, test = tested
-    tests = Promotions(store.database)
+    tests, late = Promotions(store.database), [RolloutName(f"late{n}", "t") for n in range(2)]
+    full = config_of(config.store.url, 2, max_rollouts=40)
+    assert [await tests.assign(test, one, full) for one in late] == [0, 0]
     assert await tests.decide(test, "rejected", "as the test says", {})
-    before = len(await tests.observed(test))
-    assert [await tests.assign(test, RolloutName(f"late{n}", "t"), config) for n in range(2)] == [0, 0]
-    assert len(await tests.observed(test)) == before
+    assert [await tests.assign(test, one, config) for one in late] == [0, 0]
+    assert len(await tests.observed(test)) == 40
 
 
 async def test_what_a_rollout_is_observed_by_is_read_off_its_calls_and_rewards(tested: Tested) -> None:
@@ -160,13 +163,9 @@ async def test_what_a_rollout_is_observed_by_is_read_off_its_calls_and_rewards(t
 
 @pytest.mark.long
 @pytest.mark.sqlite
-@pytest.mark.parametrize("moment", ["before", "inside"])
 @pytest.mark.parametrize("worse", [True, False])
-async def test_a_decision_survives_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, worse: bool
-) -> None:
+async def test_a_decision_survives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worse: bool) -> None:
     """The next proxy decides, by the same numbers."""
-    monkeypatch.setenv("KILL_AT", moment)
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     async with proxy_in_front(tmp_path, (sys.executable, __file__)) as proxy:
         proxy.set("promotion", mode="gated")
@@ -195,12 +194,10 @@ async def test_a_decision_survives_a_kill(
 
 
 def killed_when_deciding() -> None:
-    """`lightning-proxy`, killed with SIGKILL when its gate decides: KILL_AT=before, or inside the transaction."""
+    """`lightning-proxy`, killed with SIGKILL inside of the transaction by which its gate decides."""
     decide = Promotions.decide
 
     async def killed(self: Promotions, *args: Any) -> bool:
-        if os.environ["KILL_AT"] == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
         write = self._db.write
 
         async def half(work: Any, size: int = 0) -> Any:

@@ -183,10 +183,10 @@ def test_a_policy_that_games_its_reward_is_stopped_by_another_metric(name: str, 
 
 
 def test_a_policy_that_games_a_judge_is_stopped_by_what_people_say() -> None:
-    told = []
-    for one in groups(20, 0.0, 0.0):
-        worth = 1.0 if one.version == 2 else 0.0
-        told.append(replace(one, rewards=(Reward("r", worth), Reward("r", 1.0 - 2 * worth, name="human"))))
+    told = [
+        replace(one, rewards=(Reward("r", one.version - 1.0), Reward("r", 2.0 - one.version, name="human")))
+        for one in groups(20, 0.0, 0.0)
+    ]
     assert weigh(TEST, told, rules(), NOW).outcome == "promoted"
-    weighed = weigh(TEST, told, rules({"reward": 0.1, "human": 0.1}, reward_range=[-1, 1]), NOW)
+    weighed = weigh(TEST, told, rules({"reward": 0.1, "human": 0.1}), NOW)
     assert (weighed.outcome, weighed.reason[:23]) == ("rejected", "human is worse: -1.000 ")
