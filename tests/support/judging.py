@@ -1,4 +1,4 @@
-"""Servers with a judge that is a script: in OpenAI's, Anthropic's and vLLM's protocols. `judging(think)` yields one."""
+"""Servers with a model that is a script, in OpenAI's, Anthropic's and vLLM's protocols: `judging(think)` yields one."""
 
 from __future__ import annotations
 
@@ -83,11 +83,12 @@ class ScriptedJudge:
     def _chat(self, body: Any) -> dict[str, Any]:
         made = body.get("response_format", {}).get("json_schema", {})
         shape = body.get("structured_outputs") or {"json": made.get("schema")}
-        system, first, *_ = body["messages"]
-        said = self._said(system["content"], first["content"], next(iter(shape.values())))
+        asked = {one["role"]: one["content"] for one in reversed(body["messages"])}  # the first of each
+        said = self._said(asked.get("system", ""), asked["user"], next(iter(shape.values())))
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
-        return {"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+        return answer | {"choices": [choice], "usage": usage}
 
     def _message(self, body: Any) -> dict[str, Any]:
         assert body["tool_choice"] == {"type": "tool", "name": "answer"}

@@ -26,11 +26,15 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
         yield Store(database)
 
 
+async def saved(store: Store, publish: Any, step: int) -> int:
+    version = await store.versions.new(publish, step, {})
+    await store.versions.saved(version, f"/v{version}", None)
+    return version
+
+
 async def published(store: Store, count: int) -> None:
     for step in range(1, count + 1):
-        version = await store.versions.new("lora", step, {})
-        await store.versions.saved(version, f"/v{version}", f"policy-v{version}")
-        await store.versions.set_live(version)
+        await store.versions.set_live(await saved(store, "lora", step))
 
 
 async def evaluated(store: Store, version: int, reward: float) -> None:
@@ -69,8 +73,7 @@ async def test_the_best_by_rewards_is_the_newest_that_is_not_clearly_worse(store
 async def test_a_version_that_no_agent_got_for_certain_is_not_the_best(store: Store) -> None:
     await published(store, 1)
     for step in (2, 3):
-        version = await store.versions.new("merged", step, {})
-        await store.versions.saved(version, f"/v{version}", None)
+        await saved(store, "merged", step)
     for version in range(4):
         await rewarded(store, version, *[version / 10] * 3)
     await Promotions(store.database).begin(2, 2, 1)  # a gate has not let it through
@@ -82,21 +85,20 @@ async def test_a_version_that_no_agent_got_for_certain_is_not_the_best(store: St
 
 
 async def test_held_out_rewards_count_first_whoever_made_them(store: Store) -> None:
-    evaluations = Evaluations(store)
     await published(store, 5)
     for version in range(6):
         await rewarded(store, version, *[version / 5] * 4)
     await evaluated(store, 1, 0.4)
     await evaluated(store, 3, 0.3)
-    best: Any = await evaluations.best()
+    best: Any = await Evaluations(store).best()
     assert (best.judged, best.story) == ("evaluation", "version 1: held-out reward 0.400 (0.300 to 0.500)")
     await rewarded(store, 2, 0.4, 0.6, mode="eval")  # as `lightning-proxy eval` records them
     assert await best_of(store) == (2, "evaluation")
-    name = RolloutName("begun", "t0", mode="eval")
-    await store.rollouts.open([(name, "hash")], {}, policy_version=2)
-    assert (await best_of(store), await evaluations.under_way()) == ((1, "evaluation"), {2}), "it is evaluated again"
+    await store.rollouts.open([(RolloutName("begun", "t0", mode="eval"), "hash")], {}, policy_version=2)
+    assert await Evaluations(store).under_way() == {2}, "it is evaluated again"
+    assert await best_of(store) == (1, "evaluation")
     await store.rollouts.end("begun", "failed", None)
-    best = await evaluations.best()
+    best = await Evaluations(store).best()
     assert (best.version, best.reward) == (2, (4 * 0.4 / 5 + 0.6) / 2), "a failed program earns 0"
     await store.versions.forget_files(2)
     assert await best_of(store) == (1, "evaluation")
@@ -122,20 +124,21 @@ async def test_an_own_keys_rewards_make_no_version_the_best(served: tuple[Any, S
         await system.post("/reward", [{"rollout_id": one, "reward": reward} for one in ids], **key)
         return ids
 
-    async def shown() -> tuple[int, Any]:
-        versions = await system.get("/policy/versions", **plain)
-        return (await system.get("/policy", **plain))["best"]["version"], versions["data"][2]["rewards"]
+    async def shown() -> tuple[list[bool], Any]:
+        """Of each version whether it is the best, and the rewards of the last."""
+        versions = (await system.get("/policy/versions", **plain))["data"]
+        return [one["best"] for one in versions], versions[-1]["rewards"]
 
     await given(own, "train", 9.0)
     await given(own, "eval", 9.0)
     await system.post("/rollouts", {"mode": "eval", "policy_version": 1}, **own)
-    assert await shown() == (1, {})
+    assert await shown() == ([False, True, False], {})
     await given(plain, "train", 0.9)
-    assert await shown() == (2, {"train": {"mean": pytest.approx(0.9), "rollouts": 10}})
+    assert await shown() == ([False, False, True], {"train": {"mean": pytest.approx(0.9), "rollouts": 10}})
     ids = await given(await system.key("judge", evaluator=True), "train", 0.1)
     await system.post("/reward", [{"rollout_id": one, "reward": 5.0} for one in ids], **plain)
     await store.rewards.recount()  # as the proxy does in a moment
-    assert await shown() == (1, {"train": {"mean": pytest.approx(0.1), "rollouts": 10}})
+    assert await shown() == ([False, True, False], {"train": {"mean": pytest.approx(0.1), "rollouts": 10}})
 
 
 async def test_the_best_version_is_named_and_promoted(served: tuple[Any, Store], tmp_path: Path) -> None:
@@ -145,9 +148,8 @@ async def test_the_best_version_is_named_and_promoted(served: tuple[Any, Store],
     await store.versions.verified(await system.earlier_version(store, tmp_path))
     await evaluated(store, 2, 0.71)
     await Evaluations(store).begin(3, 3)
-    policy, versions = await system.get("/policy"), await system.get("/policy/versions")
+    policy = await system.get("/policy")
     assert (policy["best"]["version"], policy["evaluation"]["version"]) == (2, 3)
-    assert [one["best"] for one in versions["data"]] == [False, False, True, False]
     _, out, _ = await system.lightning("policy", "list")
     told = {line.split()[0]: line for line in out.splitlines() if line}
     assert "held out" in told["version"] and "0.710" in told["2"] and "begun" in told["3"], out

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -45,17 +46,12 @@ post(os.environ["LIGHTNING_URL"] + "/reward", {"rollout_id": os.environ["LIGHTNI
 """
 
 
-async def verified() -> None:
-    """The live version is verified."""
-
-
 class Evaluating:
     """A proxy with its store, and what the trainer does between its steps."""
 
     def __init__(self, system: Any, store: Store) -> None:
         self.system, self.store, self.directory = system, store, system.vllm.root
-        self.evaluations = Evaluations(store)
-        self.reported: list[dict[str, float]] = []
+        self.evaluations, self.reported = Evaluations(store), list[dict[str, float]]()
 
     def evaluator(self, *options: str, **more: Any) -> Evaluator:
         """The trainer's, after a start. `options`: of the agent."""
@@ -70,7 +66,7 @@ class Evaluating:
 
     async def evaluated(self, evaluator: Evaluator, version: int = 0) -> Any:
         """What an evaluation between two steps leaves."""
-        await evaluator.evaluate(asyncio.Event(), verified)
+        await evaluator.evaluate(asyncio.Event(), AsyncMock())
         return (await self.evaluations.read())[version]
 
     async def rollouts(self) -> Any:
@@ -88,14 +84,11 @@ async def e(start: Any) -> AsyncIterator[Evaluating]:
 
 
 async def test_a_version_is_verified_before_it_is_evaluated(e: Evaluating) -> None:
-    async def differs() -> None:
-        raise PublishError("it does not verify")
-
-    evaluator = e.evaluator()
+    evaluator, differs = e.evaluator(), AsyncMock(side_effect=PublishError("it does not verify"))
     with pytest.raises(PublishError):
         await evaluator.evaluate(asyncio.Event(), differs)
     assert (await e.rollouts(), await e.evaluations.read()) == ([], {})
-    await evaluator.evaluate(asyncio.Event(), verified)
+    await evaluator.evaluate(asyncio.Event(), AsyncMock())
     await evaluator.evaluate(asyncio.Event(), differs)  # nothing is due: nothing is asked
 
 
@@ -137,28 +130,26 @@ async def test_a_command_that_hangs_is_ended_in_time(e: Evaluating) -> None:
     found = await e.evaluated(e.evaluator("--hang", str(pids), timeout_s=3))
     assert found.error == "it was not done after 3 s (evaluation.timeout_s)"
     assert {one["status"] for one in await e.rollouts()} == {"discarded"}
-    left = pids.read_text().split()
-    assert left and not [pid for pid in left if Path("/proc", pid).exists()]
+    (left,) = {Path("/proc", pid).exists() for pid in pids.read_text().split()}
+    assert not left
 
 
 @pytest.mark.parametrize("wrong", ["UTF-8", "no space left on device"])
 async def test_what_is_wrong_with_the_tasks_or_this_machine_ends_no_training(
     e: Evaluating, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    def fault(*_: Any) -> Any:
-        raise OSError(wrong)
-
     evaluator = e.evaluator()
     if wrong == "UTF-8":
         (e.directory / "held_out.jsonl").write_bytes(b'{"x": "\xff"}\n')
     else:
+        fault = Mock(side_effect=OSError(wrong))
         monkeypatch.setattr("lightning_proxy.commands.run.runner.LocalRunner._request", fault)
     assert wrong in str((await e.evaluated(evaluator)).error)
 
 
 async def test_what_was_broken_off_is_begun_again_and_keeps_no_version_from_being_the_best(e: Evaluating) -> None:
     stop = asyncio.Event()
-    working = asyncio.create_task(e.evaluator("--hang", str(e.directory / "pids")).evaluate(stop, verified))
+    working = asyncio.create_task(e.evaluator("--hang", str(e.directory / "pids")).evaluate(stop, AsyncMock()))
     while not (e.directory / "pids").exists():
         await asyncio.sleep(0.01)
     stop.set()

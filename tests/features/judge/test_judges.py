@@ -131,12 +131,16 @@ def call(n: int, messages: list[Json], answer: Json, **more: Any) -> Json:
     return told | {"request": {"messages": messages}, "response": {"choices": [{"message": answer}]}, **more}
 
 
-def test_a_reply_belongs_to_the_call_before_it_and_tools_write_none() -> None:
+def test_a_reply_belongs_to_the_call_before_it_and_tools_write_none_in_any_dialect() -> None:
     tool = said("") | {"tool_calls": [{"id": "t", "function": {"name": "look", "arguments": "{}"}}]}
     result = {"role": "tool", "tool_call_id": "t", "content": "No, wrong, undo! Thanks!"}
     first = [user("Look at it")]
     answered = [*first, tool, result, said("It is blue"), user("No.")]
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]}
+    seen = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "No! Wrong!"}]}
     calls = [
+        call(6, [user("Look")], {}, endpoint="messages", response=used),
+        call(7, [user("Look"), used, seen], {}, endpoint="messages", response=said("")),
         call(1, first, tool),
         call(2, answered[:3], said("It is blue")),
         call(3, answered, said("Green")),
@@ -145,14 +149,6 @@ def test_a_reply_belongs_to_the_call_before_it_and_tools_write_none() -> None:
     ]
     found = [(one.call_id, one.request, one.answer, one.message) for one in replies({"calls": calls}, str)]
     assert found == [("c2", "Look at it", "It is blue", "No."), ("c3", "No.", "Green", "Thanks")]
-
-
-def test_results_in_anthropics_messages_are_no_reply() -> None:
-    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]}
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "No! Wrong!"}]}
-    turns = [user("Look"), used, result, said("")]
-    calls = [call(n, turns[:n], {}, endpoint="messages", response=turns[n]) for n in (1, 3)]
-    assert [*replies({"calls": calls}, str)] == []
 
 
 @pytest.mark.parametrize(

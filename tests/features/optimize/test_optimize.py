@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from contract.system import listening
 from lightning_proxy.features.optimize.search import BudgetSpent, Reflection, between, lesson_of
 from support.command_line import lightning
+from support.judging import ScriptedJudge, judging
 
 WORDS = "amber birch cedar delta ember frost grove hazel".split()  # noqa: SIM905
 AGENT = """
@@ -39,39 +38,22 @@ post(os.environ["LIGHTNING_URL"] + "/reward", reward | {"comment": None if word 
 """
 
 
-class Reflecting:
-    """A provider: its model adds the words that the feedback names to the prompt that it is shown."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.url, self.fails = "", False
-
-    async def answer(self, request: web.Request) -> web.Response:
-        if self.fails:
-            return web.json_response({"error": {"message": "no such key"}}, status=401)
-        text = (await request.json())["messages"][0]["content"]
-        self.asked.append(text)
-        missing = " ".join(dict.fromkeys(re.findall(r"missing: (\w+)", text)))
-        if "<critique>" in text:
-            prompt = text.split("<prompt>\n")[1].split("\n</prompt>")[0]
-            said = f"Here it is:\n<prompt>\n{prompt} {missing}\n</prompt>"
-        elif "<prompt>" in text:
-            said = f"It lacks words. missing: {missing.replace(' ', ' missing: ')}"
-        else:  # gepa's own question quotes the prompt and asks for it in a fence
-            said = f"```\n{text.split('```')[1].strip()} {missing}\n```"
-        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        body = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
-        return web.json_response(body)
+def reflect(_: str, text: str, shape: Any) -> str:
+    """A model that adds the words that the feedback names to the prompt that it is shown."""
+    missing = " ".join(dict.fromkeys(re.findall(r"missing: (\w+)", text)))
+    if "<critique>" in text:
+        prompt = text.split("<prompt>\n")[1].split("\n</prompt>")[0]
+        return f"Here it is:\n<prompt>\n{prompt} {missing}\n</prompt>"
+    if "<prompt>" in text:
+        return f"It lacks words. missing: {missing.replace(' ', ' missing: ')}"
+    # gepa's own question quotes the prompt and asks for it in a fence
+    return f"```\n{text.split('```')[1].strip()} {missing}\n```"
 
 
 @pytest.fixture
-async def model(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reflecting]:
+async def model(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedJudge]:
     monkeypatch.setenv("OPENAI_API_KEY", "the reflecting model's")
-    model, app = Reflecting(), web.Application()
-    app.router.add_post("/v1/chat/completions", model.answer)
-    async with listening(app) as url:
-        model.url = f"{url}/v1"
+    async with judging(reflect) as model:
         yield model
 
 
@@ -85,26 +67,28 @@ async def system(start: Any) -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-def search(tmp_path: Path, model: Reflecting) -> Any:
+def search(tmp_path: Path, model: ScriptedJudge) -> Any:
     """The arguments of a search with a method and more options."""
     agent, tasks = tmp_path / "agent.py", tmp_path / "tasks.jsonl"
     agent.write_text(AGENT)
     lines = [{"word": word, "n": n} for n in range(3) for word in WORDS][:22]  # 9 lessons: gepa pads its batches
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = f"--prompt writer --tasks {tasks} --reflect openai/m --reflect-url {model.url} --budget 60 --concurrency 4"
+    given = (
+        f"--prompt writer --tasks {tasks} --reflect openai/m --reflect-url {model.url}/v1 --budget 60 --concurrency 4"
+    )
     program = ("--", sys.executable, str(agent))
     return lambda method, *more: ["optimize", "--method", method, *given.split(), *more, *program]
 
 
 @pytest.mark.parametrize("method", [pytest.param("apo", marks=pytest.mark.long), "gepa"])
-async def test_a_better_prompt_is_found(system: Any, method: str, model: Reflecting, search: Any) -> None:
+async def test_a_better_prompt_is_found(system: Any, method: str, model: ScriptedJudge, search: Any) -> None:
     done = await system.lightning(*search(method, "--json"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["mean_before"] == found["before"] == 0 and found["mean_after"] > 0.3
     assert found["held_out"]["difference"] == found["after"] > 0
     asked = len(model.asked)
-    assert (found["reflect_tokens"], found["reflect_usd"]) == (2 * asked, pytest.approx(asked * 3e-6))
+    assert (found["reflect_tokens"], found["reflect_usd"]) == (110 * asked, pytest.approx(asked * 120e-6))
     assert 0 < found["rollouts"] <= 60 and found["version"] > 1
     prompt = await system.get("/prompts/writer")
     best = prompt["versions"][found["version"] - 1]
@@ -124,7 +108,7 @@ async def test_a_better_prompt_is_found(system: Any, method: str, model: Reflect
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["apo", "gepa"])
 async def test_a_search_that_was_killed_goes_on(
-    system: Any, tmp_path: Path, method: str, model: Reflecting, search: Any, monkeypatch: pytest.MonkeyPatch
+    system: Any, tmp_path: Path, method: str, model: ScriptedJudge, search: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await system.lightning("status")  # writes the configuration
     command = [sys.executable, "-m", "lightning_proxy", "--config", str(tmp_path / "system.yaml"), *search(method)]
@@ -144,15 +128,16 @@ async def test_a_search_that_was_killed_goes_on(
     kept = [(one["version"], one["task_id"]) for one in tried["data"] if one["status"] != "discarded"]
     assert max(Counter(kept).values()) == 1  # no finished score was asked for again
     assert found["rollouts"] <= 60 and found["mean_after"] > found["mean_before"] == 0
-    assert max(Counter(model.asked).values()) <= 2  # what was under way at the kill, at most
+    asked = Counter(str(one["messages"]) for one in model.asked)
+    assert max(asked.values()) <= 2  # what was under way at the kill, at most
 
 
 async def test_what_is_wrong_ends_the_command_with_one_line(
-    system: Any, tmp_path: Path, model: Reflecting, search: Any
+    system: Any, tmp_path: Path, model: ScriptedJudge, search: Any
 ) -> None:
     small = tmp_path / "small.jsonl"
     small.write_text('{"word": "a"}\n')
-    model.fails = True
+    model.status = 401
     done = await system.lightning(*search("gepa"))
     assert done.returncode == 1 and "openai/m does not answer" in done.stderr and "Traceback" not in done.stderr
     for more, code, said in (

@@ -55,9 +55,12 @@ async def statuses(b: Bench) -> dict[int, str]:
     return {v.version: v.status for v in await b.store.versions.all()}
 
 
+async def under_test(b: Bench) -> Any:
+    return await Promotions(b.store.database).now()
+
+
 async def decide(b: Bench, outcome: Any) -> None:
-    trial = await Promotions(b.store.database).now()
-    assert trial is not None
+    trial = await under_test(b)
     assert await Promotions(b.store.database).decide(trial.promotion, outcome, "as the test says", {"pairs": 7})
 
 
@@ -65,9 +68,8 @@ async def decide(b: Bench, outcome: Any) -> None:
 async def test_training_goes_on_beside_a_test_and_the_newest_weights_are_tested_next(b: Bench) -> None:
     loop = await step(b)
     assert await statuses(b) == {0: "live", 1: "candidate"}
-    trial = await Promotions(b.store.database).now()
-    assert trial is not None and trial.candidate.verified
-    assert (trial.promotion.version, trial.promotion.against) == (1, 0)
+    trial = await under_test(b)
+    assert (trial.promotion.version, trial.promotion.against, trial.candidate.verified) == (1, 0, True)
     await require_seen_clearly(b.store, 1)
     labels = [server.label.split("-")[0] for server in (b.server, *b.replicas)]
     assert "policy-v1" in b.server.models if b.mode == "lora" else labels == ["default", "1"]
@@ -169,7 +171,7 @@ async def test_weights_that_are_not_served_are_never_tested(base: Path, tmp_path
         with pytest.raises(PublishError, match="does not serve the weights"):
             await step(b)
         assert await statuses(b) == {0: "live", 1: "failed"}
-        assert await Promotions(b.store.database).now() is None
+        assert await under_test(b) is None
         assert [server.label.split("-")[0] for server in b.replicas] in ([], ["0"])
 
 

@@ -27,8 +27,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_siblings_are_split_evenly_whoever_comes_first(task: str | None, group_size: int) -> None:
     size = 2 if task is None else group_size
     found = [choose(TEST, task, place, group_size, 0.5) for place in range(20 * size)]
-    for group in range(20):
-        own = found[group * size : (group + 1) * size]
+    for start in range(0, len(found), size):
+        own = found[start : start + size]
         assert abs(own.count(1) - own.count(2)) == size % 2
     assert set(found[::size]) == {1, 2}, "which version comes first is drawn"
 
