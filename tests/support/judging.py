@@ -27,9 +27,9 @@ async def completed(system: Any, rollout_id: str, answer: str = "yes", **headers
     await system.post(f"/rollouts/{rollout_id}/end", {"status": "completed"})
 
 
-async def group(system: Any, *texts: str, task: str = "t") -> list[str]:
+async def group(system: Any, *texts: str) -> list[str]:
     """Siblings that were opened together, with these answers."""
-    opened = await system.post("/rollouts", {"task_id": task, "n": len(texts)})
+    opened = await system.post("/rollouts", {"task_id": "t", "n": len(texts)})
     ids = [one["rollout_id"] for one in opened]
     for rollout_id, text in zip(ids, texts, strict=True):
         await completed(system, rollout_id, text)

@@ -29,9 +29,9 @@ def rank(judge: ScriptedJudge, model: str = "openai/m", **more: Any) -> dict[str
     return {"use": [{"kind": "rank", "model": model, "api_base": base, **more}]}
 
 
-async def ranked(system: Any, *texts: str, task: str = "t") -> list[float | None]:
+async def ranked(system: Any, *texts: str) -> list[float | None]:
     """The rewards of siblings with these answers."""
-    return await values(system, await group(system, *texts, task=task))
+    return await values(system, await group(system, *texts))
 
 
 @pytest.fixture
@@ -70,9 +70,8 @@ async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_one_that_is
     system: Any, judge: ScriptedJudge, caplog: Logged
 ) -> None:
     judge.status = 503
-    groups = [await group(system, "worth 1", "worth 2", task=f"t{i}") for i in range(6)]
-    for rollout_id in groups[0]:
-        await system.post("/reward", {"rollout_id": rollout_id, "reward": 0.5})
+    groups = [await group(system, "worth 1", "worth 2") for i in range(6)]
+    await system.post("/reward", [{"rollout_id": rollout_id, "reward": 0.5} for rollout_id in groups[0]])
     await until(lambda: "wait for it" in caplog.text)
     await asyncio.sleep(0.3)  # the first look is at all
     judge.asked.clear()
@@ -127,9 +126,9 @@ async def test_answers_are_read_within_words_and_asked_for_once_more(
         return f"<think>{{A}}</think>```json\n{json.dumps(by_number(said, text, shape))}\n``` So it is."
 
     judge.think = think
-    assert await ranked(system, "worth 1", "worth 2", task="t") == [0.0, 1.0]
-    assert await ranked(system, "worth 1", "worth 8", task="u") == [0.0, 1.0]
-    assert await ranked(system, "worth 9", "worth 2", task="v") == [None, None]
+    assert await ranked(system, "worth 1", "worth 2") == [0.0, 1.0]
+    assert await ranked(system, "worth 1", "worth 8") == [0.0, 1.0]
+    assert await ranked(system, "worth 9", "worth 2") == [None, None]
     assert len(judge.asked) == 5
     assert (await system.get("/status"))["unrewarded"] == 2
     assert caplog.text.count("its answer cannot be read ('order')") == 2
@@ -140,11 +139,11 @@ async def test_what_is_refused_for_ever_is_an_error_of_what_was_refused(
 ) -> None:
     judge.firewall, judge.why = "forbidden", "refused by the content filter"
     assert await ranked(system, "worth 1", "worth 9 forbidden", "worth 2") == [0.0, None, 1.0]
-    assert await ranked(system, "forbidden", "worth 2", task="u") == [None, None]
+    assert await ranked(system, "forbidden", "worth 2") == [None, None]
     judge.why = "no"
-    refused = await group(system, "worth 1 forbidden", "worth 3", task="alone")
+    refused = await group(system, "worth 1 forbidden", "worth 3")
     for i in range(5):
-        assert await ranked(system, "worth 1", f"worth {i + 4}", task=f"t{i}") == [0.0, 1.0]
+        assert await ranked(system, "worth 1", f"worth {i + 4}") == [0.0, 1.0]
     assert await values(system, refused) == [None, None]
     assert "HTTP 403" in caplog.text and "others are answered" in caplog.text
 
@@ -161,8 +160,8 @@ HOSTILE = (
 async def test_what_an_agent_writes_is_data(system: Any, judge: ScriptedJudge) -> None:
     """A judge that takes the marks at their word finds each attempt between its own."""
     judge.think = ordered(lambda text: float(re.findall(r"worth (\d+)", text)[0]))
-    for i, hostile in enumerate(HOSTILE):
-        assert await ranked(system, "worth 1", hostile, "worth 3", task=f"t{i}") == [0.5, 0.0, 1.0]
+    for hostile in HOSTILE:
+        assert await ranked(system, "worth 1", hostile, "worth 3") == [0.5, 0.0, 1.0]
     assert all(len(asked["messages"][-1]["content"]) < 12_000 for asked in judge.asked)
 
 
@@ -172,7 +171,7 @@ async def test_secrets_are_not_read_and_what_is_redacted_takes_no_mark_away(star
     async with start(rewards=rank(judge), recording=redact) as system:
         for cut in range(8, 40, 8):  # in the middle, where long ones are shortened
             text = f"{'x' * (4000 - cut)} {secret} {'y ' * 9000} worth 1"
-            await ranked(system, text, "worth 2", task=f"t{cut}")
+            await ranked(system, text, "worth 2")
         texts = ("worth 1", "worth 2, password: abc", "worth 3\nthe password:")
         assert await ranked(system, *texts) == [0.0, 0.5, 1.0]
     text = judge.asked[-1]["messages"][-1]["content"]
@@ -183,9 +182,9 @@ async def test_secrets_are_not_read_and_what_is_redacted_takes_no_mark_away(star
 async def test_the_judges_key_is_in_no_comment_and_no_log(start: Any, judge: ScriptedJudge, caplog: Logged) -> None:
     judge.think = lambda *asked: by_number(*asked) | {"reason": "you sent the-judges-key"}
     async with start(rewards=rank(judge, api_key="the-judges-key")) as system:
-        given = await rewards(system, await group(system, "worth 1", "worth 2", task="t"))
+        given = await rewards(system, await group(system, "worth 1", "worth 2"))
         judge.status, judge.why = 500, "the-judges-key is wrong"
-        await group(system, "worth 1", "worth 3", task="u")
+        await group(system, "worth 1", "worth 3")
         await until(lambda: "*** is wrong" in caplog.text)
         secrets = system.config.keys()
     assert [one["comment"][3:] for one in given] == ["you sent ***"] * 2 and "the-judges-key" not in caplog.text
@@ -211,12 +210,12 @@ async def test_what_was_answered_is_asked_once_even_after_a_restart_and_goes_wit
 
 
 async def test_equal_attempts_are_shown_once_and_of_many_less_is_read(system: Any, judge: ScriptedJudge) -> None:
-    assert await ranked(system, *["worth 1"] * 3, task="t") == [0.5, 0.5, 0.5]
+    assert await ranked(system, *["worth 1"] * 3) == [0.5, 0.5, 0.5]
     assert judge.asked == []
-    assert await ranked(system, "worth 1", "worth 2", "worth 1", task="u") == [0.25, 1.0, 0.25]
+    assert await ranked(system, "worth 1", "worth 2", "worth 1") == [0.25, 1.0, 0.25]
     assert judge.asked.pop()["messages"][1]["content"].count("Attempt") == 2
     many = [f"{'x ' * 9000} worth {i}" for i in range(28)]  # more than there are letters
-    assert await ranked(system, *many, task="v") == pytest.approx([i / 27 for i in range(28)])
+    assert await ranked(system, *many) == pytest.approx([i / 27 for i in range(28)])
     assert len(judge.asked.pop()["messages"][1]["content"]) < 70_000
 
 
@@ -226,14 +225,14 @@ async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
     prices = {"*": [1, 10]}
     async with start(rewards=rank(judge) | {"budget": {"usd": 0.0002}}, prices=prices) as system:
         assert await ranked(system, "worth 1", "worth 2") == [0.0, 1.0]
-        ids = await group(system, "worth 3", "worth 4", task="later")
+        ids = await group(system, "worth 3", "worth 4")
         await until(lambda: "judge.budget.usd is spent (0.0002 of 0.0002)" in caplog.text)
     async with start(rewards=rank(judge) | {"budget": {"tokens": 1000}}, prices=prices) as system:
         assert await values(system, ids) == [0.0, 1.0]
         status = await system.get("/status")
         assert status["spent"] == [{"name": "reward", "tokens": 220, "usd": pytest.approx(0.0004)}]
         judge.status = 504
-        await group(system, "worth 5", "worth 6", task="perhaps-paid")
+        await group(system, "worth 5", "worth 6")
         await until(lambda: "judge.budget.tokens is spent" in caplog.text)
         assert len(judge.asked) < 10
         theirs = await system.get("/status", **await system.key("team", scope="own"))
@@ -312,7 +311,7 @@ async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(unranked:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "judge.use has no rubric; there is rank (reward)" in done.stderr
     for asked, scored_before in ((6, 0), (0, 6)):
-        told = json.loads((await unranked.lightning("rescore", "--rewarder", "rank", "--json")).stdout)
+        told = (await unranked.lightning("rescore", "--rewarder", "rank", "--json")).json
         assert (told["asked"], told["scored_before"], len(judge.asked)) == (asked, scored_before, 3)
     assert await values(unranked, ["u0", "u1", "u2"]) == [0.0, 0.5, 1.0]
 
@@ -320,42 +319,39 @@ async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(unranked:
 async def test_check_compares_with_labels(system: Any, judge: ScriptedJudge) -> None:
     for task in range(6):
         await labelled(system, 0, 1, 2, 3, task=f"t{task}-")
-    done = await system.lightning("rewards", "check", "rank", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = (await system.lightning("rewards", "check", "rank", "--json")).json
     assert (found["labels"], found["pairs"], found["alike"], found["low"]) == (24, 36, 1.0, 1.0)
     assert found["verdict"] == "it agrees more than chance does"
     shown = (await system.lightning("rewards", "check", "rank")).stdout
     assert "pairs ordered alike: 1.00 (1.00 to 1.00) of 36" in shown and "/#/rollouts/t" in shown
     for source, labels in (("rank:openai/m@of-before", (0, 1)), ("env", (1, 0))):  # they have the name `reward`, too
-        for i, label in enumerate(labels):
-            await system.post("/reward", {"rollout_id": f"t0-{i}", "reward": label, "source": source})
-    done = await system.lightning("rewards", "check", "rank", "--label", "reward", "--json")
-    found = json.loads(done.stdout)
+        posted = [{"rollout_id": f"t0-{i}", "reward": label, "source": source} for i, label in enumerate(labels)]
+        await system.post("/reward", posted)
+    found = (await system.lightning("rewards", "check", "rank", "--label", "reward", "--json")).json
     assert (found["labels"], found["alike"]) == (2, 0.0)
 
 
 async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_line(
     unranked: Any, judge: ScriptedJudge
 ) -> None:
-    async def checked() -> tuple[int, str]:
+    async def checked() -> str:
         done = await unranked.lightning("rewards", "check", "rank")
-        return done.returncode, done.stdout + done.stderr
+        return f"{done.returncode} {done.stdout}{done.stderr}"
 
     judge.think = lambda *asked: "I would rather not say." if "Attempt C" in asked[1] else by_number(*asked)
     await labelled(unranked, 1, task="alone")
-    code, said = await checked()
-    assert (code, said.count("\n"), judge.asked) == (2, 1, [])
+    said = await checked()
+    assert said.startswith("2 ") and (said.count("\n"), judge.asked) == (1, [])
     assert "no two rollouts of one task have different rewards named human" in said
     await labelled(unranked, 0, 1, 2, task="three")
-    code, said = await checked()
-    assert "too few labelled rollouts have a score: 3 of 3 have none: openai/m: its answer cannot" in said
+    refused = "too few labelled rollouts have a score: 3 of 3 have none: openai/m: its answer cannot"
+    assert refused in await checked()
     await labelled(unranked, 0, 1, task="two")
     judge.status = 429  # away for a moment
     waiting, asked = asyncio.ensure_future(checked()), len(judge.asked)
     await until(lambda: len(judge.asked) > asked)
     judge.status = 200
-    assert "2 labels named human\n3 more have no score: openai/m: its answer cannot be read" in (await waiting)[1]
+    assert "2 labels named human\n3 more have no score: openai/m: its answer cannot be read" in await waiting
 
 
 def test_agreement_by_hand() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import re
 import signal
 from pathlib import Path
@@ -131,7 +129,7 @@ async def test_what_the_function_starts_ends_with_it_and_sees_none_of_our_keys(
 
     async with scored(body, timeout_s=3) as system:
         await completed(system, "r")
-        assert [r["reward"] for r in await given(system, "r")] == ([] if how == "late" else [0.0])
+        assert await values(system, ["r"]) == [None if how == "late" else 0.0]
         if how == "late":
             await until(is_gone)
     await until(is_gone)
@@ -157,7 +155,7 @@ async def test_a_name_that_does_not_count_in_training_is_told_of_once(scored: An
     async with scored("return 1.0", name="exact") as system:
         for name in ("r1", "r2"):
             await completed(system, name)
-            assert [r["name"] for r in await given(system, name)] == ["exact"]
+            assert await given(system, name)
     assert caplog.text.count("exact does not count in training, only reward does") == 1
 
 
@@ -179,9 +177,7 @@ async def test_a_killed_proxy_forgets_no_rollout_and_gives_none_two_rewards(tmp_
         async with aiohttp.ClientSession() as session:
             client = Client(proxy)
             await asyncio.gather(*(client.turn(session, f"r{i}", stream=False) for i in range(60)))
-        assert proxy.process is not None
-        os.kill(proxy.process.pid, signal.SIGKILL)
-        await proxy.process.wait()
+        await proxy.end(signal.SIGKILL)
         await proxy.start()
         await until(lambda: proxy.rows("SELECT COUNT(*) FROM awaiting_rewards") == [(0,)])
         counts = proxy.rows("SELECT COUNT(*) FROM rewards WHERE name = 'scored' GROUP BY rollout_id")
@@ -217,18 +213,17 @@ async def test_the_example_of_the_documents_works(start: Any, tmp_path: Path) ->
     (tmp_path / "scoring.py").write_text(example)
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "add-5-2", "answer": "7"}\n')
     async with start(rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
-        for name, text, worth in (("r1", " 7", [1.0]), ("r2", "It is 7, of course", [0.1]), ("r3", "8", [0.0])):
+        for name, text in (("r1", " 7"), ("r2", "It is 7, of course"), ("r3", "8")):
             await completed(system, name, text, X_Task_Id="add-5-2")
-            assert [r["reward"] for r in await given(system, name)] == worth
         await completed(system, "of-no-task")
-        assert await given(system, "of-no-task") == []
+        assert await values(system, ["r1", "r2", "r3", "of-no-task"]) == [1.0, 0.1, 0.0, None]
 
 
 # `rescore`
 
 
 async def rescored(system: Any, directory: Path, body: str, *options: str) -> Any:
-    return await system.lightning("rescore", "--reward", written(directory, body), "--json", *options)
+    return (await system.lightning("rescore", "--reward", written(directory, body), "--json", *options)).json
 
 
 async def recorded(system: Any, **headers: str) -> None:
@@ -252,9 +247,9 @@ async def test_the_new_value_stands_beside_the_old_one_with_the_functions_name_a
         assert (old["reward"], new["name"], new["reward"]) == (0.25, "reward", 1.0)
         assert new["source"].startswith("function:reward@")
         assert [r["reward"] for r in (await system.get("/rollouts"))["data"]] == [0.25, 1.0]
-        told = json.loads((await rescored(system, tmp_path, body)).stdout)
+        told = await rescored(system, tmp_path, body)
         assert (told["asked"], told["scored_before"]) == (0, 2), "a version is asked once"
-        assert json.loads((await rescored(system, tmp_path, body, "--again")).stdout)["asked"] == 2
+        assert (await rescored(system, tmp_path, body, "--again"))["asked"] == 2
         assert [one["reward"] for one in await given(system, "a")] == [0.25, 1.0, 1.0]
 
 
@@ -265,7 +260,7 @@ async def test_a_rollout_that_it_fails_for_is_named_and_can_be_asked_about_alone
         done = await system.lightning("rescore", "--reward", fails)
         assert done.returncode == 1 and "no reward for rollout b: KeyError: 'b' (scoring.py:6)" in done.stderr
         assert await values(system, ["a", "b"]) == [1.0, 0.25]
-        told = json.loads((await rescored(system, tmp_path, "return 0", "b")).stdout)
+        told = await rescored(system, tmp_path, "return 0", "b")
         assert (told["asked"], told["means"]) == (1, {"reward": 0.0})
         assert await values(system, ["a", "b"]) == [1.0, 0.0]
 

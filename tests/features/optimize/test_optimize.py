@@ -19,7 +19,7 @@ import pytest
 
 from lightning_proxy.features.optimize.search import BudgetSpent, Reflection, between, lesson_of
 from support.command_line import lightning
-from support.judging import ScriptedJudge, judging
+from support.judging import ScriptedJudge, judging, until
 
 WORDS = "amber birch cedar delta ember frost grove hazel".split()  # noqa: SIM905
 AGENT = """
@@ -84,7 +84,7 @@ def search(tmp_path: Path, model: ScriptedJudge) -> Any:
 async def test_a_better_prompt_is_found(system: Any, method: str, model: ScriptedJudge, search: Any) -> None:
     done = await system.lightning(*search(method, "--json"))
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = done.json
     assert found["mean_before"] == found["before"] == 0 and found["mean_after"] > 0.3
     assert found["held_out"]["difference"] == found["after"] > 0
     asked = len(model.asked)
@@ -102,7 +102,7 @@ async def test_a_better_prompt_is_found(system: Any, method: str, model: Scripte
     again = await system.lightning(*search(method, "--promote"))
     assert "held-out tasks: 0.000 before" in again.stderr and f"version {best['version']} is live" in again.stderr
     assert len(model.asked) == asked  # all is known: nothing runs twice
-    assert await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}") == (200, tried)
+    assert await system.get(f"/prompts/writer/rollouts?run={found['run']}") == tried
 
 
 @pytest.mark.long
@@ -114,15 +114,14 @@ async def test_a_search_that_was_killed_goes_on(
     command = [sys.executable, "-m", "lightning_proxy", "--config", str(tmp_path / "system.yaml"), *search(method)]
     monkeypatch.setenv("PAUSE", "0.1")
     killed = await asyncio.create_subprocess_exec(*command)
-    while len(model.asked) < 3:
-        await asyncio.sleep(0.02)
+    await until(lambda: len(model.asked) > 2)
     await asyncio.sleep(0.3)
     killed.send_signal(signal.SIGKILL)
     await killed.wait()
     monkeypatch.setenv("PAUSE", "0")
     done = await system.lightning(*search(method, "--json"))
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = done.json
     assert re.search(rf"run {found['run']} resumes: \d+ of 60 rollouts are done", done.stderr)
     tried = await system.get(f"/prompts/writer/rollouts?run={found['run']}")
     kept = [(one["version"], one["task_id"]) for one in tried["data"] if one["status"] != "discarded"]
