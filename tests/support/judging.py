@@ -36,12 +36,12 @@ async def group(system: Any, *texts: str) -> list[str]:
     return ids
 
 
-async def given(system: Any, rollout_id: str) -> list[dict[str, Any]]:
+async def given(system: Any, rollout_id: str) -> Any:
     """The rewards of a rollout, once none is awaited."""
     async with asyncio.timeout(20):
         while (found := await system.get(f"/rollouts/{rollout_id}"))["awaits_reward"]:
             await asyncio.sleep(0.05)
-    return list(found["rewards"])
+    return found["rewards"]
 
 
 async def until(came: Callable[[], bool]) -> None:
@@ -50,7 +50,7 @@ async def until(came: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def rewards(system: Any, ids: list[str]) -> list[dict[str, Any]]:
+async def rewards(system: Any, ids: list[str]) -> Any:
     """The newest reward of each, once nothing is awaited; one of None where there is none."""
     return [[{"reward": None}, *await given(system, one)][-1] for one in ids]
 
@@ -70,7 +70,11 @@ class ScriptedJudge:
     status: int = 200
     why: str = "no"
     firewall: str = "\0"  # refuses questions with this
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
+
+    def asking(self, model: str = "openai/m") -> Any:
+        """The settings by which it is asked."""
+        return {"model": model, "api_base": self.url if model.startswith("anthropic") else f"{self.url}/v1"}
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -80,7 +84,7 @@ class ScriptedJudge:
             return web.json_response({"error": {"message": self.why}}, status=status)
         return web.json_response(self._message(body) if request.path == "/v1/messages" else self._chat(body))
 
-    def _chat(self, body: Any) -> dict[str, Any]:
+    def _chat(self, body: Any) -> Any:
         made = body.get("response_format", {}).get("json_schema", {})
         shape = body.get("structured_outputs") or {"json": made.get("schema")}
         asked = {one["role"]: one["content"] for one in reversed(body["messages"])}  # the first of each
@@ -90,14 +94,12 @@ class ScriptedJudge:
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
         return answer | {"choices": [choice], "usage": usage}
 
-    def _message(self, body: Any) -> dict[str, Any]:
+    def _message(self, body: Any) -> Any:
         assert body["tool_choice"] == {"type": "tool", "name": "answer"}
         schema = body["tools"][0]["input_schema"]
         said = self._said(body["system"], body["messages"][0]["content"], schema)
         used = {"input_tokens": 100, "output_tokens": 10}
-        given = {"type": "tool_use", "id": "t", "name": "answer", "input": json.loads(said)} if said[:1] == "{" else {
-            "type": "text", "text": said
-        }  # fmt: skip
+        given = {"type": "tool_use", "id": "t", "name": "answer", "input": json.loads(said)}
         return {"id": "m", "type": "message", "content": [given], "usage": used}
 
     def _said(self, system: str, text: str, shape: Any) -> str:

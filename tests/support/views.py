@@ -7,17 +7,17 @@ import json
 import os
 import shutil
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import ConsoleMessage, Dialog, Page, Request, async_playwright, expect
 
-from lightning_proxy.features import FEATURES
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import CallCredit
+from support.paths import has
 
 files = pytest.importorskip("lightning_proxy.features.page.proxy").files  # where the page was deleted
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -86,15 +86,14 @@ async def in_node(*argv: str | Path, said: Any) -> Any:
     return json.loads(out)
 
 
-async def drawn(system: Any, directory: Path, *places: str | tuple[str, ...], key: str = "") -> list[dict[str, Any]]:
+async def drawn(system: Any, directory: Path, *places: Any, key: str = "") -> Any:
     """What these places of the page show, each after the buttons that follow its address were pressed."""
     wanted = [[place] if isinstance(place, str) else place for place in places]
-    found: list[dict[str, Any]] = await in_node(HERE, unpacked(directory), system.url, key, said=wanted)
+    found = await in_node(HERE, unpacked(directory), system.url, key, said=wanted)
     assert [one["problems"] for one in found] == [[]] * len(found)
     return found
 
 
-Json = dict[str, Any]
 EQUAL = "all rewards of the group are equal"
 CALCULATOR = {"name": "calculator", "arguments": '{"expression": "17 * 23 + 4"}'}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": CALCULATOR}]}
@@ -105,7 +104,7 @@ SAID = {"role": "assistant", "content": "It is 395."}
 TURNS = (ASKED, [*ASKED, CALLS, {"role": "tool", "tool_call_id": "c", "content": "395"}])
 
 
-async def rewarded(system: Any, name: str, task: str, reward: float, headers: dict[str, str]) -> None:
+async def rewarded(system: Any, name: str, task: str, reward: float, headers: Any) -> None:
     """A rollout of two calls, the first of a tool."""
     for messages in TURNS:
         body = {"model": "policy", "messages": messages, "tools": [{"type": "function", "function": CALCULATOR}]}
@@ -115,7 +114,7 @@ async def rewarded(system: Any, name: str, task: str, reward: float, headers: di
     await system.post("/reward", posted, **headers)
 
 
-async def learn(system: Any, store: Store, number: int, headers: dict[str, str]) -> None:
+async def learn(system: Any, store: Store, number: int, headers: Any) -> None:
     """A step of 4 tasks with 4 siblings each, of which the first is never solved, the second always."""
     better = (number + 1) / STEPS
     rewards = {"never": [0.0] * 4, "always": [1.0] * 4, "add": [1.0, better, 0.4, 0.0], "multiply": [0.0, better] * 2}
@@ -138,30 +137,25 @@ async def learn(system: Any, store: Store, number: int, headers: dict[str, str])
     await store.versions.set_live(version, step, verified=True)
 
 
-Running = Callable[..., AbstractAsyncContextManager[Any]]
-
 STEPS = 6
-_LEFT_OUT = {"judge", "prompts"} - {*FEATURES}
 HREFS = "all => all.map(one => one.getAttribute('href'))"
-_FEATURE = {"rate": "judge"}  # its view has another name
-_VIEWS = {
+VIEWS = {
     "overview": "Reward by training step",
     "rollouts": "multiply-5-3",
     "rollouts/multiply-4-1": "Trained in step 5",
     "tasks": "multiply",
     "versions": "Version 6 is live",
     "versions?a=0&b=5": "paired tasks",
-    "rate": "Say who you are",
-    "prompts": "No prompts yet",
 }
-VIEWS = {view: words for view, words in _VIEWS.items() if _FEATURE.get(view, view) not in _LEFT_OUT}
+VIEWS |= {"rate": "Say who you are"} if has("judge") else {}
+VIEWS |= {"prompts": "No prompts yet"} if has("prompts") else {}
 
 
 @asynccontextmanager
-async def learned(running: Running, directory: Path, **proxy: Any) -> AsyncIterator[Any]:
+async def learned(start: Any, **proxy: Any) -> AsyncIterator[Any]:
     """A system with a policy that learned in a few steps."""
     headers = {"Authorization": "Bearer agent"} if proxy else {}
-    async with running(directory, **proxy) as system, system.store() as store:
+    async with start(**proxy) as system, system.store() as store:
         system.vllm.answer = lambda body: CALLS if body["messages"] == ASKED else SAID
         for number in range(STEPS):
             await learn(system, store, number, headers)
@@ -182,7 +176,7 @@ async def show(page: Page, system: Any, view: str) -> None:
     await expect(page.locator(".loading")).to_have_count(0)
 
 
-def byte_tokenizer(directory: Path) -> Callable[[str], list[int]]:
+def byte_tokenizer(directory: Path) -> Any:
     """A model's tokenizer to which a byte is a token, in its folder; what gives the ids of a text."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -51,9 +51,9 @@ async def rewarded(store: Store, version: int, *rewards: float, mode: Any = "tra
         await store.rewards.post([Reward(name.rollout_id, reward) for name in names])
 
 
-async def best_of(store: Store) -> tuple[int, str] | None:
+async def best_of(store: Store) -> Any:
     best = await Evaluations(store).best()
-    return None if best is None else (best.version, best.judged)
+    return best and (best.version, best.judged)
 
 
 async def test_the_best_by_rewards_is_the_newest_that_is_not_clearly_worse(store: Store) -> None:
@@ -105,7 +105,7 @@ async def test_held_out_rewards_count_first_whoever_made_them(store: Store) -> N
 
 
 @pytest.fixture
-async def served(start: Any, tmp_path: Path) -> AsyncIterator[tuple[Any, Store]]:
+async def served(start: Any, tmp_path: Path) -> AsyncIterator[Any]:
     """A proxy whose versions 0 to 2 can be promoted."""
     async with start(publish="lora") as system, system.store() as store:
         for _ in range(2):
@@ -113,18 +113,18 @@ async def served(start: Any, tmp_path: Path) -> AsyncIterator[tuple[Any, Store]]
         yield system, store
 
 
-async def test_an_own_keys_rewards_make_no_version_the_best(served: tuple[Any, Store]) -> None:
+async def test_an_own_keys_rewards_make_no_version_the_best(served: Any) -> None:
     system, store = served
     await rewarded(store, 1, *[0.8] * 4)
     own, plain = await system.key("own", scope="own"), await system.key("plain")
 
-    async def given(key: dict[str, str], mode: str, reward: float) -> list[str]:
+    async def given(key: Any, mode: str, reward: float) -> list[str]:
         body = {"task_id": "t", "n": 10, "mode": mode, "policy_version": 2}
         ids = [one["rollout_id"] for one in await system.post("/rollouts", body, **key)]
         await system.post("/reward", [{"rollout_id": one, "reward": reward} for one in ids], **key)
         return ids
 
-    async def shown() -> tuple[list[bool], Any]:
+    async def shown() -> Any:
         """Of each version whether it is the best, and the rewards of the last."""
         versions = (await system.get("/policy/versions", **plain))["data"]
         return [one["best"] for one in versions], versions[-1]["rewards"]
@@ -141,7 +141,7 @@ async def test_an_own_keys_rewards_make_no_version_the_best(served: tuple[Any, S
     assert await shown() == ([False, True, False], {"train": {"mean": pytest.approx(0.1), "rollouts": 10}})
 
 
-async def test_the_best_version_is_named_and_promoted(served: tuple[Any, Store], tmp_path: Path) -> None:
+async def test_the_best_version_is_named_and_promoted(served: Any, tmp_path: Path) -> None:
     system, store = served
     code, _, err = await system.lightning("policy", "promote", "best")
     assert (code, err.count("\n")) == (1, 1) and "no version that can be served has a reward" in err

@@ -22,7 +22,7 @@ from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError, LightningError
 from lightning_proxy.core.statistics import bootstrap_mean
 from lightning_proxy.features.experiment import experiment as module
-from lightning_proxy.features.experiment.experiment import Experiment, Lesson, LessonPlan
+from lightning_proxy.features.experiment.experiment import Lesson
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.command_line import lightning
@@ -54,7 +54,7 @@ module.Lesson = Played
 from lightning_proxy.cli import app
 app(sys.argv[1:], prog_name="lightning-proxy")
 """
-FILE: dict[str, Any] = {
+FILE: Any = {
     "agent": "python agent.py", "tasks": "tasks.jsonl", "held_out": "held_out.jsonl", "rollouts": 16, "seeds": [0, 1],
     "variants": {"uniform": {}, "discounted": {"trainer": {"credit": "discounted"}}},
 }  # fmt: skip
@@ -79,12 +79,12 @@ def write(place: Path, **changes: Any) -> Path:
     return place / "compare.yaml"
 
 
-def planned(place: Path, **changes: Any) -> tuple[Experiment, list[LessonPlan]]:
+def planned(place: Path, **changes: Any) -> Any:
     experiment = module.read_experiment(write(place, **changes), place / "config.yaml")
     return experiment, module.lessons_of(experiment, place / "out")
 
 
-def start(place: Path) -> subprocess.Popen[str]:
+def start(place: Path) -> Any:
     """An experiment; it is in its third run where `hang` is there."""
     command, pipe = [sys.executable, "-c", PLAYED, "experiment", "compare.yaml"], subprocess.PIPE
     process = subprocess.Popen(command, cwd=place, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -97,7 +97,7 @@ def began(place: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def trainer(**keys: Any) -> dict[str, Any]:
+def trainer(**keys: Any) -> Any:
     return {"variants": {"a": {"trainer": keys}}}
 
 
@@ -122,7 +122,7 @@ def trainer(**keys: Any) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_file_or_variant_is_refused_before_anything_starts(
-    place: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], named: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, named: str
 ) -> None:
     monkeypatch.setenv("LIGHTNING_TRAINER__DISCOUNT", "0.5")
     (place / "mine.py").write_text("def ppo(given):\n    return -given.ratios * given.advantages\n")
@@ -198,7 +198,7 @@ async def test_a_run_that_fails_is_named_and_the_others_go_on(
     experiment, lessons = planned(place, variants={"broken": {}, "uniform": {}})
     results = dict[str, Any]()
 
-    async def run(lesson: Lesson) -> dict[str, Any]:
+    async def run(lesson: Lesson) -> Any:
         if lesson.lesson.variant == "broken":
             raise LightningError("the end of agents.log: no memory")
         lesson.directory.mkdir(parents=True)
@@ -270,7 +270,7 @@ def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) 
 # The table: means and intervals over seeds and tasks.
 
 
-def result(variant: str, seed: int, *after: float) -> dict[str, Any]:
+def result(variant: str, seed: int, *after: float) -> Any:
     held_out = {
         when: {"mean_reward": sum(rewards) / 4, "by_task": dict(zip("abcd", rewards, strict=True))}
         for when, rewards in (("before", (0.0,) * 4), ("after", after))

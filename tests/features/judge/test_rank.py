@@ -24,9 +24,8 @@ from support.sections import TrainerConfig, placed
 Logged = pytest.LogCaptureFixture
 
 
-def rank(judge: ScriptedJudge, model: str = "openai/m", **more: Any) -> dict[str, Any]:
-    base = judge.url if model.startswith("anthropic") else f"{judge.url}/v1"
-    return {"use": [{"kind": "rank", "model": model, "api_base": base, **more}]}
+def rank(judge: ScriptedJudge, model: str = "openai/m", **more: Any) -> Any:
+    return {"use": [{"kind": "rank", **judge.asking(model), **more}]}
 
 
 async def ranked(system: Any, *texts: str) -> list[float | None]:
@@ -274,7 +273,7 @@ BY_CALL = {"credit": "judge", "judge": {"model": "hosted_vllm/m", "api_base": "h
         (None, {"trainer": BY_CALL | {"failed_rollouts": "zero"}}, "the judge of calls does not score failed rollouts"),
     ],
 )
-async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(use: Any, more: dict[str, Any], said: str) -> None:
+async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(use: Any, more: Any, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         await check(config_of(placed(rewards={"use": [use] if use else []}, **more)))
     assert said in refused.value.message and "\n" not in refused.value.message
@@ -355,7 +354,7 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
 
 
 def test_agreement_by_hand() -> None:
-    def measured(rows: list[tuple[str, float, float]]) -> Any:
+    def measured(rows: Any) -> Any:
         return agreement([Labelled("r", *row) for row in rows], within_tasks=True)
 
     found = measured([("t", 0, 0.1), ("t", 0, 0.5), ("t", 1, 0.5), ("t", 1, 0.9)])

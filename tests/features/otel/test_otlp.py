@@ -33,6 +33,7 @@ from lightning_proxy.proxy.app import create_app
 
 Json = dict[str, Any]
 
+LOOK: Json = {"type": "function", "function": {"name": "look", "parameters": {}}}
 ASKED = [
     {"role": "user", "parts": [{"type": "text", "content": "What is in Paris?"}]},
     {"role": "assistant", "parts": [{"type": "tool_call", "id": "c0", "name": "look", "arguments": {"at": "Paris"}}]},
@@ -105,22 +106,23 @@ async def test_a_span_of_a_call_becomes_a_call_of_its_rollout(start: Any) -> Non
         transitions = await system.get("/rollouts/r1/transitions")
     assert (rollout["task_id"], rollout["mode"], rollout["agent"]) == ("t1", "eval", "my_guide")
     (call,) = rollout["calls"]
-    assert (call["status"], call["upstream"], call["model"]) == ("ok", "otlp", "gpt-x-1")
     called = {"id": "c0", "type": "function", "function": {"name": "look", "arguments": '{"at":"Paris"}'}}
     assert call["request"] == {
         "model": "gpt-x", "temperature": 0.5, "max_tokens": 64,
-        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+        "tools": [LOOK],
         "messages": [
             {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is in Paris?"},
             {"role": "assistant", "content": None, "tool_calls": [called]},
             {"role": "tool", "tool_call_id": "c0", "content": "a tower"},
         ],
     }  # fmt: skip
-    assert call["response"]["choices"][0]["finish_reason"] == "tool_calls"
     assert [(tool["id"], tool["arguments"]) for tool in call["tool_calls"]] == [("c1", '{"at":"tower"}')]
-    assert call["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    assert (call["trainable"], call["policy_version"]) == (False, None)
-    assert call["untrainable_reason"] == "reported through OpenTelemetry: no token ids from the upstream"
+    told = {
+        "status": "ok", "upstream": "otlp", "model": "gpt-x-1", "finish_reason": "tool_calls", "policy_version": None,
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}, "trainable": False,
+        "untrainable_reason": "reported through OpenTelemetry: no token ids from the upstream",
+    }  # fmt: skip
+    assert call.items() >= told.items()
     (transition,) = transitions["data"]
     said = transition["action"]["message"]
     assert (transition["kind"], said["content"], said["reasoning_content"]) == ("llm", "Let me see.", "hm")
@@ -196,8 +198,7 @@ async def test_calls_have_the_agent_of_the_nearest_span_around_them(start: Any) 
         (CHAT | {"gen_ai.agent.name": "own"}, 5),
     ]  # fmt: skip
     spans = [
-        span(told, n, startTimeUnixNano=str(BEGAN + n * SECOND))
-        | ({"parentSpanId": f"{parent:016x}"} if parent else {})
+        span(told, n, startTimeUnixNano=str(BEGAN + n * SECOND), parentSpanId=f"{parent:016x}")
         for n, (told, parent) in enumerate(around, 1)
     ]
     async with start() as system:
@@ -222,9 +223,8 @@ async def test_with_tokens_and_a_policy_version_a_call_can_be_trained_on(start: 
         transitions = await system.get("/rollouts/r1/transitions")
     whole, unversioned, short, failed, own = rollout["calls"]
     assert (failed["status"], failed["error"], len(transitions["data"])) == ("error", "overloaded", 4)
-    assert own["trainable"] and whole["trainable"]
-    assert (whole["prompt_token_ids"], whole["response_token_ids"]) == ([1, 2, 3], [5, 6])
-    assert (whole["logprobs"], whole["policy_versions"]) == ([-0.5, -1.5], [0])
+    assert own["trainable"] and whole["trainable"] and whole["policy_versions"] == [0]
+    assert {f"lightning.{name}": value for name, value in whole.items()}.items() >= TOKENS.items()
     assert unversioned["untrainable_reason"].endswith("no policy version in the span")
     assert short["untrainable_reason"].endswith("2 token ids but 1 log-probabilities")
 
@@ -243,7 +243,7 @@ OPENINFERENCE = {
     "openinference.span.kind": "LLM", "llm.model_name": "m", "llm.token_count.prompt": 3,
     "llm.token_count.completion": 1,
     "llm.invocation_parameters": json.dumps({"temperature": 0.5, "max_tokens": 9, "other": [1]}),
-    "llm.tools.0.tool.json_schema": json.dumps({"type": "function", "function": {"name": "look", "parameters": {}}}),
+    "llm.tools.0.tool.json_schema": json.dumps(LOOK),
     "llm.input_messages.0.message.role": "user",
     "llm.input_messages.0.message.contents.0.message_content.type": "text",
     "llm.input_messages.0.message.contents.0.message_content.text": "see",
@@ -262,7 +262,7 @@ OPENINFERENCE = {
 MADE = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
 
 
-def read(told: Json) -> tuple[Json, Json, Any]:
+def read(told: Json) -> Any:
     """A call's request, and its answer's first choice and usage."""
     assert operation_of(told) in CALLS
     response = response_of(told)
@@ -274,7 +274,7 @@ def test_openinference_and_openllmetry_tell_tools_parts_and_results() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:x"}}
     assert request == {
         "model": "m", "temperature": 0.5, "max_tokens": 9,
-        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+        "tools": [LOOK],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "see"}, image]},
             {"role": "assistant", "content": None, "tool_calls": MADE},
@@ -328,7 +328,7 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(st
 
 async def test_one_odd_span_is_a_problem_of_it_alone(start: Any) -> None:
     texts = ("[" * 200 + "]" * 200, "[[[]]]", "[null]", '{"a": 1}', '[{"parts": [null, 1]}]')
-    odd: list[Json] = [
+    odd = [
         *({"gen_ai.output.messages": text} for text in texts),
         {"gen_ai.request.model": "half \ud83d"}, {"gen_ai.usage.input_tokens": 2**62}, {"lightning.policy_version": -1},
         {"lightning.prompt_token_ids": [2**40], "lightning.response_token_ids": [-1], "lightning.logprobs": [1e300]},

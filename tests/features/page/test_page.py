@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -53,32 +54,25 @@ def test_other_people_s_files_are_those_that_are_listed() -> None:
 
 
 @pytest.mark.sqlite
-async def test_many_feeds_look_at_the_store_as_often_as_one(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, quick = 0, SqliteDatabase.quick
-
-    async def counted(database: SqliteDatabase, *args: Any) -> Any:
-        nonlocal looks
-        looks += 1
-        return await quick(database, *args)
-
-    monkeypatch.setattr(SqliteDatabase, "quick", counted)
+async def test_many_feeds_look_at_the_store_as_often_as_one(start: Any) -> None:
+    looks, found = patch.object(SqliteDatabase, "quick", autospec=True, side_effect=SqliteDatabase.quick), []
     async with start() as system, AsyncExitStack() as stack:
-        found = []
+        quick = stack.enter_context(looks)
         for feeds in (1, 40):
             for _ in range(feeds):
                 answer = await stack.enter_async_context(system.session.get(f"{system.url}/feed"))
                 assert (await answer.content.readline()).startswith(b"id: ")
-            before = looks
+            quick.reset_mock()
             await asyncio.sleep(2)
-            found.append(looks - before)
-        assert found[1] < 3 * found[0]
+            found.append(quick.call_count)
+    assert 0 < found[1] < 3 * found[0]
 
 
 # `dashboard`: the page over a store alone. tests/contract checks that it changes nothing.
 
 
 @contextmanager
-def dashboard(directory: Path, store: Any, where: Any) -> Iterator[tuple[Process, Any]]:
+def dashboard(directory: Path, store: Any, where: Any) -> Iterator[Any]:
     """Its process, and what gets a path from it. `where`: the store as it is shown."""
     (directory / "config.yaml").touch()
     port = free_port()

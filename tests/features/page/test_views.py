@@ -26,7 +26,7 @@ INERT = {
 
 
 async def test_each_view_shows_what_it_is_for_and_is_in_the_list_once_it_has_something(
-    running: Any, start: Any, tmp_path: Path
+    start: Any, tmp_path: Path
 ) -> None:
     async with start() as system:
         found = dict(zip(VIEWS, await drawn(system, tmp_path, *VIEWS), strict=True))
@@ -34,7 +34,7 @@ async def test_each_view_shows_what_it_is_for_and_is_in_the_list_once_it_has_som
         assert [view for view in others if "lightning-proxy" not in found[view]["text"]] == [], "a command that helps"
         assert f"OPENAI_BASE_URL={system.url}/v1" in found["rollouts"]["text"]
         assert found["overview"]["views"] == ["overview", "rollouts"]
-    async with learned(running, tmp_path) as system:
+    async with learned(start) as system:
         found = dict(zip(VIEWS, await drawn(system, tmp_path, *VIEWS), strict=True))
         assert [view for view, words in VIEWS.items() if words not in found[view]["text"]] == []
         listed = {re.split(r"[/?]", view)[0] for view in VIEWS} - {"prompts"}  # there is none
@@ -121,12 +121,8 @@ async def tokens(system: Any, query: str = "") -> Any:
 async def test_answers_say_text_log_probability_and_advantage(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def counted(*given: Any) -> None:
-        threads.add(current_thread())
-        add_texts(*given)
-
     threads, ids_of, add_texts = set[Thread](), byte_tokenizer(tmp_path), page._add_texts
-    monkeypatch.setattr(page, "_add_texts", counted)
+    monkeypatch.setattr(page, "_add_texts", lambda *given: (threads.add(current_thread()), add_texts(*given)))
     async with start(policy={"model": str(tmp_path)}) as system, system.store() as store:
         await record(store, "good", ["a €", "b"], 1.0, ids_of)
         await record(store, "bad", ["c"], 0.0, ids_of)
@@ -142,7 +138,7 @@ async def test_answers_say_text_log_probability_and_advantage(
 
 
 @pytest.mark.parametrize("policy", [{}, {"model": "none/such"}])
-async def test_without_a_tokenizer_ids_are_shown(start: Any, policy: dict[str, str]) -> None:
+async def test_without_a_tokenizer_ids_are_shown(start: Any, policy: Any) -> None:
     async with start(policy=policy) as system, system.store() as store:
         await record(store, "good", ["ab"], 1.0)
         (run,) = await tokens(system)
@@ -161,7 +157,7 @@ console.log(JSON.stringify((await json(process.stdin)).map(read)));
 """
 TOOL = {"name": "add", "arguments": '{"a": 1}'}
 CALL = 'assistant call {\n  "a": 1\n}'
-SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+SHOWN: Any = {
     "chat": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}]}]},
         {"choices": [{"message": {"role": "assistant", "content": "two", "tool_calls": [{"function": TOOL}]}}]},

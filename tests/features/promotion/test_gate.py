@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contract.system import listening
+from contract.vllm import PlayedVllm
 from lightning_proxy.features.promotion import proxy as gate
 from lightning_proxy.features.promotion.commands import line_of
 from lightning_proxy.features.promotion.promotions import Promotions
@@ -35,17 +36,11 @@ async def gated(start: Any, publish: str = "lora", size: int = 4, most: int = 40
     """A proxy with a closed gate; merged, with a second server for the candidate."""
     policy = {"promotion": "gated", "gate": {"max_rollouts": most}}
     settings = {"publish": publish, "policy": policy, "trainer": {"group_size": size}, **proxy}
-    if publish == "lora":
-        async with start(**settings) as system:
-            yield system
-        return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    async with (
-        start(replicas=[f"http://127.0.0.1:{port}/v1"], **settings) as system,
-        listening((second := type(system.vllm)(system.vllm.root)).app, port),
-    ):
+    second = PlayedVllm(Path("base"))
+    async with AsyncExitStack() as stack:
+        if publish == "merged":
+            settings["replicas"] = [f"{await stack.enter_async_context(listening(second.app))}/v1"]
+        system = await stack.enter_async_context(start(**settings))
         system.second = second
         yield system
 
@@ -172,15 +167,13 @@ async def test_a_decision_between_two_readings_names_no_version_that_did_not_ans
 ) -> None:
     async with gated(start, "merged") as system:
         version = await candidate(system)
-        read, reads = PolicyVersions.live_now, 0
+        read, reads = PolicyVersions.live_now, count(1)
 
         async def decided_after(self: PolicyVersions) -> Any:
-            nonlocal reads
             live = await read(self)
-            reads += 1
-            if reads == 3:  # two are of the watch, the next one is of the router
+            if next(reads) == 3:  # two are of the watch, the next one is of the router
                 async with system.store() as store:
-                    test = (await Promotions(store.database).now()).promotion
+                    test: Any = await Promotions(store.database).under_way()
                     await Promotions(store.database).decide(test, "promoted", "so it is", {})
             return live
 
@@ -221,8 +214,6 @@ async def test_a_test_is_shown_while_it_is_under_way_and_after_it(start: Any, tm
 
 # Only an admin's key, and one made with `keys create --evaluator`, decides which version goes live.
 
-Begun = list[tuple[str, int, dict[str, str]]]
-
 
 @pytest.fixture
 async def tested(start: Any) -> AsyncIterator[Any]:
@@ -232,9 +223,9 @@ async def tested(start: Any) -> AsyncIterator[Any]:
         yield system
 
 
-async def began(system: Any, opener: dict[str, str], own_keys: bool = False, n: int = 40) -> Begun:
+async def began(system: Any, opener: Any, own_keys: bool = False, n: int = 40) -> Any:
     """Rollouts that take part in the test, each with its version and the key that is used for it."""
-    found: Begun = []
+    found = []
     for i in range(n // 2):
         for one in await system.post("/rollouts", {"task_id": f"t{i}", "n": 2}, **opener):
             name, key = one["rollout_id"], {"Authorization": f"Bearer {one['api_key']}"} if own_keys else opener
@@ -242,13 +233,13 @@ async def began(system: Any, opener: dict[str, str], own_keys: bool = False, n: 
     return found
 
 
-async def reward(system: Any, rollouts: Begun, key: dict[str, str] | None = None, good: int = 1) -> None:
+async def reward(system: Any, rollouts: Any, key: Any = None, good: int = 1) -> None:
     """1 for rollouts of the version `good`, 0 for others. `key`: of the sender, else each rollout's."""
     for name, version, own in rollouts:
         await system.post("/reward", {"rollout_id": name, "reward": float(version == good)}, **(key or own))
 
 
-async def outcome(system: Any) -> tuple[str, float]:
+async def outcome(system: Any) -> Any:
     test = (await decided(system, **ADMIN))["promotion"]
     return test["status"], test["evidence"]["metrics"]["reward"]["difference"]
 

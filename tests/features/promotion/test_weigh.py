@@ -46,7 +46,7 @@ def test_a_smaller_share_compares_fewer_groups_but_whole_ones() -> None:
     assert all(sorted(map(str, group)) in (["1", "1", "2", "2"], ["None"] * 4) for group in found)
 
 
-def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any) -> Config:
+def rules(margins: Any = None, size: int = 4, **changed: Any) -> Config:
     section = {"mode": "gated", "max_rollouts": 1000, "metrics": margins or {"reward": 0.1}}
     weights = changed.pop("reward_weights", {"reward": 1.0})
     trainer = {"group_size": size, "group_timeout_s": 50.0, "reward_weights": weights}
@@ -56,7 +56,7 @@ def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any
 def seen(task: str | None, place: int, reward: float | None, size: int = 4, **changed: Any) -> Observed:
     """A rollout that ended at 20 with this reward."""
     name, rewards = f"{task}-{place}", () if reward is None else (Reward("r", reward, created_at=21.0),)
-    told: dict[str, Any] = {
+    told: Any = {
         "rollout_id": name, "task_id": task, "opened_by": "", "place": place, "alone": True, "rewards": rewards,
         "version": choose(TEST, task, place, size, 0.5), "status": "completed", "created_at": 10.0, "ended_at": 20.0,
         "tool_errors": 0.0, "truncated": 0.0, "unrewarded": 0.0, "answer_tokens": 10.0, "latency": 5.0,
@@ -73,9 +73,8 @@ def groups(count: int, candidate: float, live: float, **changed: Any) -> list[Ob
     return found
 
 
-def reward(weighed: Weighed) -> dict[str, Any]:
-    found: dict[str, Any] = weighed.evidence["metrics"]["reward"]
-    return found
+def reward(weighed: Weighed) -> Any:
+    return weighed.evidence["metrics"]["reward"]
 
 
 def test_a_group_is_one_pair_whatever_its_siblings_are() -> None:
@@ -153,7 +152,7 @@ def test_rollouts_without_a_task_are_compared_in_pairs() -> None:
 
 
 @pytest.mark.parametrize("why", [{"alone": False}, {"status": "discarded"}])
-def test_what_another_model_answered_or_somebody_discarded_counts_for_neither(why: dict[str, Any]) -> None:
+def test_what_another_model_answered_or_somebody_discarded_counts_for_neither(why: Any) -> None:
     weighed = weigh(TEST, groups(10, 0.0, 1.0, **why), rules(), NOW)
     assert (reward(weighed)["pairs"], reward(weighed)["candidate"], reward(weighed)["live"]) == (0, None, 1.0)
 

@@ -37,7 +37,7 @@ INPUT = {"role": "developer", "content": [BLOCK | {"type": "input_text"}]}
         ("completions", {"prompt": [1, 2]}, "user", None),
     ],
 )  # fmt: skip
-def test_a_prompt_is_found_and_replaced(endpoint: str, request_: dict[str, Any], role: Any, place: Any) -> None:
+def test_a_prompt_is_found_and_replaced(endpoint: str, request_: Any, role: Any, place: Any) -> None:
     assert find(endpoint, request_, role) == place
     if place is not None:
         before = repr(request_)
@@ -100,9 +100,7 @@ async def test_a_prompt_tells_and_binds_nothing_of_another_keys_rollouts(start: 
 
 @pytest.mark.sqlite
 @pytest.mark.parametrize("redact", [{"patterns": ["zebra"]}, {"fields": ["request.messages.*.content"]}])
-async def test_what_the_agent_sent_is_redacted_and_goes_with_its_rollout(
-    start: Any, redact: dict[str, list[str]]
-) -> None:
+async def test_what_the_agent_sent_is_redacted_and_goes_with_its_rollout(start: Any, redact: Any) -> None:
     async with start(recording={"redact": redact}) as system:
         await add(system, OWN, match={"agent": "writer"})
         await ask(system, "the zebra's own", **{"X-Rollout-Id": "r1", "X-Agent-Name": "writer"})
@@ -121,18 +119,18 @@ async def test_prompts_are_added_shown_and_promoted_by_commands(start: Any, tmp_
     own.write_text("Be brief.\nBe kind.")
     better.write_text("Be brief.\nBe exact.")
     async with start() as system:
-
-        async def typed(*words: object) -> str:
-            return str((await system.lightning("prompts", *words)).stdout)
-
-        assert (await typed("list")).startswith("no prompts yet: ")
-        assert await typed("add", "writer", own, "--agent", "writer") == "prompt writer version 1; it is live\n"
-        assert await typed("add", "writer", better, "--comment", "exact") == "prompt writer version 2; 1 is live\n"
-        assert await typed("show", "writer", "--version", "2") == "Be brief.\nBe exact.\n"
-        assert await typed("promote", "writer", "2") == "prompt writer version 2 is live\n"
-        shown = (await typed("list")).splitlines()
+        for words, said in (
+            ("list", "no prompts yet: `lightning-proxy prompts add NAME FILE` adds the first one"),
+            (f"add writer {own} --agent writer", "prompt writer version 1; it is live"),
+            (f"add writer {better} --comment exact", "prompt writer version 2; 1 is live"),
+            ("show writer --version 2", "Be brief.\nBe exact."),
+            ("promote writer 2", "prompt writer version 2 is live"),
+        ):  # fmt: skip
+            assert (await system.lightning("prompts", *words.split())).stdout == f"{said}\n"
+        shown = (await system.lightning("prompts", "list")).stdout.splitlines()
         assert [line.split()[:3] for line in shown[1:]] == [["writer", "1", "writer"], ["writer", "2", "*"]]
-        assert await typed("rollback", "writer") == "prompt writer version 1 is live\n"
+        back = await system.lightning("prompts", "rollback", "writer")
+        assert back.stdout == "prompt writer version 1 is live\n"
         missing = await system.lightning("prompts", "show", "nobody")
         assert (missing.returncode, "no prompt 'nobody'" in missing.stderr) == (1, True)
 
