@@ -65,11 +65,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a model's folder, a configuration, tasks and an agent."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "config.yaml").write_text("policy: {model: ./model}\ntrainer: {group_size: 4}\n")
-    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"task_id": "t{i}"}}\n' for i in range(3)))
-    (tmp_path / "held_out.jsonl").write_text('{"task_id": "a"}\n{"task_id": "b"}\n')
-    (tmp_path / "agent.py").write_text("print()")
+    for name, text in {
+        "model/config.json": '{"model_type": "llama"}', "agent.py": "print()",
+        "config.yaml": "policy: {model: ./model}\ntrainer: {group_size: 4}\n",
+        "tasks.jsonl": '{"task_id": "t0"}\n{"task_id": "t1"}\n{"task_id": "t2"}\n',
+        "held_out.jsonl": '{"task_id": "a"}\n{"task_id": "b"}\n',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
@@ -93,8 +95,8 @@ def start(place: Path) -> Any:
 
 
 def began(place: Path) -> list[str]:
-    file = place / "began"
-    return file.read_text().splitlines() if file.exists() else []
+    (place / "began").touch()
+    return (place / "began").read_text().splitlines()
 
 
 def trainer(**keys: Any) -> Any:

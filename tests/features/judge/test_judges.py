@@ -205,9 +205,8 @@ async def test_calls_are_rewarded_and_their_sum_is_the_return(start: Any) -> Non
 
 async def test_a_judge_may_read_the_message_which_is_data(start: Any, judge: ScriptedJudge) -> None:
     def reads(system: str, text: str, shape: Any) -> Any:
-        seen = attempts(system, text)
-        assert [*seen] == ["The request", "The answer", "The user's next message"]
-        return {"reason": "it shows", "answer": "-1" if "sigh" in seen["The user's next message"] else "1"}
+        _, _, message = attempts(system, text).values()
+        return {"reason": "it shows", "answer": "-1" if "sigh" in message else "1"}
 
     judge.think = reads
     async with start(rewards={"use": [{"kind": "next_message", **judge.asking()}]}) as system:

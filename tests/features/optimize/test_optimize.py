@@ -161,11 +161,14 @@ async def test_the_reflecting_model_is_asked_within_its_budget(tmp_path: Path) -
 
 
 def test_a_lesson_says_what_was_asked_done_and_wrong_and_the_editors_prompt_stands_between_tags() -> None:
-    tool = {"id": "1", "name": "search", "arguments": '{"q": 1}', "result": "no such column", "is_error": True}
-    calls = [{"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}]
-    call = {"call_id": "c1", "endpoint": "chat/completions", "status": "ok", "error": None, "tool_calls": [tool]}
-    call |= {"request": {"messages": [{"role": "user", "content": "how many?"}]}}
-    call |= {"response": {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": calls}}]}}
+    asked = {"name": "search", "arguments": '{"q": 1}'}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": asked}]}
+    call = {
+        "call_id": "c1", "endpoint": "chat/completions", "status": "ok", "error": None,
+        "tool_calls": [asked | {"id": "1", "result": "no such column", "is_error": True}],
+        "request": {"messages": [{"role": "user", "content": "how many?"}]},
+        "response": {"choices": [{"message": said}]},
+    }  # fmt: skip
     older = {"comment": "very good", "source": None, "name": "reward", "call_id": None}
     rewards = [older, older | {"comment": "wrong column", "source": "judge"}]
     rollout = {"calls": [call], "reward": 0.0, "rewards": rewards, "status": "failed", "reason": "exit code 1"}
