@@ -261,7 +261,7 @@ BY_CALL = {"credit": "judge", "judge": {"model": "hosted_vllm/m", "api_base": "h
     [
         (JUDGED, {}, "openai/gpt-5-mini needs a key: set OPENAI_API_KEY"),
         (JUDGED | {"api_key": "k"}, {}, "costs money: set judge.budget.tokens or judge.budget.usd"),
-        (OURS, {}, "is asked through this proxy"),
+        (OURS, {}, "through this proxy, which would judge that too"),
         (JUDGED | {"api_key": "k", "model": "openai/new"}, {"judge": {"budget": {"usd": 1}}}, "new has no price, whi"),
         ({"kind": "next_message", "name": "reply"}, {}, "rewards named reply have no weight: add it to trainer.reward"),
         ({"kind": "next_message", "name": "judge"}, {"trainer": BY_CALL}, "two entries give a reward named 'judge'"),

@@ -134,14 +134,15 @@ async def test_a_search_that_was_killed_goes_on(
 async def test_what_is_wrong_ends_the_command_with_one_line(
     system: Any, tmp_path: Path, model: ScriptedJudge, search: Any
 ) -> None:
-    small = tmp_path / "small.jsonl"
-    small.write_text('{"word": "a"}\n')
+    few, one = tmp_path / "few.jsonl", tmp_path / "one.jsonl"
+    few.write_text("".join(f'{{"word": "{word}"}}\n' for word in WORDS[:5]))
+    one.write_text('{"word": "a"}\n')
     model.status = 401
-    done = await system.lightning(*search("gepa"))
+    done = await system.lightning(*search("gepa", "--tasks", str(few)))
     assert done.returncode == 1 and "openai/m does not answer" in done.stderr and "Traceback" not in done.stderr
     for more, code, said in (
         (["--prompt", "nobody"], 1, "no prompt 'nobody'"),
-        (["--tasks", str(small)], 2, "too few tasks"),
+        (["--tasks", str(one)], 2, "too few tasks"),
         (["--budget", "2"], 2, "less than one run of the validation tasks"),
     ):  # which ask no model, and so leave nothing behind in this process
         done = await asyncio.to_thread(lightning, "--config", tmp_path / "system.yaml", *search("apo", *more))

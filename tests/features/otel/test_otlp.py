@@ -163,8 +163,8 @@ async def test_an_instrumented_openai_client_is_recorded_by_its_environment_alon
         assert await process.wait() == 0
         rollout = await system.get("/rollouts/r1")
     (call,) = rollout["calls"]
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    assert call["request"].items() >= {"temperature": 0.5, "messages": asked}.items()
+    assert [message["content"] for message in call["request"]["messages"]] == ["Be brief.", "hi"]
+    assert call["request"]["temperature"] == 0.5
     assert call["response"]["choices"][0]["message"]["content"].startswith("by base")
     assert (rollout["task_id"], call["finish_reason"], call["usage"]["total_tokens"]) == ("t1", "stop", 5)
 
