@@ -215,7 +215,7 @@ def require_model(what: str, asked: AskedModel, config: Config) -> None:
         raise ConfigError(f"{what} has no price, which judge.budget.usd needs: add it to prices")
     where = urlsplit(asked.address)
     if where.hostname in ("127.0.0.1", "localhost") and where.port == config.proxy.port:
-        raise ConfigError(f"{what} is called through this proxy, which would judge that too: name its own server")
+        raise ConfigError(f"{what} is asked through this proxy, which would judge that too: name its own server")
 
 
 def body_of(config: AskedModel, system: str, turns: Sequence[Json], field: Field) -> Json:

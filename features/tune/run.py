@@ -67,7 +67,7 @@ class TuningRun:
         config, trainer = core.config, core.engine
         assert isinstance(trainer, LightningTrainer)
         if config.policy.adapters:
-            raise ConfigError(f"--method {method} trains one adapter for all agents; it cannot train policy.adapters")
+            raise ConfigError(f"--method {method} trains one adapter for all agents: it is not for policy.adapters yet")
         if config.trainer.has_guide:
             log.warning("teacher is for RL: --method %s does without it", method)
         self._method, self._config, self._sift = method, config.trainer, hooks.sift
