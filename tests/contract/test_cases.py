@@ -1,21 +1,20 @@
 """Inputs that must come out right: `tests/cases/`, whose README explains the keys, and sessions of agent programs.
 
-`sessions/real.jsonl` has what real programs sent to a scripted model, with every word replaced by its digest; each
-call has its messages by place. The edges were made by reading the sessions. `sessions/played.txt` has played ones.
+`sessions/real.jsonl` has what real programs sent to a scripted model, with every word replaced by its digest. The edges
+were made by reading the sessions. `sessions/played.jsonl` has played ones. A call `sees` the messages at these places;
+its `answer` is a message, or an error's status. `with_last`: it is asked at the same time as the call before;
+`rejected`: its answer is thrown away; `apart`: calls that nothing in their text ties to the run.
 """
 
 from __future__ import annotations
 
 import json
-import random
-import re
 import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,12 @@ from contract.scripted import ASKED, CASES, CHAT, MESSAGES, RESPONSES, Json, Scr
 
 Case = dict[str, Any]
 TOP = {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+EXACTLY = "usage finish_reason status trainable response prompt_token_ids response_token_ids logprobs policy_versions"
+FIELDS = """
+call_id seq agent endpoint status model policy_version request response prompt_token_ids response_token_ids logprobs
+finish_reason usage tool_calls reward trainable untrainable_reason superseded_by policy_versions started_at ttft_ms
+latency_ms
+"""
 ALL = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(CASES.glob("*.json"))]
 ALL += [{"path": CHAT} | json.loads(line) for line in (CASES / "own.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -62,12 +67,14 @@ def _piece(event: str | Json, path: str) -> str:
     return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
-def test_the_agent_gets_an_answers_bytes_and_the_record_what_it_said(model: Scripted) -> None:
+def test_the_agent_gets_an_answers_bytes_and_the_record_what_it_said(
+    model: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
     for case in cases_with("path", "stream", but="http_version"):
         name = "policy" if case.get("upstream") == "vllm" else "m"
         body = {"model": name, "stream": case.get("asks_stream", True)} | ASKED[case["path"]] | case.get("request", {})
         url, played = f"/rollouts/{uuid.uuid4().hex}", wire(case)
-        _, got, is_whole = model.receive("POST", url + case["path"], body, played)
+        _, got, is_whole = model.receive("POST", url + case["path"], body, played, case.get("until", "").encode())
         (call,) = model.proxy.get(url)["calls"]
         sent = b"".join(played.pieces)
         assert not case.get("clean") or (is_whole and got == sent), got
@@ -75,21 +82,21 @@ def test_the_agent_gets_an_answers_bytes_and_the_record_what_it_said(model: Scri
         assert not played.was_held
         assert [text for text in case.get("not_in_answer", ()) if text.encode() in got] == []
         assert {key: model.asked.get(key) for key in case.get("sent", ())} == case.get("sent", {})
-        check_record(case, call)
-        if call["status"] == "ok" and call["response"].get("choices") != []:
+        first = check_record(case, call)
+        if call["status"] == "ok" and "response" not in case:
             (made, *_) = model.proxy.get(url + "/transitions")["data"]
-            response = call["response"]
-            assert made["action"]["message"] == (
-                response["choices"][0]["message"] if "choices" in response else response
-            )
+            assert made["action"]["message"] == first.get("message", first.get("text", call["response"]))
+    assert "internal error" not in caplog.text
 
 
-def check_record(case: Case, call: Json) -> None:
+def check_record(case: Case, call: Json) -> Json:
+    """Return the first choice of the answer."""
     response, first = call["response"], {}
-    if isinstance(response, dict) and response.get("choices"):
+    if "response" not in case and isinstance(response, dict) and response.get("choices"):
         first = response["choices"][0]
-    for key in ("usage", "finish_reason", "status", "trainable"):
+    for key in EXACTLY.split():
         assert call[key] == case.get(key, call[key])
+    assert call["trainable"] is (call["untrainable_reason"] is None)
     for key in ("output", "content"):
         assert key not in case or response[key] == case[key]
     for key, where in (("message", first.get("message") or {}), ("choice", first)):
@@ -101,6 +108,7 @@ def check_record(case: Case, call: Json) -> None:
     if "tool_calls" in case:
         made = [[tool["id"], tool["name"], _object(tool["arguments"])] for tool in call["tool_calls"]]
         assert made == [[call_id, tool, _object(given)] for call_id, tool, given in case["tool_calls"]]
+    return first
 
 
 def _object(arguments: str) -> Any:
@@ -109,6 +117,28 @@ def _object(arguments: str) -> Any:
         if isinstance(value := json.loads(arguments), dict):
             return value
     return arguments
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_has_all_fields_and_a_stream_is_whole(stream: bool, model: Scripted) -> None:
+    for case in cases_with("path", "stream", "whole"):
+        path, whole, rollout = case["path"], case["whole"], uuid.uuid4().hex
+        body = {"model": "m", "stream": stream} | ASKED[path]
+        answer = wire(case) if stream else Wire([json.dumps(whole).encode()], "application/json")
+        model.ask(f"/rollouts/{rollout}/agents/solver{path}", body, answer)
+        (call,) = model.proxy.rollout(rollout)["calls"]
+        check_record(case, call)
+        assert call.keys() >= {*FIELDS.split()}
+        assert call == call | {
+            "seq": 0, "agent": "solver", "endpoint": path.removeprefix("/v1/"), "status": "ok", "model": "m",
+            "request": body, "response": whole, "usage": whole["usage"], "prompt_token_ids": [],
+            "response_token_ids": [], "logprobs": [], "trainable": False, "policy_version": None,
+        }  # fmt: skip
+        assert all(tool["result"] is tool["is_error"] is None for tool in call["tool_calls"])
+        assert 0 <= (call["ttft_ms"] or 0) <= call["latency_ms"] and (call["ttft_ms"] is not None) is stream
+        (only,) = model.proxy.get(f"/rollouts/{rollout}/transitions?requests=whole")["data"]
+        shown = {name: value for name, value in ASKED[path].items() if name != "max_tokens"}
+        assert only["state"] == shown | {"prompt_token_ids": []}
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
@@ -184,6 +214,17 @@ def test_a_tools_result_belongs_to_the_call_that_it_answers(models: list[Scripte
         assert found == case["results"]
 
 
+def test_results_of_calls_with_one_id_are_matched_within_their_conversation(model: Scripted) -> None:
+    for case in map(own, cases_with("asked", "results")):
+        rollout = uuid.uuid4().hex
+        for path, request, answer in case["asked"]:
+            model.ask(path, request, Wire([json.dumps(answer).encode()], "application/json"), X_Rollout_Id=rollout)
+        found = model.proxy.rollout(rollout)
+        errors = [[tool["is_error"] for tool in call["tool_calls"]] for call in found["calls"] if call["tool_calls"]]
+        assert (results_of(found), errors) == (case["results"], case.get("errors", errors))
+        check_record(case, found["calls"][0])
+
+
 def test_an_unnamed_conversation_is_one_rollout_and_no_others(model: Scripted) -> None:
     for case in cases_with("unnamed"):
         assert len({*model.rollouts(own(case)["unnamed"], uuid.uuid4().hex)}) == 1
@@ -245,156 +286,34 @@ def test_what_was_said_is_read_from_spans_of_others_in_the_order_of_their_times(
 
 
 Edge = tuple[str, int]
-HERE = Path(__file__).parent / "sessions"
+SESSIONS = [
+    json.loads(line)
+    for file in sorted((Path(__file__).parent / "sessions").glob("*.jsonl"))
+    for line in file.read_text(encoding="utf-8").splitlines()
+]
 # How much of it is found at least without a name.
 RECALL = {"one rollout": 0.9, "continues": 1, "delegates": 0.9, "returns": 0.9, "edits": 0.95, "compacts": 0.8}
-WORDS = [
-    "amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur", "mango",
-    "nadir", "ocean", "pearl", "quartz", "river", "summit", "tundra", "umber", "valley", "willow", "yonder", "zephyr",
-]  # fmt: skip
 
 
-@dataclass
-class SessionCall:
-    """A call of a session. `answer`: a message, or an error's status. `edges`: to other calls, by their places."""
-
-    messages: list[Json]
-    answer: Any
-    edges: set[Edge] = field(default_factory=set)
-    run: str = "a"
-    headers: dict[str, str] = field(default_factory=dict)
-    with_last: bool = False
-    rejected: bool = False
-
-
-@dataclass
-class Session:
-    label: str
-    calls: list[SessionCall]
-    apart: list[int] = field(default_factory=list)  # calls that nothing in their text ties to the run
-
-
-def recorded(path: Path) -> Iterator[Session]:
-    """Read sessions of real programs, a line each; their calls have their messages by place."""
-    for line in path.read_text().splitlines():
-        one = json.loads(line)
-        calls = [
-            SessionCall([one["messages"][i] for i in c["sees"]], c["answer"] or 503, edges_of(c["edges"]))
-            for c in one["calls"]
-        ]
-        for call in calls:
-            call.headers["Authorization"] = f"Bearer {one['label']}"
-        yield Session(one["label"], calls, one.get("apart_when_unnamed", []))
-
-
-def edges_of(text: str) -> set[Edge]:
-    words = text.split()
-    return {(kind, int(place)) for kind, place in zip(words[::2], words[1::2], strict=True)}
-
-
-def played(path: Path) -> Iterator[Session]:
-    """Read the sessions of played programs; `played.txt` says how they are written."""
-    text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
-    for block in text.strip().split("\n\n"):
-        label, *lines = block.splitlines()
-        session = Session(label, [])
-        for line in lines:
-            session.calls.append(_Line(session, line).call())
-        yield session
-
-
-class _Line:
-    def __init__(self, session: Session, line: str) -> None:
-        self.session, self.calls = session, session.calls
-        number, rest = line.split(maxsplit=1)
-        assert int(number) == len(self.calls), line
-        asked, said = rest.split("->")
-        self.asked, (self.said, _, edges) = asked.split(), said.partition("|")
-        self.thrown = "^" in said
-        self.edges = edges_of(edges.replace("^", ""))
-
-    def call(self) -> SessionCall:
-        call = SessionCall([], None, self.edges, rejected=self.thrown)
-        for word in self.asked:
-            match word[0]:
-                case "=":
-                    call.run = word[1:]
-                case "%":
-                    call.headers["Authorization"] = f"Bearer {word[1:]}"
-                case "@" | "*":
-                    call.headers["X-Agent-Name" if word[0] == "@" else "x-openai-subagent"] = word[1:]
-                case "~":
-                    call.headers["x-stainless-retry-count"] = "1"
-                case "$":  # as Claude Code names a sub-agent, and who began it
-                    names = ("x-claude-code-agent-id", "x-claude-code-parent-agent-id")
-                    call.headers |= dict(zip(names, word[1:].split("<"), strict=False))
-                case "&":
-                    call.with_last = True
-                case _:
-                    call.messages += self.messages(word)
-        call.answer = self.answer(self.said.replace("^", "").split())
-        return call
-
-    def messages(self, word: str) -> list[Json]:
-        kind, _, text = word.partition(":")
-        if kind in ("s", "u"):
-            return [{"role": {"s": "system", "u": "user"}[kind], "content": self.text(text)}]
-        place, _, position = kind[1:].partition(".")
-        of = self.calls[int(place)]
-        if kind[0] == "r":
-            called = of.answer["tool_calls"][int(position or 0)]
-            return [{"role": "tool", "tool_call_id": called["id"], "content": self.text(text)}]
-        asked = of.messages[1:] if self.asked[0].startswith("s:") and kind[0] == "x" else of.messages
-        return [*(asked if kind[0] in "x+" else []), *([of.answer] if kind[0] in "a+" else [])]
-
-    def text(self, words: str) -> str:
-        return "\n\n".join(self.piece(*one) for one in re.findall(r"\[(\d+)\]|\(([\d.]+)\)|([\w-]+)", words))
-
-    def piece(self, quoted: str, ordered: str, word: str) -> str:
-        if quoted:
-            return str(self.calls[int(quoted)].answer["content"])
-        if ordered:
-            place, _, position = ordered.partition(".")
-            called = self.calls[int(place)].answer["tool_calls"][int(position or 0)]
-            return str(json.loads(called["function"]["arguments"])["q"])
-        return self.sentence(word)
-
-    def sentence(self, word: str) -> str:
-        source = random.Random(f"{self.session.label} {word}")
-        return " ".join([word, *source.choices(WORDS, k=8)]) + "."
-
-    def answer(self, words: list[str]) -> Any:
-        if words[0].startswith("!"):
-            return int(words[0][1:])
-        source = f"{len(self.calls)}"
-        said = " ".join(self.sentence(f"answer-{source}-{i}") for i in range(3)) if words[0] == "say" else None
-        calls = []
-        for position, word in enumerate(words[1:]):
-            name, _, order = word.rstrip(")").partition("(")
-            made = random.Random(f"{self.session.label} {source} {position} {word}").randbytes(12).hex()
-            function = {"name": name, "arguments": json.dumps({"q": self.text(order)})}
-            calls.append({"id": f"call_{made}", "type": "function", "function": function})
-        return {"role": "assistant", "content": said} | ({"tool_calls": calls} if calls else {})
-
-
-def replay(model: Scripted, session: Session, prefix: str | None = None) -> tuple[list[str], list[set[Edge]], set[int]]:
+def replay(model: Scripted, session: Json, prefix: str | None = None) -> tuple[list[str], list[set[Edge]], set[int]]:
     """Send a session's calls, named with `prefix`: each one's rollout, the edges that were found, the rejected ones."""
 
-    def ask(call: SessionCall, answer: Any) -> tuple[str, str]:
-        named = {} if prefix is None else {"X-Rollout-Id": f"{prefix}-{call.run}"}
-        got = model.ask(CHAT, {"messages": call.messages}, answer, **named, **call.headers)
+    def ask(call: Json, answer: Any) -> tuple[str, str]:
+        named = {} if prefix is None else {"X-Rollout-Id": f"{prefix}-{call['run']}"}
+        messages = [session["messages"][place] for place in call["sees"]]
+        got = model.ask(CHAT, {"messages": messages}, answer, **named, **call["headers"])
         return got.headers["x-rollout-id"], got.headers["x-call-id"]
 
-    found: list[tuple[str, str]] = []
-    starts = [place for place, call in enumerate(session.calls) if not call.with_last]
+    found, calls = list[tuple[str, str]](), session["calls"]
+    starts = [place for place, call in enumerate(calls) if not call["with_last"]]
     with ThreadPoolExecutor(4) as pool:
-        for start, end in zip(starts, [*starts[1:], len(session.calls)], strict=True):
+        for start, end in zip(starts, [*starts[1:], len(calls)], strict=True):
             # They take longer than clocks may differ: the edges go by the calls' times.
             answered = together(end - start, 0.1 if end - start > 1 else 0)
-            found += pool.map(ask, session.calls[start:end], [answered(c.answer) for c in session.calls[start:end]])
+            found += pool.map(lambda call, answered=answered: ask(call, answered(call["answer"])), calls[start:end])
     places = {call_id: place for place, (_, call_id) in enumerate(found)}
     edges, rejected = [set[Edge]() for _ in found], set[int]()
-    for rollout in dict.fromkeys(rollout for rollout, _ in found):
+    for rollout in {rollout for rollout, _ in found}:
         for call in model.proxy.get(f"/rollouts/{rollout}")["calls"]:
             place = places[call["call_id"]]
             edges[place] = {(one["edge"], places.get(one["call_id"], -1)) for one in call["contexts"]}
@@ -402,31 +321,32 @@ def replay(model: Scripted, session: Session, prefix: str | None = None) -> tupl
     return [rollout for rollout, _ in found], edges, rejected
 
 
-SESSIONS = [*recorded(HERE / "real.jsonl"), *played(HERE / "played.txt")]
+def edges_of(call: Json) -> set[Edge]:
+    return {(kind, place) for kind, place in call["edges"]}
 
 
 @pytest.mark.feature("contexts")
 def test_the_edges_of_a_session_are_those_that_its_program_made(model: Scripted) -> None:
     for session in SESSIONS:
         _, edges, rejected = replay(model, session, uuid.uuid4().hex)
-        assert edges == [call.edges for call in session.calls], session.label
-        assert rejected == {i for i, call in enumerate(session.calls) if call.rejected}, session.label
+        assert edges == [edges_of(call) for call in session["calls"]], session["label"]
+        assert rejected == {i for i, call in enumerate(session["calls"]) if call["rejected"]}, session["label"]
 
 
 @pytest.mark.feature("contexts")
 def test_unnamed_sessions_at_the_same_time_are_told_apart(model: Scripted) -> None:
     """All at once: played programs with one key, real ones with keys of their own. What is found is right, and most."""
-    sessions = [one for one in SESSIONS if "named by" not in one.label]  # by headers: in text little ties these
+    sessions = [one for one in SESSIONS if "named by" not in one["label"]]  # by headers: in text little ties these
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda session: replay(model, session), sessions))
     runs, seen = dict[str, set[tuple[str, str]]](), Counter[tuple[str, bool, bool]]()
     for session, (rollouts, edges, _) in zip(sessions, found, strict=True):
-        for i, call in enumerate(session.calls):
-            runs.setdefault(rollouts[i], set()).add((session.label, call.run))
-            for edge in edges[i] | call.edges:
-                seen[edge[0], edge in edges[i], edge in call.edges] += 1
-            for j in set(range(i)) - {*session.apart}:
-                seen["one rollout", rollouts[i] == rollouts[j], call.run == session.calls[j].run] += 1
+        for i, call in enumerate(session["calls"]):
+            runs.setdefault(rollouts[i], set()).add((session["label"], call["run"]))
+            for edge in edges[i] | edges_of(call):
+                seen[edge[0], edge in edges[i], edge in edges_of(call)] += 1
+            for j in set(range(i)) - {*session["apart"]}:
+                seen["one rollout", rollouts[i] == rollouts[j], call["run"] == session["calls"][j]["run"]] += 1
     assert [names for names in runs.values() if len(names) > 1] == []
     assert [name for name, is_found, is_there in seen if is_found and not is_there] == []
     recall = {name: seen[name, True, True] / (seen[name, True, True] + seen[name, False, True]) for name in RECALL}

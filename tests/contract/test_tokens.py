@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-import uuid
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,25 +16,10 @@ import pytest
 import yaml
 from aiohttp import web
 
-from contract.scripted import (
-    ASKED,
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    RESPONSES,
-    Json,
-    Scripted,
-    Wire,
-    said,
-    sampled,
-    scripted,
-    user,
-)
+from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, said, sampled, scripted, user
 from contract.system import Answer, Proxy, in_this_process
 from contract.vllm import PlayedVllm
 
-GO = [user("go")]
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 NUMBERS = (
     "[1,1.0,-0.0,0.1234567890123456789,123456789012345678901234567890,-9223372036854775809,1e400,1e-400,"
     f"3.14159265358979323846,9007199254740993.0,{'7' * 4999}]"
@@ -60,71 +44,7 @@ UPSTREAMS: list[Json] = [
 ]
 REDACT = {"redact": {"patterns": ["secret-[0-9]+"]}}
 END, PAIR = 0, 256
-
-
-def logprobs(*values: Any) -> Json:
-    return {"logprobs": {"content": [{"token": "x", "logprob": value} for value in values]}}
-
-
-def answer(choice: Json | None = None, **fields: Any) -> Json:
-    """A chat's answer as vLLM gives it, with these changes."""
-    made = {"index": 0, "message": said("hi!"), "finish_reason": "stop", "token_ids": [7, 8], **logprobs(-0.5, -0.25)}
-    top = {"id": "c1", "object": "chat.completion", "created": 1, "model": "base", "usage": USAGE}
-    return top | {"choices": [made | (choice or {})], "prompt_token_ids": [1, 2, 3]} | fields
-
-
-def wire(body: Any, stream: bool = False) -> Wire:
-    if not stream:
-        return Wire([json.dumps(body).encode()], "application/json")
-    choices = [{k: v for k, v in one.items() if k != "message"} | {"delta": said("hi!")} for one in body["choices"]]
-    chunks = [body | {"choices": choices, "usage": None}, body | {"choices": [], "usage": body["usage"]}]
-    return Wire([*(f"data: {json.dumps(one)}\n\n".encode() for one in chunks), b"data: [DONE]\n\n"])
-
-
-def call_of(model: Scripted, body: Any, path: str = CHAT, stream: bool = False, /, **request: Any) -> Json:
-    """Ask the policy, have this answered, see that the agent is, and return the call's record."""
-    asked, rollout = {"model": "policy", "stream": stream} | ASKED[path] | request, uuid.uuid4().hex
-    model.ask(f"/rollouts/{rollout}{path}", asked, wire(body, stream))
-    call: Json
-    (call,) = model.proxy.rollout(rollout)["calls"]
-    assert call["status"] == "ok" and call["trainable"] is (call["untrainable_reason"] is None)
-    return call
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answers_tokens_are_recorded_in_each_dialect(stream: bool, model: Scripted) -> None:
-    choice = {"index": 0, "text": "x", "finish_reason": "stop", "token_ids": [7, 8], "prompt_token_ids": [1, 2, 3]}
-    completion = {"id": "c1", "usage": USAGE, "choices": [choice | {"logprobs": {"token_logprobs": [-0.5, -0.25]}}]}
-    for path in ASKED:
-        call = call_of(model, completion if path == COMPLETIONS else answer(), path, stream, temperature=0.7)
-        assert (call["prompt_token_ids"], call["response_token_ids"]) == ([1, 2, 3], [7, 8]), path
-        assert (call["logprobs"], call["trainable"], call["policy_version"]) == ([-0.5, -0.25], True, 0)
-        assert call["policy_versions"] == [0] and call["request"]["temperature"] == 0.7
-
-
-def test_an_answer_of_any_shape_reaches_the_agent_and_the_record(model: Scripted) -> None:
-    assert "may be cut" in call_of(model, answer({"finish_reason": None}))["untrainable_reason"]
-    assert call_of(model, answer({"finish_reason": "length"}))["trainable"], "to the agent's own limit"
-    for body in (None, 1, "x", [1], {}, {"choices": 3}, {"choices": [3, {"message": 1}]}, {"usage": [1]}):
-        rollout = uuid.uuid4().hex
-        got = model.ask(f"/rollouts/{rollout}{CHAT}", {"model": "policy", "messages": GO}, wire(body))
-        assert got.json == body
-        (call,) = model.proxy.rollout(rollout)["calls"]
-        assert (call["trainable"], call["response"]) == (False, body) and call["untrainable_reason"]
-
-
-def test_a_chunk_that_holds_only_what_the_proxy_asked_for_is_not_shown(model: Scripted) -> None:
-    def chunk(delta: Json, token: int, **more: Any) -> bytes:
-        one = {"index": 0, "delta": delta, "token_ids": [token], "finish_reason": None, **logprobs(-0.5)} | more
-        return f"data: {json.dumps({'id': 'c1', 'choices': [one], 'prompt_token_ids': [1, 2, 3]})}\n\n".encode()
-
-    usage = f"data: {json.dumps({'id': 'c1', 'choices': [], 'usage': USAGE})}\n\n".encode()
-    pieces = [chunk({}, 7), chunk({"content": "hi"}, 8, finish_reason="stop"), usage, b"data: [DONE]\n\n"]
-    got = model.ask(CHAT, {"model": "policy", "stream": True, "messages": GO}, Wire(pieces))
-    events = [json.loads(line[6:]) for line in got.body.decode().splitlines() if line.startswith("data: {")]
-    assert [one["delta"] for event in events for one in event["choices"]] == [{"content": "hi"}], events
-    (call,) = model.proxy.rollout(got.headers["x-rollout-id"])["calls"]
-    assert (call["response_token_ids"], call["trainable"]) == ([7, 8], True)
+RENDER = f"{CHAT}/render"
 
 
 def exactly(text: str | bytes) -> Any:
@@ -132,14 +52,8 @@ def exactly(text: str | bytes) -> Any:
     return json.loads(text, parse_int=lambda digits: ("whole", digits), parse_float=lambda d: ("fraction", Decimal(d)))
 
 
-@pytest.mark.parametrize(
-    ("served", "path", "stream"),
-    [
-        (name, path, stream)
-        for name, path in (("m", CHAT), ("policy", CHAT), ("m", MESSAGES))
-        for stream in (False, True)
-    ],
-)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("served", "path"), [("m", CHAT), ("policy", CHAT), ("m", MESSAGES)])
 def test_numbers_come_back_as_they_were_sent(
     served: str, path: str, stream: bool, model: Scripted, rollout: str
 ) -> None:
@@ -175,10 +89,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
         yield one
 
 
-def ask(model: Scripted, rollout: str, answer: Any = vllm, path: str = RESPONSES, /, **fields: Any) -> Answer:
-    body = {"model": "policy"} | ASKED[path] | fields
+def ask(model: Scripted, rollout: str, answer: Any = vllm, /, **fields: Any) -> Answer:
+    body = {"model": "policy", "input": "go"} | fields
     with model.script(answer) as headers:
-        return model.proxy.post(f"/rollouts/{rollout}{path}", body, **headers)
+        return model.proxy.post(f"/rollouts/{rollout}{RESPONSES}", body, **headers)
 
 
 def respond(model: Scripted, rollout: str, messages: int, /, **fields: Any) -> str:
@@ -238,37 +152,6 @@ def test_a_fallback_is_asked_with_the_whole_conversation(model: Scripted, rollou
     assert [call["trainable"] for call in model.proxy.rollout(rollout)["calls"]] == [True, False, True]
 
 
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-def test_a_stream_that_breaks_is_seen_as_broken(path: str, model: Scripted, caplog: pytest.LogCaptureFixture) -> None:
-    begun: Json = {"id": "x", "choices": [{"index": 0, "delta": {"content": "h"}, "finish_reason": None}]}
-    whole = "data: [DONE]\n\n"
-    for stream in (f"data: {json.dumps(begun)}\n\n", whole, 'data: {"choices": [5]}\n\n', f"data: {{}}\n\n{whole}"):
-        body: Json = {"model": "policy", "stream": True} | ASKED[path]
-        rollout, answer = uuid.uuid4().hex, Wire([stream.encode()], breaks="delta" in stream)
-        _, _, is_whole = model.receive("POST", f"/rollouts/{rollout}{path}", body, answer)
-        (call,) = model.proxy.rollout(rollout)["calls"]
-        assert not is_whole and (call["status"], call["trainable"]) == ("error", False), stream
-    assert "internal error" not in caplog.text
-
-
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-def test_a_tool_calls_arguments_are_passed_on_as_they_come(path: str, model: Scripted, rollout: str) -> None:
-    begun: Json = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"begun"'}}
-    pieces = [{"index": 0} | begun, {"index": 0, "function": {"arguments": ": 1}"}}]
-    choices = [*({"delta": {"tool_calls": [one]}, "finish_reason": None} for one in pieces),
-               {"delta": {}, "finish_reason": "tool_calls"}]  # fmt: skip
-    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-    chunks = [{"choices": [{"index": 0} | choice]} for choice in choices] + [{"choices": [], "usage": usage}]
-    top = {"id": "c1", "created": 1, "model": "base"}
-    head, *rest = [b"data: " + json.dumps(top | chunk).encode() + b"\n\n" for chunk in chunks]
-    body: Json = {"model": "policy", "stream": True} | ASKED[path]
-    answer = Wire([head, b"".join([*rest, b"data: [DONE]\n\n"])], gate=threading.Event())
-    _, _, is_whole = model.receive("POST", f"/rollouts/{rollout}{path}", body, answer, b'{\\"begun\\"')
-    assert is_whole and not answer.was_held
-    (call,) = model.proxy.rollout(rollout)["calls"]
-    assert [json.loads(tool["arguments"]) for tool in call["tool_calls"]] == [{"begun": 1}]
-
-
 def rendered(body: Json) -> list[int]:
     def text(content: Any) -> str:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -281,32 +164,27 @@ def rendered(body: Json) -> list[int]:
 class DriftingVllm(PlayedVllm):
     """Answers the number of the call and "hello", and takes prompts as tokens."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.render_status, self.refuses_tokens, self.ignores_tokens = 200, False, False
-        self.more: Json = {}  # of each message
+    refuses_tokens = False
+    more: Json | None = None  # of each message
 
     async def _render(self, request: web.Request) -> web.Response:
-        body: Json = {"token_ids": rendered(await request.json())} if self.render_status == 200 else {"error": {}}
-        return web.json_response(body, status=self.render_status)
+        return web.json_response({"token_ids": rendered(await request.json())})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.requests.append(body)
-        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        if given and self.refuses_tokens:
+        if self.refuses_tokens and "kv_transfer_params" in await request.json():
             return web.json_response({"error": {"message": "no tokens, please"}}, status=400)
-        prompt = rendered(body) if given is None or self.ignores_tokens else given
-        ids = [*f"{len(self.requests)} hello".encode(), END]
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
-        logprobs = {"content": [{"token": "", "logprob": -0.5} for _ in ids]}
-        choice = {"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
-        top = {"id": "x", "model": "base", "prompt_token_ids": prompt, "usage": usage}
-        message = said(f"{len(self.requests)} hello", **self.more)
-        if not body.get("stream"):
-            return web.json_response(top | {"choices": [choice | {"message": message}]})
-        text = f"data: {json.dumps(top | {'choices': [choice | {'delta': message}]})}\n\ndata: [DONE]\n\n"
-        return web.Response(text=text, content_type="text/event-stream")
+        return await super()._chat(request)
+
+    def _whole(self, body: Json) -> Any:
+        text, given = f"{len(self.requests)} hello", body.get("kv_transfer_params") if self.takes_tokens else None
+        prompt = given["prompt_token_ids"] if given else rendered(body)
+        return json.loads(sampled(said(text, **self.more or {}), prompt, [*text.encode(), END]).pieces[0])
+
+    def _chunks(self, body: Json) -> Iterator[Json]:
+        chunk = self._whole(body)
+        for choice in chunk["choices"]:
+            choice["delta"] = choice.pop("message")
+        yield chunk
 
 
 @contextmanager
@@ -341,9 +219,8 @@ def rows(proxy: Proxy, rollout: str = "r") -> int:
 
 
 def outcomes(proxy: Proxy) -> dict[str, int]:
-    lines = proxy.call("GET", "/metrics").body.decode().splitlines()
-    found = (line.split(" ") for line in lines if line.startswith("lightning_token_continuity_total{"))
-    return {labels.split('"')[1]: int(float(value)) for labels, value in found}
+    text, counter = proxy.call("GET", "/metrics").body.decode(), r'lightning_token_continuity_total{outcome="(\w+)"}'
+    return {outcome: int(count) for outcome, count in re.findall(rf"^{counter} (\d+)", text, re.M)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -404,8 +281,9 @@ def test_what_cannot_be_exact_goes_as_text_and_is_counted(proxy: Proxy) -> None:
 
 def test_a_server_that_takes_no_tokens_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     faults: list[tuple[Json, str, str]] = [
-        ({"render_status": 403}, "unavailable", "add --enable-scale-out"), ({"render_status": 500}, "refused", ""),
-        ({"ignores_tokens": True}, "ignored", "does not take prompts as"), ({"refuses_tokens": True}, "refused", ""),
+        ({"refuses": {RENDER: 403}}, "unavailable", "add --enable-scale-out"),
+        ({"refuses": {RENDER: 500}}, "refused", ""), ({"refuses_tokens": True}, "refused", ""),
+        ({"takes_tokens": False}, "ignored", "does not take prompts as"),
     ]  # fmt: skip
     for n, (fault, outcome, hint) in enumerate(faults):
         with drifting(tmp_path / f"{n}") as proxy:
