@@ -9,11 +9,10 @@ import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from contract.scripted import CHAT, Scripted, calls, said, sampled, scripted, told, user
@@ -22,14 +21,13 @@ from contract.system import (
     Json,
     Process,
     Proxy,
+    Served,
     free_port,
     in_this_process,
     lightning,
     ok,
-    wait_until,
     write_config,
 )
-from contract.vllm import PlayedVllm
 from support.paths import has, is_there
 from support.stores import Server, postgres_server
 
@@ -39,7 +37,7 @@ LOOKS = [*filter(is_there, (
     "rollouts diff one:1 two", "policy list --json", "costs --by rollout --json", "store info --json", "export -",
     "export - --kind sft", "prompts list --json",
 ))]  # fmt: skip
-PLAIN: Json = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+PLAIN: Json = {"messages": [user("q"), said("a")]}
 OPEN = json.dumps(PLAIN)[:-1] + ", "
 PATHS = [
     "/rollouts?limit=1000", "/rollouts/one:1?requests=whole", "/rollouts/one:1/transitions", "/rollouts/two",
@@ -61,17 +59,14 @@ NEWER = "UPDATE schema_numbers SET number = 99 WHERE room = '{}'"
 def fill(proxy: Proxy) -> None:
     """Two rewarded rollouts, one of them held out; one that runs, and one that was discarded."""
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    adds = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-    first, last = said(None, tool_calls=[adds]), said("It is 4.")
+    first, last = calls(("k1", {"a": 2}), name="add"), said("It is 4.")
     proxy.vllm.answer = lambda body: last if body["messages"][-1]["role"] == "tool" else first
-    asked: list[Json] = [{"role": "system", "content": "Add."}, user("2 + 2?")]
-    for result in ([], [told("k1", "4")]):
-        asked += result
-        answer = proxy.chat("one:1/tasks/t1/agents/adder", *asked, tools=[tool])
-        asked.append(answer.json["choices"][0]["message"])
+    asked = [{"role": "system", "content": "Add."}, user("2 + 2?")]
+    for messages in (asked, [*asked, first, told("k1", "4")]):
+        proxy.chat("one:1/tasks/t1/agents/adder", *messages, tools=[tool])
     for name, mode in (("two", "eval"), ("running", "train"), ("given-up", "train")):
         body = {"model": "policy", "messages": [user("add")]}
-        assert proxy.post(f"/rollouts/{name}/v1/chat/completions", body, X_Rollout_Mode=mode).status == 200
+        assert proxy.post(f"/rollouts/{name}{CHAT}", body, X_Rollout_Mode=mode).status == 200
     proxy.post("/reward", [{"rollout_id": "one:1", "reward": 0.5}, {"rollout_id": "two", "reward": 1}])
     proxy.post("/rollouts/given-up/end", {"status": "discarded"})
     for text in ("You add.", "You add well.") if has("prompts") else ():
@@ -83,6 +78,12 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     with in_this_process(tmp_path_factory.mktemp("filled")) as proxy:
         fill(proxy)
         yield proxy
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgres_server() as server:
+        yield server
 
 
 def rows_of(text: str) -> list[Json]:
@@ -166,13 +167,13 @@ def test_a_wrong_line_is_named_and_nothing_is_imported(tmp_path: Path) -> None:
     wrong: list[tuple[Json | str, str]] = [
         ("{", "line 2: "),
         ({"prompt": "a"}, "line 2: it is not an object with `messages`"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no assistant message"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: message 1: `role` must be"),
-        ({**PLAIN, "reward": 10**400}, "line 2: `reward` is not a finite number"),
-        ({**PLAIN, "reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),
+        ({"messages": [GO]}, "line 2: no assistant message"),
+        ({"messages": [GO | {"role": "robot"}]}, "line 2: message 1: `role` must be"),
+        (PLAIN | {"reward": 10**400}, "line 2: `reward` is not a finite number"),
+        (PLAIN | {"reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),
         (f'{OPEN}"reward": NaN}}', "line 2: NaN is not JSON"),
-        ({**PLAIN, "task_id": "a b"}, "line 2: task_id must be"),
-        ({**PLAIN, "mode": "test"}, "line 2: `mode` must be train or eval"),
+        (PLAIN | {"task_id": "a b"}, "line 2: task_id must be"),
+        (PLAIN | {"mode": "test"}, "line 2: `mode` must be train or eval"),
         (f'{OPEN}"x": {"[" * 5000}{"]" * 5000}}}', "line 2: nested too deeply"),
         ({"messages": [*PLAIN["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "message 3: `tool_ca"),
     ]
@@ -205,32 +206,28 @@ def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy(tmp_p
     assert not list(tmp_path.rglob("*.part*"))
 
 
-def answers(directory: Path, url: str, do: Callable[[Proxy], None] = lambda _: None) -> dict[str, Any]:
-    with in_this_process(directory, PlayedVllm(directory), store={"url": url}) as proxy:
+def answers(directory: Path, url: str, do: Callable[[Proxy], Any] = lambda _: None) -> dict[str, Any]:
+    """What a store's proxy answers, after something was done with it."""
+    with in_this_process(directory, store={"url": url}) as proxy:
         do(proxy)
         return {path: proxy.get(path) for path in PATHS}
 
 
-def test_a_store_is_moved_to_postgresql_and_back_with_the_same_answers(tmp_path: Path) -> None:
+def test_a_store_is_moved_to_postgresql_and_back_with_the_same_answers(tmp_path: Path, server: Server) -> None:
     first, last = (f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "last"))
-    before = answers(tmp_path, first, fill)
+    before, there = answers(tmp_path, first, fill), server.new_database()
     content = (tmp_path / "first.db").read_bytes()
-    with postgres_server() as server:
-        there = server.new_database()
-        done = ok(lightning("store", "migrate", first, there, cwd=tmp_path))
-        assert "calls: 5 rows\n" in done.stdout and "rows moved, each compared" in done.stdout
-        assert (tmp_path / "first.db").read_bytes() == content
-        assert answers(tmp_path, there) == before
-        for source, target in ((first, there), (there, first)):
-            refused = lightning("store", "migrate", source, target, cwd=tmp_path)
-            assert refused.returncode == 1 and "already" in refused.stderr and refused.stderr.count("\n") == 1
-        ok(lightning("store", "migrate", there, last, cwd=tmp_path))
-
-        def goes_on(proxy: Proxy) -> None:
-            assert {path: proxy.get(path) for path in PATHS} == before
-            assert proxy.chat("new").status == 200
-
-        assert len(answers(tmp_path, last, goes_on)["/rollouts?limit=1000"]["data"]) == 5
+    done = ok(lightning("store", "migrate", first, there, cwd=tmp_path))
+    assert "calls: 5 rows\n" in done.stdout and "rows moved, each compared" in done.stdout
+    assert (tmp_path / "first.db").read_bytes() == content
+    assert answers(tmp_path, there) == before
+    for source, target in ((first, there), (there, first)):
+        refused = lightning("store", "migrate", source, target, cwd=tmp_path)
+        assert refused.returncode == 1 and "already" in refused.stderr and refused.stderr.count("\n") == 1
+    ok(lightning("store", "migrate", there, last, cwd=tmp_path))
+    assert answers(tmp_path, last) == before
+    goes_on = answers(tmp_path, last, lambda proxy: proxy.chat("new"))
+    assert len(goes_on["/rollouts?limit=1000"]["data"]) == 5
     assert (tmp_path / "last.db").stat().st_mode & 0o777 == 0o600
 
 
@@ -243,28 +240,20 @@ def test_the_page_over_a_store_alone_answers_its_key_and_leaves_the_store_as_it_
     copy, port = tmp_path / "copy.db", free_port()
     before = copy.read_bytes()
     copy.chmod(0o400)
-    page = Process(tmp_path, "dashboard", "--store", str(copy), "--port", str(port))
-    page.start()
+    process = Process(tmp_path, "dashboard", "--store", str(copy), "--port", str(port))
+    page = Served(f"http://127.0.0.1:{port}", tmp_path, server=process)
+    process.start()
     try:
-        said = re.compile(rf"{copy}: http://127\.0\.0\.1:{port}/#/\?key=(\S+)")
-        wait_until(lambda: said.search(page.log.read_text()), 60, "it says where it listens")
-        (key,) = said.findall(page.log.read_text())
-
-        def status(method: str, path: str, key: str = key) -> int:
-            """0: it does not listen yet."""
-            headers, url = {"Authorization": f"Bearer {key}"}, f"http://127.0.0.1:{port}{path}"
-            with suppress(httpx.HTTPError):
-                return httpx.request(method, url, headers=headers, trust_env=False, timeout=30).status_code
-            return 0
-
-        wait_until(lambda: status("GET", "/readyz"), 60, "it listens")
-        assert status("GET", "/rollouts", "another") == 401, "another user of this machine"
+        page.wait_for("/readyz", 60)
+        (key,) = re.findall(rf"{copy}: {page.url}/#/\?key=(\S+)", process.log.read_text())
+        assert page.call("GET", "/rollouts", key="another").status == 401, "another user of this machine"
         for path in ("/", "/rollouts", "/rollouts/one:1", "/tasks", "/status", "/policy/versions", "/prompts"):
-            assert status("GET", path) == 200, path
-        for method, path in (("POST", "/reward"), ("POST", "/v1/chat/completions"), ("DELETE", "/rollouts/two")):
-            assert status(method, path) in (404, 405), path
+            assert page.call("GET", path, key=key).status == 200, path
+        for method, path in (("POST", "/reward"), ("POST", CHAT), ("DELETE", "/rollouts/two")):
+            assert page.call(method, path, key=key).status in (404, 405), path
     finally:
-        assert page.end(signal.SIGINT) == 0
+        page.client.close()
+        assert process.end(signal.SIGINT) == 0
     assert copy.read_bytes() == before and not [*tmp_path.glob("copy.db-*")]
 
 
@@ -286,17 +275,10 @@ def test_odd_records_are_exported_or_left_out_with_the_reason(model: Scripted) -
         assert file != "-" or '"good"' in done.stdout, kind
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with postgres_server() as server:
-        yield server
-
-
 @pytest.fixture
 def proxy(tmp_path: Path) -> Proxy:
     """One that does not run: its configuration alone."""
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "one.jsonl").write_text(json.dumps(PLAIN))
     write_config(tmp_path, "http://127.0.0.1:9/v1", free_port())
     return Proxy("", tmp_path)
 
@@ -369,38 +351,30 @@ def test_several_processes_make_a_store_at_once(tmp_path: Path, server: Server, 
         made = [*threads.map(lambda n: proxy.process("keys", "create", f"k{n}"), range(4))]
     assert [done.returncode for done in made] == [0] * 4, made
     assert len(proxy.run("keys", "list", "--json").json["data"]) == 4
-    for times in (1, 2):
-        with in_this_process(tmp_path, store={"url": url}) as proxy:
-            proxy.client.headers["Authorization"] = f"Bearer {made[0].stdout.strip()}"
-            assert proxy.chat(f"r{times}").status == 200
-            proxy.reward(f"r{times}", times)
-            assert [one["reward"] for one in proxy.get("/rollouts")["data"]] == [*range(times, 0, -1)]
-            assert [one["version"] for one in proxy.get("/policy/versions")["data"]] == [0]
-            info = proxy.run("store", "info", "--json").json
-            assert (info["calls"], info["rewards"]) == (times, times)
+    with in_this_process(tmp_path, store={"url": url}) as proxy:
+        key = made[0].stdout.strip()
+        assert proxy.chat("r1", key=key).status == 200
+        proxy.reward("r1", 1, key)
+        info = proxy.run("store", "info", "--json").json
+        assert (info["calls"], info["rewards"]) == (1, 1)
 
 
 def test_fifty_turns_take_about_twice_what_is_new_in_them(tmp_path: Path) -> None:
     """An agent sends its whole history again at every turn; new are every text, once, and each token's two numbers."""
     source, turns, unique, sizes = random.Random(0), 50, 0, []
     prompt, messages = list(range(700)), [user("the task")]
-
-    def words(count: int) -> str:
-        return " ".join(f"{source.getrandbits(24):06x}" for _ in range(count))
-
+    request = {"model": "policy", "tools": [{"name": "search", "description": "look for it " * 50}], "max_tokens": 9}
     with scripted(tmp_path) as model:
         for number in range(turns + 1):
-            text, query, result, name = words(160), words(40), words(480), f"call_{number:032x}"
-            answer, ids = calls((name, {"query": query}), name="search", text=text), list(range(number, number + 120))
-            tools = [{"name": "search", "description": "look for it " * 50}]
-            request = {"model": "policy", "tools": tools, "max_tokens": 9, "messages": messages}
-            model.ask(f"/rollouts/r{CHAT}", request, sampled(answer, prompt, ids))
+            text, query, result = (source.randbytes(size).hex() for size in (560, 140, 1680))
+            answer, ids = calls((f"c{number}", query), name="search", text=text), list(range(number, number + 120))
+            model.ask(f"/rollouts/r{CHAT}", request | {"messages": messages}, sampled(answer, prompt, ids))
             unique += (len(text + query + result) + 3 * 4 * 120) * (number > 0)
             if number in (0, turns):
                 info = model.proxy.run("store", "info", "--json").json
                 sizes.append(info["bytes"] - info["free"])
-            messages = [*messages, answer, told(name, result)]
-            prompt = [*prompt, *ids, *range(number, number + 120)]
+            messages = [*messages, answer, told(f"c{number}", result)]
+            prompt = [*prompt, *ids, *ids]
         last = model.proxy.rollout("r")["calls"][-1]["request"]["messages"]
         assert last == messages[:-2] and len(last) == 2 * turns + 1
     assert sizes[1] - sizes[0] < 3 * unique, "sent again, it would be 25 times"
