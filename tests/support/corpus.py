@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import brotli
 import orjson
-from traffic.server import messages_events, responses_events
+from traffic.server import MESSAGES, RESPONSES, stream
 
 from support.played import Asked, Do, Script, Step
 
@@ -22,10 +22,11 @@ Json = dict[str, Any]
 
 # What vLLM 0.32 answers, shaped by what it is asked for: the fields that are null without asking, and the bytes.
 
-TEXT = ["h", "é", " 😀", "\n", '"', "\u2028", "ok"]
+TEXT = ["h", "é", " 😀", "\n", '"', "\u2028", "it goes on for a while"]
 OBJECT = ['{"a":', " true", "}"]
 USAGE = {"prompt_tokens": 3, "total_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": None}
 PROMPT = [1, 2, 3]
+DONE = b"data: [DONE]\n\n"
 
 
 def dumps(value: Any) -> bytes:
@@ -40,111 +41,105 @@ def sse(value: Any) -> bytes:
 
 def chat(body: Json) -> Json:
     """The whole answer of /v1/chat/completions."""
-    choices = []
-    for index in range(body.get("n") or 1):
-        message = {"role": "assistant", "content": "".join(_pieces(body)), "refusal": None, "tool_calls": _tools(body)}
-        if message["tool_calls"]:
-            message["content"] = None
-        finish = "tool_calls" if message["tool_calls"] else "stop"
-        choice = {"index": index, "message": message, "logprobs": _logprobs(body, _pieces(body))}
-        choices.append(choice | {"finish_reason": finish, "stop_reason": None, "token_ids": _ids(body, index)})
+    tools, pieces, asks = _tools(body), _pieces(body), body.get("return_token_ids")
+    message = {"role": "assistant", "content": None if tools else "".join(pieces), "refusal": None, "tool_calls": tools}
+    choices = [
+        {
+            "index": index, "message": message, "logprobs": _logprobs(body, pieces), "finish_reason": _finish(body),
+            "stop_reason": None, "token_ids": [100 * index + i for i in range(len(pieces))] if asks else None,
+        }
+        for index in range(body.get("n") or 1)
+    ]  # fmt: skip
     top = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "base", "choices": choices}
-    ids = PROMPT if body.get("return_token_ids") else None
-    top |= {"unknown": {"kept": [1, None, 2.5]}}
-    return top | {"usage": USAGE, "prompt_logprobs": None, "prompt_token_ids": ids, "kv_transfer_params": None}
+    top |= {"unknown": {"kept": [1, None, 2.5]}, "prompt_token_ids": PROMPT if asks else None}
+    return top | {"usage": USAGE, "prompt_logprobs": None, "kv_transfer_params": None}
 
 
 def chat_stream(body: Json) -> list[bytes]:
     """The frames of a streamed /v1/chat/completions, [DONE] included."""
     top = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "base"}
-    ids, n = body.get("return_token_ids"), body.get("n") or 1
+    ids, options = body.get("return_token_ids"), body.get("stream_options") or {}
+    deltas = _tool_deltas(body) or [{"content": piece} for piece in _pieces(body)]
     chunks: list[Json] = []
-    for index in range(n):
-        role = _choice(index, {"role": "assistant", "content": ""}, None, None)
-        chunks.append(top | {"choices": [role], "prompt_token_ids": PROMPT if ids else None})
-    for index in range(n):
-        deltas = _tool_deltas(body) or [{"content": piece} for piece in _pieces(body)]
-        for i, delta in enumerate(deltas):
+    for index in range(body.get("n") or 1):
+        for i, delta in enumerate([{"role": "assistant", "content": ""}, *deltas]):
             if delta == {} and not (ids or body.get("logprobs")):
                 continue  # the parser holds text back
-            last = i == len(deltas) - 1
-            finish = ("tool_calls" if body.get("tools") else "stop") if last else None
-            choice = _choice(index, delta, _logprobs(body, [f"t{i}"]), finish, [100 * index + i] if ids else None)
-            chunks.append(top | {"choices": [choice]})
-    if (body.get("stream_options") or {}).get("include_usage"):
-        if body["stream_options"].get("continuous_usage_stats"):
-            chunks = [chunk | {"usage": USAGE} for chunk in chunks]
-        chunks.append(top | {"choices": [], "usage": USAGE, "system_fingerprint": "fp"})
-    else:
+            choice: Json = {"index": index, "delta": delta, "logprobs": _logprobs(body, [f"t{i}"] if i else None)}
+            choice |= {"finish_reason": None, "token_ids": [100 * index + i] if ids and i else None}
+            chunks.append(top | {"choices": [choice]} | ({} if i else {"prompt_token_ids": PROMPT if ids else None}))
+        choice["finish_reason"] = _finish(body)
+    if not options.get("include_usage"):
         chunks[-1] |= {"system_fingerprint": "fp"}
-    return [*map(sse, chunks), b"data: [DONE]\n\n"]
+        return [*map(sse, chunks), DONE]
+    if options.get("continuous_usage_stats"):
+        chunks = [chunk | {"usage": USAGE} for chunk in chunks]
+    return [*map(sse, chunks), sse(top | {"choices": [], "usage": USAGE, "system_fingerprint": "fp"}), DONE]
+
+
+COMPLETION = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "base"}
+
+
+def completion(body: Json, pieces: list[str], finish: str | None = "length") -> Json:
+    """The choice with this text."""
+    asks, logprobs = body.get("return_token_ids"), None
+    if body.get("logprobs") is not None:
+        logprobs = {"tokens": pieces, "token_logprobs": [-0.25] * len(pieces), "text_offset": [0]}
+    choice = {"index": 0, "text": "".join(pieces), "logprobs": logprobs, "finish_reason": finish, "stop_reason": None}
+    ids = [TEXT.index(piece) for piece in pieces] if asks else None
+    return choice | {"token_ids": ids, "prompt_token_ids": PROMPT if asks and "h" in pieces else None}
 
 
 def completions(body: Json) -> Json:
-    choices = []
-    for index in range(body.get("n") or 1):
-        logprobs = None
-        if body.get("logprobs") is not None:
-            logprobs = {"tokens": TEXT, "token_logprobs": [-0.5 - i for i in range(len(TEXT))], "text_offset": [0]}
-        choice = {"index": index, "text": "".join(TEXT), "logprobs": logprobs, "finish_reason": "length"}
-        ids = bool(body.get("return_token_ids"))
-        choice |= {"stop_reason": None, "token_ids": _ids(body, index), "prompt_token_ids": PROMPT if ids else None}
-        choices.append(choice)
-    top = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "base", "choices": choices}
-    return top | {"usage": USAGE}
+    return COMPLETION | {"choices": [completion(body, TEXT)], "usage": USAGE}
 
 
 def completions_stream(body: Json) -> list[bytes]:
-    top = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "base"}
-    chunks: list[Json] = []
-    for i, piece in enumerate(TEXT):
-        logprobs = None if body.get("logprobs") is None else {"tokens": [piece], "token_logprobs": [-0.25 - i]}
-        choice = {"index": 0, "text": piece, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
-        ids = bool(body.get("return_token_ids"))
-        choice |= {"prompt_token_ids": PROMPT if ids and i == 0 else None, "token_ids": [i] if ids else None}
-        chunks.append(top | {"choices": [choice], "usage": None})
-    chunks[-1]["choices"][0]["finish_reason"] = "length"
+    *begin, last = ([piece] for piece in TEXT)
+    choices = [*(completion(body, piece, None) for piece in begin), completion(body, last)]
+    chunks: list[Json] = [{"choices": [choice], "usage": None} for choice in choices]
     if (body.get("stream_options") or {}).get("include_usage"):
-        chunks.append(top | {"choices": [], "usage": USAGE})
-    return [*map(sse, chunks), b"data: [DONE]\n\n"]
+        chunks.append({"choices": [], "usage": USAGE})
+    return [*(sse(COMPLETION | chunk) for chunk in chunks), DONE]
 
 
 def responses(body: Json) -> Json:
-    asked = "message.output_text.logprobs" in (body.get("include") or [])
+    asked, ids = "message.output_text.logprobs" in (body.get("include") or []), body.get("enable_response_messages")
     logprobs = [{"token": t, "logprob": -0.5, "bytes": list(t.encode())} for t in TEXT] if asked else None
     part = {"annotations": [], "text": "".join(TEXT), "type": "output_text", "logprobs": logprobs}
     item = {"id": "msg_1", "content": [part], "role": "assistant", "status": "completed", "type": "message"}
-    ids = bool(body.get("enable_response_messages"))
-    top = {"id": "resp_1", "created_at": 1, "model": "base", "object": "response", "output": [item]}
-    top |= {"top_logprobs": body.get("top_logprobs", 0 if asked else None), "status": "completed"}
-    top |= {"usage": {"input_tokens": 3, "output_tokens": len(TEXT), "total_tokens": 3 + len(TEXT)}}
-    seen = [{"message": "x", "tokens": PROMPT}] if ids else None
-    return top | {"input_messages": seen, "output_messages": [{"tokens": list(range(len(TEXT)))}] if ids else None}
+    return {
+        "id": "resp_1", "created_at": 1, "model": "base", "object": "response", "output": [item], "status": "completed",
+        "top_logprobs": body.get("top_logprobs", 0 if asked else None),
+        "usage": {"input_tokens": 3, "output_tokens": 7, "total_tokens": 10},
+        "input_messages": [{"message": "x", "tokens": PROMPT}] if ids else None,
+        "output_messages": [{"tokens": [0, 1, 2]}] if ids else None,
+    }  # fmt: skip
 
 
 def messages(body: Json) -> Json:
-    content = [{"type": "text", "text": "".join(TEXT)}]
+    content: list[Json] = [{"type": "text", "text": "".join(TEXT)}]
     if body.get("tools"):
-        content.append({"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}})  # type: ignore[dict-item]
+        content.append({"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}})
     top = {"id": "msg_1", "type": "message", "role": "assistant", "content": content, "model": "base"}
     return top | {"stop_reason": "end_turn", "stop_sequence": None, "usage": {"input_tokens": 3, "output_tokens": 7}}
-
-
-def named(events: Iterable[Json]) -> list[bytes]:
-    return [b"event: " + event["type"].encode() + b"\n" + sse(event) for event in events]
 
 
 ANSWERED = {"chat/completions": chat, "completions": completions, "responses": responses, "messages": messages}
 STREAMED: dict[str, Callable[[Json], list[bytes]]] = {
     "chat/completions": chat_stream,
     "completions": completions_stream,
-    "responses": lambda body: named(responses_events(responses(body), size=2)),
-    "messages": lambda body: named(messages_events(messages(body), size=2)),
+    "responses": lambda body: [*stream(RESPONSES, responses(body), body)],
+    "messages": lambda body: [*stream(MESSAGES, messages(body), body)],
 }
 
 
 def _pieces(body: Json) -> list[str]:
     return OBJECT if body.get("response_format") else TEXT
+
+
+def _finish(body: Json) -> str:
+    return "tool_calls" if body.get("tools") else "stop"
 
 
 def _tools(body: Json) -> list[Json]:
@@ -158,24 +153,14 @@ def _tool_deltas(body: Json) -> list[Json]:
     """A name, arguments in two pieces, and in between nothing, while the parser holds text back."""
     deltas: list[Json] = []
     for i, call in enumerate(_tools(body)):
-        start = call | {"index": i, "function": {"name": call["function"]["name"], "arguments": ""}}
-        deltas.append({"tool_calls": [start]})
+        deltas.append({"tool_calls": [call | {"index": i, "function": call["function"] | {"arguments": ""}}]})
         for piece in ('{"a"', ": 1}"):
             deltas += [{}, {"tool_calls": [{"index": i, "function": {"arguments": piece}}]}]
     return deltas and [*deltas, {"content": ""}]
 
 
-def _choice(index: int, delta: Json, logprobs: Any, finish: str | None, *ids: Any) -> Json:
-    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, "unknown": {"a": None}}
-    return choice | ({"token_ids": ids[0]} if ids else {})
-
-
-def _ids(body: Json, index: int) -> list[int] | None:
-    return [100 * index + i for i in range(len(_pieces(body)))] if body.get("return_token_ids") else None
-
-
-def _logprobs(body: Json, pieces: list[str]) -> Json | None:
-    if not body.get("logprobs"):
+def _logprobs(body: Json, pieces: list[str] | None) -> Json | None:
+    if pieces is None or not body.get("logprobs"):
         return None
     top = [{"token": "x", "logprob": -1e-05, "bytes": [120]}] * (body.get("top_logprobs") or 0)
     return {"content": [{"token": p, "logprob": -0.5, "bytes": list(p.encode()), "top_logprobs": top} for p in pieces]}
@@ -220,7 +205,6 @@ def whole(body: bytes, *headers: str, status: int = 200, kind: str = "applicatio
 
 SSE_HEAD = head(200, "Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
 LAST = b"0\r\n\r\n"
-DONE = b"data: [DONE]\n\n"
 
 
 def streamed(*pieces: bytes, last: bytes = LAST) -> list[Step]:
@@ -243,11 +227,8 @@ ERROR = b'{"error": {"message": "no", "type": "t", "param": null, "code": null},
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 SUB = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}}
-AUDIO = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
-FILE = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}}
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "see"}, IMAGE, AUDIO, FILE]}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "see"}, IMAGE]}]
 
 ASKED: dict[str, list[Json]] = {
     "chat/completions": [
@@ -258,21 +239,14 @@ ASKED: dict[str, list[Json]] = {
         {"return_token_ids": True},
         {"return_token_ids": True, "logprobs": True},
         {"n": 3},
-        {"n": 2, "logprobs": True},
         {"n": 2, "return_token_ids": True, "tools": [ADD, SUB]},
-        {"tools": [ADD]},
         {"tools": [ADD, SUB]},
         {"tools": [ADD, SUB], "parallel_tool_calls": True, "logprobs": True},
-        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
-        {"response_format": SCHEMA},
         {"response_format": {"type": "json_object"}, "logprobs": True},
         {"stream_options": {"include_usage": True}},
-        {"stream_options": {"include_usage": True}, "tools": [ADD, SUB]},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         {"stream_options": {"include_usage": False}},
         {"stream_options": {"include_usage": False, "continuous_usage_stats": True}},
-        {"stream_options": None},
-        {"temperature": 0.7, "top_p": 0.9, "seed": 1, "stop": ["o"], "max_tokens": 5, "user": "u"},
         {"unknown": {"nested": [1, 2.50, None, "é", "\ud83d\ude00"]}, "extra_body": {"x": 1e-7}},
         {"messages": PARTS},
         {"messages": [{"role": "user", "content": "Zoë 😀 \u2028 \\u0000 \x7f"}]},
@@ -285,12 +259,10 @@ ASKED: dict[str, list[Json]] = {
         {"prompt": "a", "echo": True},
         {"prompt": [1, 2]},
         {"prompt": "a", "stream_options": {"include_usage": True}},
-        {"prompt": "a", "suffix": "b", "unknown": {"x": [None]}},
     ],
     "responses": [
         {"input": "a"},
         {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 2},
-        {"input": "a", "include": ["reasoning.encrypted_content"]},
         {"input": "a", "enable_response_messages": True},
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "é"}]}], "previous_response_id": "r"},
         {"input": "a", "background": True},
@@ -313,8 +285,8 @@ def vllm(asked: Asked) -> list[Step]:
 
 def dialects() -> Iterable[Case]:
     for path, bodies in ASKED.items():
-        for said in (body | more for body in bodies for more in ({}, {"stream": True})):
-            yield Case(f"{path} {json.dumps(said)}", post(path, said), vllm)
+        for more in ({}, {"stream": True}):
+            yield from (Case(f"{path} {body} {more}", post(path, body | more), vllm) for body in bodies)
 
 
 def pretty() -> Iterable[Case]:
@@ -352,17 +324,13 @@ def statuses() -> Iterable[Case]:
         yield Case(f"{status} asked as a stream", STREAM, [whole(ERROR, status=status)])
         yield Case(f"{status} as a stream", STREAM, [SSE_HEAD.replace(b"200", b"%d" % status), chunk(HELLO), LAST])
         yield Case(f"{status} not recorded", post("embeddings"), [whole(ERROR, status=status)])
-    waits = ("Retry-After: 7", "retry-after-ms: 12", "x-should-retry: false", "x-ratelimit-remaining: 0")
-    yield Case("429 with waits", CHAT, [whole(ERROR, *waits, status=429)])
     for status in (204, 205, 304):
         for request in (CHAT, post("embeddings"), get("files/x")):
             length = ["Content-Length: 0"] if status == 205 else []
             yield Case(f"{status} {request[:20]!r}", request, [head(status, "X-Up: 1", *length)])
     yield Case("304 with the length of what is not sent", get("files/x"), [head(304, "ETag: x", "Content-Length: 5")])
     for status in (301, 302, 303, 307, 308):
-        for request in (CHAT, get("files/x")):
-            answer = whole(b"x", "Location: http://other/", status=status)
-            yield Case(f"{status} {request[:20]!r}", request, [answer])
+        yield Case(f"{status}", CHAT, [whole(b"x", "Location: http://other/", status=status)])
 
 
 HEADERS: dict[str, list[str]] = {
@@ -372,15 +340,10 @@ HEADERS: dict[str, list[str]] = {
     "Latin-1": ["X-Name: caf\xe9"],
     "server and date": ["Server: nginx/1.0", "Date: Wed, 21 Oct 2015 07:28:00 GMT", "Via: 1.1 x"],
     "what is for this connection": ["Connection: X-Hop, keep-alive", "X-Hop: 1", "Keep-Alive: timeout=5", "X-Stays: 1"],
-    "a header of 4 KB": ["X-Big: " + "x" * 4_000],
-    "a header of 7 KB": ["X-Big: " + "x" * 7_000],
     "a header of 30 KB": ["X-Big: " + "x" * 30_000],
-    "100 headers": [f"X-{i}: {i}" for i in range(100)],
     "500 headers": [f"X-{i}: {i}" for i in range(500)],
-    "security": ["Strict-Transport-Security: max-age=1", "Content-Security-Policy: default-src 'none'", 'ETag: W/"x"'],
     "CORS": ["Access-Control-Allow-Origin: *", "Access-Control-Expose-Headers: *", "Vary: Origin"],
     "OpenAI's": ["openai-organization: o", "openai-processing-ms: 5", "x-request-id: req_1", "openai-version: 2020"],
-    "quotes and commas": ['X-Q: a, "b, c"; d=1', "Cache-Control: no-cache, no-store"],
 }
 
 
@@ -411,25 +374,12 @@ def headers() -> Iterable[Case]:
     for said in (b"100 Continue\r\n", b"103 Early Hints\r\nLink: </x>\r\n", b"102 Processing\r\n"):
         interim = b"HTTP/1.1 " + said + b"\r\n"
         yield Case(f"{said!r} first", CHAT, [interim, whole(ERROR, status=400)])
-        yield Case(f"{said!r} twice, streamed", STREAM, [interim, interim, *streamed(HELLO)])
 
 
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress}
 UNPACK: dict[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.decompress, "deflate": zlib.decompress, "br": brotli.decompress
 }  # fmt: skip
-
-
-def _flushed(pack: Any, add: Callable[[bytes], bytes], flush: Callable[[], bytes]) -> list[bytes]:
-    return [add(sse(delta(text))) + flush() for text in "abc"] + [add(DONE) + pack()]
-
-
-_GZIP, _ZLIB, _BR = zlib.compressobj(wbits=31), zlib.compressobj(), brotli.Compressor()
-PIECES = {
-    "gzip": _flushed(_GZIP.flush, _GZIP.compress, lambda: _GZIP.flush(zlib.Z_SYNC_FLUSH)),
-    "deflate": _flushed(_ZLIB.flush, _ZLIB.compress, lambda: _ZLIB.flush(zlib.Z_SYNC_FLUSH)),
-    "br": _flushed(_BR.finish, _BR.process, _BR.flush),
-}
 
 
 def compressed() -> Iterable[Case]:
@@ -440,10 +390,14 @@ def compressed() -> Iterable[Case]:
         yield Case(f"{name} error unasked", CHAT, [whole(pack(ERROR), encoding, status=500)])
         begins = SSE_HEAD[:-2] + encoding.encode() + b"\r\n\r\n"
         yield Case(f"{name} stream unasked", STREAM, [begins, chunk(pack(HELLO)), LAST])
-        lock = [step for piece in PIECES[name] for step in (chunk(piece), Do.UNTIL_SEEN)]
-        yield Case(f"{name} stream unasked, in time", STREAM, [begins, *lock, LAST])
         asks = post("embeddings", None, f"Accept-Encoding: {name}")
         yield Case(f"{name} passed on", asks, [whole(pack(b"{}"), encoding)])
+    packer = zlib.compressobj(wbits=31)
+    pieces = [packer.compress(sse(delta(text))) + packer.flush(zlib.Z_SYNC_FLUSH) for text in "abc"]
+    pieces.append(packer.compress(DONE) + packer.flush())
+    begins = SSE_HEAD[:-2] + b"Content-Encoding: gzip\r\n\r\n"
+    steps = [step for piece in pieces for step in (chunk(piece), Do.UNTIL_SEEN)]
+    yield Case("gzip stream unasked, in time", STREAM, [begins, *steps, LAST])
     asks = post("embeddings", None, "Accept-Encoding: zstd")
     yield Case("zstd passed on", asks, [whole(b"\x28\xb5", "Content-Encoding: zstd")])
     yield Case("identity said", CHAT, [whole(ERROR, "Content-Encoding: identity")])
@@ -503,11 +457,7 @@ def answers() -> Iterable[Case]:
         yield Case(f"path {path}", get(path), [whole(b"x")])
     large = whole(bytes(range(256)) * 12_000, kind="application/octet-stream")
     yield Case("a download of 3 MB", get("files/x/content"), [large])
-    pieces = [chunk(bytes([i]) * 999) for i in range(99)]
-    yield Case("a download in chunks", get("files/x"), [head(200, "Transfer-Encoding: chunked"), *pieces, LAST])
     yield Case("events that are not recorded", get("threads/t/runs"), streamed(HELLO))
-    part = whole(b"ab", "Content-Range: bytes 0-1/9", status=206)
-    yield Case("a range", get("files/x", "Range: bytes=0-1"), [part])
 
 
 # Streams: cut anywhere, with anything in them, and in time.
@@ -584,8 +534,6 @@ def in_time() -> Iterable[Case]:
     for name, text in EVENTS.items():
         steps = [step for piece in (text, sse(delta("b")), b": ping\n\n") for step in (chunk(piece), Do.UNTIL_SEEN)]
         yield Case(name, STREAM, [SSE_HEAD, *steps, chunk(DONE), Do.UNTIL_SEEN, LAST])
-    lock = [step for _ in range(50) for step in (chunk(sse(delta("t"))), Do.UNTIL_SEEN)]
-    yield Case("fifty tokens", STREAM, [SSE_HEAD, *lock, chunk(DONE), LAST])
     raw = [head(200, "Transfer-Encoding: chunked"), chunk(b"a"), Do.UNTIL_SEEN, chunk(b"b"), Do.UNTIL_SEEN, LAST]
     yield Case("a route that is not recorded", post("audio/speech"), raw)
 
@@ -596,25 +544,18 @@ FIRST = [SSE_HEAD, chunk(sse(delta("a"))), Do.UNTIL_SEEN]
 CHUNKS = head(200, "Transfer-Encoding: chunked")
 POINTS: list[tuple[str, bytes, list[Step]]] = [  # where an answer ends
     ("before the head", CHAT, []),
-    ("in the status line", CHAT, [b"HTTP/1.1 2"]),
     ("in the head", CHAT, [head(200)[:-2], b"Content-Le"]),
     ("after the head", CHAT, [head(200, "Content-Length: 9")]),
     ("in the body", CHAT, [whole(ANSWER)[:-9]]),
-    ("in an error's body", CHAT, [whole(ERROR, status=500)[:-9]]),
     ("in a chunked body", CHAT, [CHUNKS, chunk(b"{}")]),
-    ("in a stream's head", STREAM, [SSE_HEAD[:-2]]),
     ("before the first event", STREAM, [SSE_HEAD]),
     ("between events", STREAM, [*FIRST]),
-    ("in a chunk's size", STREAM, [*FIRST, b"4"]),
     ("in a chunk", STREAM, [*FIRST, chunk(sse(delta("a")))[:-20]]),
-    ("in an event", STREAM, [*FIRST, chunk(sse(delta("a"))[:-9])]),
     ("before [DONE]", STREAM, [SSE_HEAD, chunk(HELLO[: -len(DONE)]), Do.UNTIL_SEEN]),
     ("in [DONE]", STREAM, [SSE_HEAD, chunk(HELLO[:-6]), Do.UNTIL_SEEN]),
     ("after [DONE], without the last chunk", STREAM, [SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN]),
-    ("in the last chunk", STREAM, [SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN, b"0\r\n"]),
     ("in a route that is not recorded", post("embeddings"), [whole(b"x" * 99)[:-9]]),
     ("in a download", get("files/x"), [CHUNKS, chunk(b"x" * 99), Do.UNTIL_SEEN]),
-    ("before the head of a download", get("files/x"), []),
 ]
 
 
@@ -623,11 +564,9 @@ def broken() -> Iterable[Case]:
         yield from (Case(f"{how.name} {name}", request, [*steps, how]) for name, request, steps in POINTS)
     yield Case("a stream with its length, cut", STREAM, [whole(HELLO, kind="text/event-stream")[:-20], Do.CLOSE])
     yield Case("garbage in place of a head", CHAT, [b"SSH-2.0-x\r\n", Do.CLOSE])
-    yield Case("garbage in place of a chunk's size", STREAM, [*FIRST, b"zz\r\n", Do.CLOSE])
     yield Case("garbage in place of a chunk's size, and silence", STREAM, [*FIRST, b"zz\r\n", Do.HANG])
     longer = b"3\r\n" + sse(delta("a")) + b"\r\n"
     yield Case("a chunk longer than its size", STREAM, [SSE_HEAD, longer, LAST, Do.HANG])
-    yield Case("a negative length", CHAT, [head(200, "Content-Length: -1"), b"{}", Do.CLOSE])
     yield Case("two lengths", CHAT, [head(200, "Content-Length: 2", "Content-Length: 3"), b"{}", Do.CLOSE])
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
 from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
-from lightning_proxy.proxy.dialects.as_chat.translation import MALFORMED, PROBES, Template, learn
+from lightning_proxy.proxy.dialects.as_chat.translation import MALFORMED, PROBES, Template, Translator, learn
 from lightning_proxy.proxy.dialects.chat import ChatApi
 from lightning_proxy.proxy.dialects.messages import MessagesApi
 from lightning_proxy.proxy.dialects.stream import Injection
@@ -43,7 +43,7 @@ def assert_same(vllm: str, body: Json) -> Json:
 
 def native(vllm: str, body: Json) -> Answer:
     status, text = post(f"{vllm}/responses", body | {"enable_response_messages": True})
-    own = events(text) if text.startswith("event:") else [json.loads(text)]
+    own = events(text)
     response = own[-1].get("response", own[-1])
     seen = [response.get(name) or [] for name in ("input_messages", "output_messages")]
     response |= dict.fromkeys(("input_messages", "output_messages"))
@@ -53,24 +53,29 @@ def native(vllm: str, body: Json) -> Answer:
 def through_chat(vllm: str, body: Json) -> Answer:
     """What the agent gets when the proxy asks the chat route, for tokens too."""
     try:
-        chat = ResponsesTranslator(body).chat(Template())
+        ResponsesTranslator(body).chat(Template())
     except MALFORMED:  # it goes unchanged
         return native(vllm, body)
-    status, text = post(f"{vllm}/chat/completions", ChatApi("chat").inject(chat)[0])
-    if status != 200:
-        return Answer(status, [ResponsesTranslator(body).refusal(json.loads(text))], [])
-    chunks = events(text) if body.get("stream") else [json.loads(text)]
+    status, ours, chunks = translated(ResponsesTranslator, vllm, body, Template())
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    tokens = [chunks[0]["prompt_token_ids"], [token for choice in choices for token in choice.get("token_ids") or []]]
-    translated = ResponsesTranslator(body)
+    prompt = [chunk["prompt_token_ids"] for chunk in chunks[:1]]
+    return Answer(status, ours, [*prompt, [token for choice in choices for token in choice.get("token_ids") or []]])
+
+
+def translated(kind: type[Translator], url: str, body: Json, template: Template) -> tuple[int, list[Json], list[Json]]:
+    """The status, what the proxy makes of the chat route's answer or chunks, and those."""
+    status, text = post(f"{url}/chat/completions", ChatApi("chat").inject(kind(body).chat(template))[0])
+    chunks, translator = events(text), kind(body)
+    if status != 200:
+        return status, [translator.refusal(chunks[0])], []
     if not body.get("stream"):
-        return Answer(status, [translated.answer(chunks[0])], tokens)
-    streamed = [event for chunk in chunks for event in translated.feed(chunk)]
-    return Answer(status, [*streamed, *translated.end()], tokens)
+        return status, [translator.answer(chunks[0])], chunks
+    return status, [*(event for chunk in chunks for event in translator.feed(chunk)), *translator.end()], chunks
 
 
 def events(text: str) -> list[Json]:
-    data = (line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: "))
+    """A stream's, or the one answer."""
+    data = (line.removeprefix("data: ") for line in text.split("\n") if line.startswith(("data: ", "{")))
     return [json.loads(line) for line in data if line != "[DONE]"]
 
 
@@ -138,19 +143,13 @@ def template_of(url: str, model: str) -> Template:
 
 def native_message(url: str, body: Json) -> tuple[int, Any]:
     status, answer = post(f"{url}/messages", body)
-    return status, comparable(events(answer) if status == 200 and body["stream"] else json.loads(answer))
+    return status, comparable(events(answer))
 
 
 def message_through_chat(url: str, body: Json, template: Template) -> tuple[int, Any]:
     """As the proxy does it: with what it asks for on top."""
-    status, answer = post(f"{url}/chat/completions", ChatApi("chat").inject(MessagesTranslator(body).chat(template))[0])
-    if status != 200:
-        return status, comparable(MessagesTranslator(body).refusal(json.loads(answer)))
-    translated = MessagesTranslator(body)
-    if not body["stream"]:
-        return status, comparable(translated.answer(json.loads(answer)))
-    streamed = [event for chunk in events(answer) for event in translated.feed(chunk)]
-    return status, comparable([*streamed, *translated.end()])
+    status, ours, _ = translated(MessagesTranslator, url, body, template)
+    return status, comparable(ours)
 
 
 def prompts(url: str, body: Json, template: Template) -> tuple[Any, Any]:
@@ -161,13 +160,11 @@ def prompts(url: str, body: Json, template: Template) -> tuple[Any, Any]:
     return own, ours
 
 
-def comparable(answer: Any) -> Any:
+def comparable(answer: list[Json]) -> Any:
     """Without ids; a stream as the order of its events, and what they say together."""
-    if isinstance(answer, dict):
-        text = json.dumps(answer)
-    else:
-        text = json.dumps([list(_kinds_of_events(answer)), answer[:1], answer[-2:], assembled(answer)])
-    text = re.sub(r"\b(chatcmpl|chatcmpl-tool)-[0-9a-f-]{8,}", "ID", text)
+    is_stream = len(answer) > 1
+    shown = [[*_kinds_of_events(answer)], answer[:1], answer[-2:], assembled(answer)] if is_stream else answer[0]
+    text = re.sub(r"\b(chatcmpl|chatcmpl-tool)-[0-9a-f-]{8,}", "ID", json.dumps(shown))
     return json.loads(re.sub(r'"signature": "[0-9a-f]{32}"', '"signature": "S"', text))
 
 

@@ -91,15 +91,11 @@ def _deltas(message: Json) -> Iterator[Json]:
             yield {"tool_calls": [{"index": i, "function": {"arguments": piece}}]}
 
 
-def _pieces(text: str, size: int = PIECE) -> list[str]:
-    return [text[i : i + size] for i in range(0, len(text), size)]
+def _pieces(text: str) -> list[str]:
+    return [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
 
 
-def responses_events(whole: Json, size: int = PIECE) -> list[Json]:
-    return [event | {"sequence_number": n} for n, event in enumerate(_responses_events(whole, size))]
-
-
-def _responses_events(whole: Json, size: int) -> Iterator[Json]:
+def responses_events(whole: Json) -> Iterator[Json]:
     begun = whole | {"status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -112,7 +108,7 @@ def _responses_events(whole: Json, size: int) -> Iterator[Json]:
             part, at = item["content"][0], at | {"content_index": 0}
             logprobs = part.get("logprobs") or []
             yield at | {"type": "response.content_part.added", "part": part | {"text": "", "logprobs": []}}
-            for piece in _pieces(part["text"], size):
+            for piece in _pieces(part["text"]):
                 yield at | {"type": "response.output_text.delta", "delta": piece, "logprobs": logprobs[:1]}
             yield at | {"type": "response.output_text.done", "text": part["text"], "logprobs": logprobs}
             yield at | {"type": "response.content_part.done", "part": part}
@@ -125,14 +121,14 @@ def _responses_events(whole: Json, size: int) -> Iterator[Json]:
     yield {"type": "response.completed", "response": whole}
 
 
-def messages_events(whole: Json, size: int = PIECE) -> Iterator[Json]:
+def messages_events(whole: Json) -> Iterator[Json]:
     yield {"type": "message_start", "message": whole | {"content": [], "stop_reason": None}}
     for i, block in enumerate(whole["content"]):
         is_text = block["type"] == "text"
         empty = {"text": ""} if is_text else {"input": {}}
         yield {"type": "content_block_start", "index": i, "content_block": block | empty}
         kind, name = ("text_delta", "text") if is_text else ("input_json_delta", "partial_json")
-        for piece in _pieces(block["text"] if is_text else json.dumps(block["input"]), size):
+        for piece in _pieces(block["text"] if is_text else json.dumps(block["input"])):
             yield {"type": "content_block_delta", "index": i, "delta": {"type": kind, name: piece}}
         yield {"type": "content_block_stop", "index": i}
     stop = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
@@ -146,7 +142,8 @@ def stream(path: str, whole: Json, request: Json) -> Iterator[bytes]:
         yield from (b"data: " + json.dumps(event).encode() + b"\n\n" for event in chat_events(whole, request))
         yield b"data: [DONE]\n\n"
         return
-    for event in responses_events(whole) if path == RESPONSES else messages_events(whole):
+    numbered = (event | {"sequence_number": n} for n, event in enumerate(responses_events(whole)))
+    for event in numbered if path == RESPONSES else messages_events(whole):
         yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
 
 
