@@ -9,47 +9,31 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.core.config.file import config_of
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.store.training import CallCredit
 from support.examples import EXAMPLES, NAMES, learned
-from support.sections import TrainerConfig
-
-
-@pytest.fixture
-def lesson(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """examples/lesson.py."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module("lesson")
-    del sys.modules["lesson"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_published_model_has_settings_of_its_own_size_and_begins_with_tasks_of_its_own(
-    lesson: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def taught(imitate: int, directory: Path = tmp_path) -> Any:
-        plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 20, 8, 4)
-        return lesson.ExampleLesson(plan, 0, directory)
-
-    config = Config.model_validate(taught(4).settings())
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    lesson = importlib.import_module("lesson")
+    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 4, 16, 20, 8, 4)
+    taught = lesson.ExampleLesson(plan, 0, tmp_path / "run")
+    config = Config.model_validate(taught.settings())
     trainer = config.trainer
     assert (config.policy.publish, config.vllm.max_model_len) == ("auto", trainer.max_sample_tokens)
     assert (trainer.group_size, trainer.loss_type) == (16 if name == "reverse_text" else 4, "grpo")
     assert trainer.group_size * trainer.tasks_per_step == 128
-    assert trainer.group_timeout_s == TrainerConfig().group_timeout_s, "longer than the small model's"
-    # Imitation is one step more; without a number of steps the configuration would be refused.
-    assert (trainer.max_steps, Config.model_validate(taught(0).settings()).trainer.max_steps) == (17, 16)
-    with monkeypatch.context() as patched:  # imitation takes the calls of all agents
-        for variable, value in lesson.OF_ALL_AGENTS.items():
-            patched.setenv(variable, value)
-        assert config_of(taught(4).settings()).trainer.agents is None
-    taught(4, tmp_path / "run").begin()
+    assert trainer.max_steps == 17, "imitation is one step more"
+    taught.begin()
     files = ("taught", "held_out", "tasks")
     counts = [len((tmp_path / "run" / f"{kind}.jsonl").read_text().splitlines()) for kind in files]
     assert counts[:2] == [4, 8] and counts[2] > 0
-    sys.modules.pop("tasks", None)
-    sys.path.remove(str(EXAMPLES / name))
+    for module in ("tasks", "lesson"):
+        sys.modules.pop(module)
 
 
 def test_what_rl_adds_is_compared_task_by_task_and_a_lesson_without_a_step_has_its_picture(tmp_path: Path) -> None:

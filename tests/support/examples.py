@@ -40,14 +40,16 @@ def learned() -> Any:
 
 @cache
 def modules(example: str) -> SimpleNamespace:
-    """All of an example but `agent`, which needs its framework; others have modules of the same names."""
-    names = [path.stem for path in (EXAMPLES / example).glob("*.py") if path.stem != "agent"]
+    """All of an example, but an agent that needs its framework; others have modules of the same names."""
+    own, framework = EXAMPLES / example, {"agent"} if example in IN_FRAMEWORKS else set()
+    names, paths = {path.stem for path in own.glob("*.py")} - framework, [str(own), str(EXAMPLES)]
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(EXAMPLES / example))
+    sys.path[:0] = paths
     try:
         return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
-        sys.path.remove(str(EXAMPLES / example))
+        for path in paths:
+            sys.path.remove(path)
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(before)
