@@ -8,9 +8,6 @@ const { default: Client } = await import(name);
 const client = new Client({ baseURL, apiKey: "unused", maxRetries: 2 });
 const messages = [{ role: "user", content: "Say hello to Zoë." }];
 const asked = { model, messages, temperature: 0, max_tokens: 8 };
-const parameters = { type: "object", properties: { a: { type: "integer", maximum: 9 } }, required: ["a"], additionalProperties: false };
-const add = { type: "function", function: { name: "add", parameters } };
-const forced = { tools: [add], tool_choice: { type: "function", function: { name: "add" } }, max_tokens: 40 };
 const ours = ["x-rollout-id", "x-call-id", "x-policy-version", "date", "content-length", "transfer-encoding", "connection", "keep-alive"];
 
 const said = (step, value) => console.log(JSON.stringify({ [step]: value }));
@@ -31,10 +28,6 @@ async function openai() {
   const chat = client.chat.completions;
   said("chat", await chat.create(asked));
   said("stream", await all(chat.create({ ...asked, stream: true })));
-  said("usage", await all(chat.create({ ...asked, stream: true, stream_options: { include_usage: true } })));
-  said("logprobs", await chat.create({ ...asked, logprobs: true, top_logprobs: 2 }));
-  said("tool", await chat.create({ ...asked, ...forced }));
-  said("tool, streamed", await all(chat.create({ ...asked, ...forced, stream: true })));
   said("final", await chat.stream(asked).finalChatCompletion());
   const { data, response } = await chat.create(asked).withResponse();
   said("raw", [response.status, [...response.headers].filter(([name]) => !ours.includes(name)), data]);
