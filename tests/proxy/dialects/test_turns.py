@@ -116,10 +116,3 @@ def test_an_answer_is_known_by_its_tokens_unless_it_renders_to_others() -> None:
             turn, closing = turn_of(asked, told, prompt, [*cut, *end], why), tokenize(f"{END}\n")
             found = exact_prompt(turn, as_sampled(turn, closing), whole, closing)
             assert found == (whole if renders_so else None)
-
-
-def test_what_was_cut_off_by_a_stop_string_stays_in_the_row() -> None:
-    asked = [user("a")]
-    turn = turn_of(asked, assistant("b"), tokenize(chatml(asked, True)), tokenize("bc"))
-    found = next_prompt(chatml, turn, [*asked, assistant("b"), user("c")])
-    assert decode(found) == chatml([*asked, assistant("bc"), user("c")], True)
