@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sqlite3
-import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import uvicorn
 import yaml
 from starlette.types import ASGIApp
 
-from contract.system import CLI, free_port, listening, wait_until, write_config
+from contract.system import CLI, Process, free_port, listening, wait_until, write_config
 from contract.vllm import PlayedVllm
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.core.config.root import Config
@@ -36,7 +35,7 @@ class Proxy:
         self.store, self.config = directory / "store.db", directory / "config.yaml"
         store = {"url": f"sqlite:///{self.store}", "busy_timeout_s": 0.5}
         write_config(directory, f"{upstream}/v1", self.port, store=store, policy={"publish": "lora"})
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: Any = None
 
     def set(self, section: str, **keys: Any) -> None:
         """Change the configuration for the next start."""
@@ -52,7 +51,6 @@ class Proxy:
                 await asyncio.sleep(0.1)
 
     async def end(self, number: signal.Signals) -> None:
-        assert self.process is not None
         if self.process.returncode is None:
             self.process.send_signal(number)
         await self.process.wait()
@@ -64,7 +62,6 @@ class Proxy:
 
 def workers(proxy: Proxy) -> set[int]:
     """The processes that serve, or will; multiprocessing's own helper is not one of them."""
-    assert proxy.process is not None
     found = set()
     for pid in Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children").read_text().split():
         with contextlib.suppress(OSError):  # one that has just ended
@@ -73,11 +70,11 @@ def workers(proxy: Proxy) -> set[int]:
     return found
 
 
-async def settled(proxy: Proxy, count: int, without: set[int] | None = None) -> set[int]:
+async def settled(proxy: Proxy, count: int, without: Iterable[int] = ()) -> set[int]:
     """Wait until `count` workers answer, none of them in `without`. Under load one takes long to start."""
     for _ in range(900):
         found = workers(proxy)
-        if len(found) == count and not found & (without or set()) and all(map(serves, found)):
+        if len(found) == count and found.isdisjoint(without) and all(map(serves, found)):
             return found
         await asyncio.sleep(0.1)
     pytest.fail(f"no {count} workers")
@@ -127,7 +124,7 @@ class Client:
 @contextmanager
 def own_vllm(directory: Path, model: Path, template: str, *options: str) -> Iterator[str]:
     """Yields its base URL. It parses tools as hermes does, and is asked for the model by its directory's name."""
-    port, file, config = free_port(), directory / "template.jinja", directory / "config.yaml"
+    port, file = free_port(), directory / "template.jinja"
     file.write_text(template.strip())
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(file)]
     settings = {
@@ -135,15 +132,14 @@ def own_vllm(directory: Path, model: Path, template: str, *options: str) -> Iter
         "policy": {"model": str(model), "publish": "merged"},
         "vllm": {"port": port, "max_model_len": 1024, "kv_cache_gib": 1, "extra_args": [*tools, *options]},
     }
-    config.write_text(yaml.safe_dump(settings))
-    with (directory / "vllm.log").open("wb") as log:
-        server = subprocess.Popen([*CLI, "--config", str(config), "vllm"], stdout=log, stderr=log, cwd=directory)
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+    server, url = Process(directory, "vllm"), f"http://127.0.0.1:{port}/v1"
+    server.start()
     try:
-        wait_until(lambda: server.poll() is not None or get(f"http://127.0.0.1:{port}/v1/models"), 480, "vLLM is there")
-        yield f"http://127.0.0.1:{port}/v1"
+        wait_until(lambda: not server.running or get(f"{url}/models"), 480, "vLLM is there")
+        yield url
     finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(60)
+        server.end(signal.SIGINT)
 
 
 @asynccontextmanager

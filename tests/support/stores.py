@@ -50,7 +50,7 @@ class Server:
         self._user = "nobody" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
         if os.geteuid() == 0:
             shutil.chown(directory, self._user, pwd.getpwnam(self._user).pw_gid)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self._run("initdb", "-D", f"{directory}/data", "-U", "lightning", "-A", "trust", "--no-sync", "-E", "UTF8")
 
     def url(self, database: str) -> str:
@@ -70,20 +70,17 @@ class Server:
 
     def pids(self) -> Iterator[int]:
         """The server's processes."""
-        assert self._process is not None
         yield self._process.pid
         for children in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
             yield from map(int, children.read_text().split())
 
     def stop(self) -> None:
         """End it in its own good order, without waiting for its clients."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         self._process.wait(20)
 
     def kill(self) -> None:
         """End it and its helpers at once, as after a fault: what was not on the disk is gone."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(20)
 

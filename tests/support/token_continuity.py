@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import shutil
 import signal
-import subprocess
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from contract.real import System
-from contract.system import CLI, free_port, wait_until
+from contract.system import Process, free_port, write_config
+from contract.system import Served as Proxy
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.serving.operator import key_file
@@ -28,30 +23,43 @@ from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.rows.samples import rollout_samples
 from lightning_proxy.trainer.types import Sampling
-from support.twice import get
+from support.stores import store_url
 
 Json = dict[str, Any]
 SENTENCE = "The astonishingly quick fox jumps over 1234 lazy dogs, doesn't it?"
 
 
-@dataclass
 class Served:
     """One vLLM behind both proxies, by `policy.token_continuity`."""
 
-    config: Path
-    url: dict[str, str]
-    store: dict[str, Path]
-    clients: list[openai.OpenAI | anthropic.Anthropic] = field(default_factory=list)
+    def __init__(self, system: System, directory: Path) -> None:
+        policy = directory / "policy"
+        policy.mkdir()
+        shutil.copy(key_file(system.directory / "policy"), key_file(policy))
+        self.clients: list[openai.OpenAI] = []
+        self.proxies: dict[str, Proxy] = {}
+        for way in ("exact", "text"):
+            port, own = free_port(), directory / way
+            own.mkdir()
+            settings = {"token_continuity": way, "directory": str(policy), "publish": "lora"}
+            write_config(own, f"http://127.0.0.1:{system.vllm_port}/v1", port, policy=settings)
+            self.proxies[way] = Proxy(f"http://127.0.0.1:{port}", own, server=Process(own, "serve"))
+        self.url = {way: proxy.url for way, proxy in self.proxies.items()}
 
     def client(self, way: str, rollout: str) -> openai.OpenAI:
         client = openai.OpenAI(base_url=f"{self.url[way]}/rollouts/{rollout}/v1", api_key="unused")
         self.clients.append(client)
         return client
 
+    @asynccontextmanager
+    async def store(self, way: str) -> AsyncIterator[Store]:
+        async with opened(StoreConfig(url=store_url(self.proxies[way].directory))) as database:
+            yield Store(database)
+
     def calls(self, way: str, rollout: str) -> list[ModelCall]:
         async def read() -> list[ModelCall]:
-            async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
-                return await Store(database).calls.of(rollout)
+            async with self.store(way) as store:
+                return await store.calls.of(rollout)
 
         return asyncio.run(read())
 
@@ -62,7 +70,7 @@ class Served:
         return len(rollout_samples(calls, [1.0] * len(calls), task_id=None, max_tokens=10_000, **plain).samples)
 
     def outcomes(self, way: str) -> dict[str, int]:
-        text = urllib.request.urlopen(f"{self.url[way]}/metrics").read().decode()
+        text = self.proxies[way].call("GET", "/metrics").body.decode()
         lines = (line for line in text.splitlines() if line.startswith("lightning_token_continuity_total{"))
         return {line.split('"')[1]: int(float(line.split()[1])) for line in lines}
 
@@ -70,8 +78,7 @@ class Served:
         """Make an adapter live, as the policy version that the trainer would have published it as."""
 
         async def record() -> int:
-            async with opened(StoreConfig(url=f"sqlite:///{self.store[way]}")) as database:
-                store = Store(database)
+            async with self.store(way) as store:
                 version = await store.versions.new("lora", 1, {})
                 await store.versions.saved(version, str(directory), f"continuity-v{version}")
                 await store.versions.set_live(version)
@@ -81,42 +88,25 @@ class Served:
         self.promote(way, asyncio.run(record()))
 
     def promote(self, way: str, version: int) -> None:
-        body = json.dumps({"version": version}).encode()
-        headers = {"content-type": "application/json"}
-        urllib.request.urlopen(urllib.request.Request(f"{self.url[way]}/policy/promote", body, headers)).close()
+        assert self.proxies[way].post("/policy/promote", {"version": version}).status == 200
 
 
 @contextmanager
 def two_proxies(system: System, directory: Path) -> Iterator[Served]:
     """Two proxies of their own in front of the shared vLLM; its weights stay."""
-    found = Served(system.config, {}, {})
-    parts: list[subprocess.Popen[bytes]] = []
-    (directory / "policy").mkdir()
-    shutil.copy(key_file(system.directory / "policy"), key_file(directory / "policy"))
+    served = Served(system, directory)
     try:
-        for way in ("exact", "text"):
-            port, found.store[way] = free_port(), directory / f"{way}.db"
-            found.url[way] = f"http://127.0.0.1:{port}"
-            environment = {
-                "LIGHTNING_PROXY__PORT": str(port),
-                "LIGHTNING_STORE__URL": f"sqlite:///{found.store[way]}",
-                "LIGHTNING_POLICY__TOKEN_CONTINUITY": way,
-                "LIGHTNING_POLICY__DIRECTORY": str(directory / "policy"),
-                "LIGHTNING_POLICY__PUBLISH": "lora",
-            }
-            with (directory / "log").open("ab") as log:
-                command = [*CLI, "--config", str(system.config), "serve"]
-                parts.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment))
-        for url in found.url.values():
-            wait_until(lambda url=url: get(f"{url}/readyz"), 480, f"{url} is ready")
-        yield found
+        for proxy in served.proxies.values():
+            proxy.server.start()
+        for proxy in served.proxies.values():
+            proxy.wait_for("/readyz", 480)
+        yield served
     finally:
-        for client in found.clients:
+        for client in served.clients:
             client.close()
-        for started in parts:
-            started.send_signal(signal.SIGINT)
-        for started in parts:
-            started.wait(60)
+        for proxy in served.proxies.values():
+            proxy.client.close()
+            proxy.server.end(signal.SIGINT)
 
 
 def say(client: openai.OpenAI, messages: list[Any], text: str, *, stream: bool, **more: Any) -> Any:
