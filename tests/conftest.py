@@ -30,7 +30,6 @@ from lightning_proxy.core.config.section import feature_sections
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import Limits
 from lightning_proxy.serving.mode import has_gpu
-from lightning_proxy.serving.swap import swap_lock
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support import fuzzing, stores  # noqa: F401  (fuzzing registers the profiles)
@@ -38,7 +37,7 @@ from support.command_line import Done, lightning
 from support.left_open import LeftOpen, start_reaper, watch
 from support.paths import ROOT, has
 from support.sections import with_features
-from support.served import proxy_of, saved_version
+from support.served import earlier_version, proxy_of, saved_version
 from support.stores import postgres_server, store_url
 
 os.environ.update(telemetry_off())  # read when huggingface_hub is imported
@@ -199,15 +198,8 @@ class System:
             yield Store(database)
 
     async def earlier_version(self, store: Store, directory: Path, adapters: Sequence[str] = ()) -> int:
-        """A version that was live once and can be promoted again.
-
-        The proxy's watch must not see it live: no server was ever given its weights.
-        """
-        version = await saved_version(store, self.config.policy.publish, directory, adapters)
-        async with swap_lock(Path(self.config.policy.directory)):
-            await store.versions.set_live(version, 1)
-            await store.versions.set_live(0)
-        return version
+        """A version that was live once and can be promoted again."""
+        return await earlier_version(self.config, store, directory, adapters)
 
     async def candidate(self, store: Store, directory: Path) -> int:
         """A version that is tested against the live one. Merged, no server has its weights yet."""

@@ -22,6 +22,7 @@ from contract.vllm import PlayedVllm
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.proxy.app import create_app
+from lightning_proxy.serving.swap import swap_lock
 from lightning_proxy.store.store import Store
 from support.twice import get
 
@@ -163,4 +164,13 @@ async def saved_version(store: Store, publish: Any, directory: Path, adapters: S
     for part in (path, *(path / name for name in adapters)):
         part.mkdir()
     await store.versions.saved(version, str(path), served, {name: f"{served}.{name}" for name in adapters})
+    return version
+
+
+async def earlier_version(config: Config, store: Store, directory: Path, adapters: Sequence[str] = ()) -> int:
+    """A version that was live once. A proxy's watch must not see it live: no server was ever given its weights."""
+    version = await saved_version(store, config.policy.publish, directory, adapters)
+    async with swap_lock(Path(config.policy.directory)):
+        await store.versions.set_live(version, 1)
+        await store.versions.set_live(0)
     return version
