@@ -56,7 +56,7 @@ async def test_the_notebook_draws_an_export(running: Any, tmp_path: Path) -> Non
     async with running(tmp_path) as system, system.store() as store:
         for name, reward in (("a", 0.0), ("b", 0.5), ("c", 1.0), ("untrained", 1.0)):
             await system.chat(name, X_Task_Id="t1")
-            await system.call("POST", "/reward", {"rollout_id": name, "reward": reward})
+            await system.post("/reward", {"rollout_id": name, "reward": reward})
         for names in (["a", "b"], ["c"]):
             await store.steps.claim(names, 0, credit=[CallCredit(name, 0, 0.5, 0.1, 0, "first") for name in names])
         assert (await system.lightning("export", tmp_path / "all.jsonl"))[0] == 0

@@ -285,7 +285,7 @@ def test_what_is_answered_is_stored(running: Any, caplog: Any, requests: list[An
             for (method, path, *_), (status, headers, body) in zip(requests, answers, strict=True):
                 assert b"internal error" not in body, (method, path, body)
                 if "X-Call-Id" in headers:
-                    _, rollout = await system.call("GET", f"/rollouts/{headers['X-Rollout-Id']}")
+                    rollout = await system.get(f"/rollouts/{headers['X-Rollout-Id']}")
                     [call] = [call for call in rollout["calls"] if call["call_id"] == headers["X-Call-Id"]]
                     assert call["status"] == ("ok" if status < 300 else "error")
                     assert call["http_status"] == status
@@ -325,7 +325,7 @@ UNSOUND = "use_after_free,ensure_resource_availability,positive_data_acceptance"
 async def test_no_request_is_answered_with_500_or_otherwise_than_documented(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path, publish="lora") as system:
         await system.chat("r1", X_Task_Id="t")
-        await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1})
+        await system.post("/reward", {"rollout_id": "r1", "reward": 1})
         options = ["--max-time", str(SECONDS), "--checks", "all", "--exclude-checks", UNSOUND, "--no-color"]
         command = [*SCHEMATHESIS, f"{system.url}/openapi.json", *options]
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT, cwd=tmp_path)

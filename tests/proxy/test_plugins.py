@@ -63,12 +63,12 @@ async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
         assert (await system.chat("r"))[0] == 200
 
         async def rewarded() -> bool:
-            return (await system.call("GET", "/plugins/brevity/count"))[1] == {"rewarded": 1}
+            return (await system.get("/plugins/brevity/count")) == {"rewarded": 1}
 
         await until(rewarded)
-        (reward,) = (await system.call("GET", "/rollouts/r"))[1]["rewards"]
+        (reward,) = (await system.get("/rollouts/r"))["rewards"]
         assert (reward["source"], reward["reward"]) == ("brevity", pytest.approx(1 / 3))  # two tokens
-        assert (await system.call("GET", "/status"))[1]["plugins"] == ["brevity"]
+        assert (await system.get("/status"))["plugins"] == ["brevity"]
         assert "brevity" in (await system.lightning("status")).stdout
     trainer = TrainerConfig(credit="brevity:shared")
     assert Config(plugins=["brevity"], trainer=trainer).trainer.plugins == {"brevity"}
@@ -135,10 +135,10 @@ async def test_a_plugin_rewrites_what_the_model_is_shown_adds_fields_and_a_route
 ) -> None:
     install("labels", LABELS)
     async with running(tmp_path, plugins=["labels"]) as system:
-        _, (opened,) = await system.call("POST", "/rollouts", {"label": "a"})
+        (opened,) = await system.post("/rollouts", {"label": "a"})
         for _ in range(2):  # the second is stored as a difference from the first
             assert (await system.chat(opened["rollout_id"]))[0] == 200
-        _, rollout = await system.call("GET", f"/rollouts/{opened['rollout_id']}?requests=whole")
+        rollout = await system.get(f"/rollouts/{opened['rollout_id']}?requests=whole")
         polite = [{"role": "system", "content": "Be polite."}, {"role": "user", "content": "hi"}]
         asked = [*system.vllm.requests, *(call["request"] for call in rollout["calls"])]
         assert ([body["messages"] for body in asked], rollout["label"]) == ([polite] * 4, "a")
@@ -151,7 +151,7 @@ async def test_a_plugin_rewrites_what_the_model_is_shown_adds_fields_and_a_route
             assert (status, answer["error"]["message"]) == (422, why)
         assert (await system.call("GET", "/status"))[0] == 200
         assert "plugin labels: its hook status_fields failed" in caplog.text
-        _, (own, other) = await system.call("POST", "/rollouts", {"n": 2})
+        (own, other) = await system.post("/rollouts", {"n": 2})
         for rollout, status in ((own, 200), (other, 403)):
             path, key = f"/plugins/labels/{rollout['rollout_id']}", f"Bearer {own['api_key']}"
             assert (await system.call("GET", path, Authorization=key))[0] == status

@@ -43,9 +43,9 @@ async def test_status_counts_sampled_tokens_without_a_usage_and_says_that_public
         live = await store.versions.live()
         collapse = {"sign": "kl", "what": "it fell", "at": 1.0, "live_at": live.live_at, "go_back_to": 0}
         await store.steps.trained(await store.steps.claim([], 0), None, {"collapse": collapse})
-        _, answer = await system.call("GET", "/status")
+        answer = await system.get("/status")
         assert answer["recent"]["response_tokens"] == 2
-        assert answer["collapse"] == (await system.call("GET", "/policy"))[1]["collapse"] == collapse
+        assert answer["collapse"] == (await system.get("/policy"))["collapse"] == collapse
 
 
 async def test_status_says_how_the_live_version_was_verified(running: Running, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ async def test_status_says_how_the_live_version_was_verified(running: Running, t
             await store.steps.trained(step, None, {"version": n, **found})
             assert await store.versions.new("lora", step, {}) == n
             await store.versions.set_live(n, step, verified=verified)
-            _, answer = await system.call("GET", "/status")
+            answer = await system.get("/status")
             assert answer["verified"]["story"].startswith(story)
             shown = (await metrics(system))["lightning_policy_verify_deviations"]
             assert shown == (answer["verified"]["deviations"] or 0.0)
@@ -71,7 +71,7 @@ async def test_a_step_that_is_undone_takes_its_credit_with_it_and_a_new_one_take
     running: Running, tmp_path: Path
 ) -> None:
     async def shown(system: Any) -> list[tuple[Any, ...]]:
-        _, answer = await system.call("GET", "/rollouts/good/rows")
+        answer = await system.get("/rollouts/good/rows")
         return [(call["step"], call["return"], call["placed"]) for call in answer["calls"]]
 
     async with running(tmp_path) as system, system.store() as store:
