@@ -63,7 +63,7 @@ async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
         assert (await system.chat("r"))[0] == 200
 
         async def rewarded() -> bool:
-            return (await system.get("/plugins/brevity/count")) == {"rewarded": 1}
+            return bool(await system.get("/plugins/brevity/count") == {"rewarded": 1})
 
         await until(rewarded)
         (reward,) = (await system.get("/rollouts/r"))["rewards"]
