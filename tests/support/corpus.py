@@ -320,7 +320,6 @@ def statuses() -> Iterable[Case]:
         yield Case(f"{status} JSON", CHAT, [whole(ERROR if status > 299 else ANSWER, status=status)])
     for status in (400, 401, 404, 429, 500, 503, 529):
         yield Case(f"{status} HTML", CHAT, [whole(b"<h1>no</h1>", status=status, kind="text/html")])
-        yield Case(f"{status} empty", CHAT, [whole(b"", status=status)])
         yield Case(f"{status} asked as a stream", STREAM, [whole(ERROR, status=status)])
         yield Case(f"{status} as a stream", STREAM, [SSE_HEAD.replace(b"200", b"%d" % status), chunk(HELLO), LAST])
         yield Case(f"{status} not recorded", post("embeddings"), [whole(ERROR, status=status)])
@@ -387,7 +386,6 @@ def compressed() -> Iterable[Case]:
     for name, pack in PACK.items():
         encoding = f"Content-Encoding: {name}"
         yield Case(f"{name} JSON unasked", CHAT, [whole(pack(ERROR), encoding)])
-        yield Case(f"{name} error unasked", CHAT, [whole(pack(ERROR), encoding, status=500)])
         begins = SSE_HEAD[:-2] + encoding.encode() + b"\r\n\r\n"
         yield Case(f"{name} stream unasked", STREAM, [begins, chunk(pack(HELLO)), LAST])
         asks = post("embeddings", None, f"Accept-Encoding: {name}")
@@ -398,13 +396,10 @@ def compressed() -> Iterable[Case]:
     begins = SSE_HEAD[:-2] + b"Content-Encoding: gzip\r\n\r\n"
     steps = [step for piece in pieces for step in (chunk(piece), Do.UNTIL_SEEN)]
     yield Case("gzip stream unasked, in time", STREAM, [begins, *steps, LAST])
-    asks = post("embeddings", None, "Accept-Encoding: zstd")
-    yield Case("zstd passed on", asks, [whole(b"\x28\xb5", "Content-Encoding: zstd")])
     yield Case("identity said", CHAT, [whole(ERROR, "Content-Encoding: identity")])
     yield Case("an unknown encoding", CHAT, [whole(b"\x00\xff", "Content-Encoding: own")])
-    for accept in ("gzip", "gzip, deflate, br", "identity", "*;q=0"):
-        asks = post("chat/completions", None, f"Accept-Encoding: {accept}")
-        yield Case(f"accepts {accept}", asks, [whole(ERROR, status=400)])
+    for accept in ("gzip, deflate, br", "*;q=0"):
+        yield Case(f"accepts {accept}", post("chat/completions", None, f"Accept-Encoding: {accept}"), [whole(ERROR)])
 
 
 # Routes that are not recorded, and methods, paths and bodies of all kinds.

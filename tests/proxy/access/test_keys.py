@@ -83,24 +83,19 @@ def test_changes_are_logged_with_the_key_that_made_them_and_never_the_key_itself
         secret = proxy.new_key("ops", "--admin")
         proxy.chat("r1", key="agents")
         for value in (0.0, 1.0):
-            assert proxy.post("/reward", {"rollout_id": "r1", "reward": value}, secret).status == 200
+            proxy.reward("r1", value, secret)
         assert proxy.call("DELETE", "/rollouts/r1", key=secret).status == 204
         assert proxy.post("/policy/promote", {"version": 0}, "in-the-file").status == 200
         for command in (("revoke", "ops"), ("purge",)):
             assert proxy.run("keys", *command).returncode == 0
             wait_until(lambda command=command: f"was {command[0]}d" in caplog.text, 30, "it is logged")
-    told = [record.getMessage() for record in caplog.records]
-    (ops,) = {found[0] for line in told if (found := re.match(r"key ops \(id \w+\)", line))}
-    assert [line for line in told if line.startswith("key ")] == [
-        f"{ops} was created (admin, scope all)", f"{ops} was revoked", f"{ops} was purged",
+    told = [record.getMessage() for record in caplog.records if record.name == "lightning_proxy.audit"]
+    ops = re.findall(r"key ops \(id \w+\)", told[0])[0]
+    assert told == [
+        f"{ops} was created (admin, scope all)", f"the reward of rollout r1 was changed, by {ops}",
+        f"rollout r1 was deleted, by {ops}", "version 0 was promoted, by key proxy.admin_keys[0]",
+        f"{ops} was revoked", f"{ops} was purged",
     ]  # fmt: skip
-    for change in (
-        f"the reward of rollout r1 was changed, by {ops}",
-        f"rollout r1 was deleted, by {ops}",
-        "version 0 was promoted, by key proxy.admin_keys[0]",
-    ):
-        assert told.count(change) == 1, told
-    assert not any(word in line for line in told for word in (secret, "in-the-file"))
 
 
 def test_a_revoked_key_ends_the_rollouts_keys_that_it_asked_for(fresh: Proxy) -> None:
@@ -280,13 +275,13 @@ def test_a_rollouts_key_changes_neither_its_task_nor_its_mode(keyed: Proxy) -> N
 def test_a_key_that_may_not_reward_may_only_call(keyed: Proxy) -> None:
     rollout, own = open_one(keyed, may_reward=False)
     assert keyed.post(CHAT_PATH, CHAT, own).status == 200
-    for method, path, body in (
-        ("POST", "/reward", {"rollout_id": rollout, "reward": 1}),
-        ("POST", f"/rollouts/{rollout}/end", {"status": "completed"}),
-        ("POST", f"/rollouts/{rollout}/events", NOTE),
-        ("GET", f"/rollouts/{rollout}", None),
+    for path, body in (
+        ("/reward", {"rollout_id": rollout, "reward": 1}),
+        (f"/rollouts/{rollout}/end", {"status": "completed"}),
+        (f"/rollouts/{rollout}/events", NOTE),
     ):
-        assert keyed.call(method, path, body, own).status == 403, path
+        assert keyed.post(path, body, own).status == 403, path
+    assert keyed.call("GET", f"/rollouts/{rollout}", key=own).status == 403
     seen = keyed.rollout(rollout, "agent")
     assert (seen["status"], seen["rewards"], seen["events"], seen["call_count"]) == ("running", [], [], 1)
     assert keyed.post("/rollouts", {"may_reward": "no"}, "agent").status == 422
