@@ -13,7 +13,6 @@ import os
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, STDOUT
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from lightning_proxy.proxy.dialects.stream import Injection
 from lightning_proxy.proxy.gateway.relay import DIALECTS
 from lightning_proxy.proxy.gateway.unnamed import Conversation, end_statements, start_statements
 from support.calls import stored_and_read
-from support.fuzzing import examples
+from support.fuzzing import cut, examples
 
 RESPONSES = "/v1/responses"
 # The names that the code looks at, so that the values behind them are strange rather than missing.
@@ -122,11 +121,6 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 STREAMS = st.lists(PIECES | st.binary(max_size=5), max_size=30).map(b"".join)
 CUTS = st.lists(st.integers(0, 200), max_size=12)
-
-
-def cut(text: bytes, cuts: list[int]) -> list[bytes]:
-    places = sorted({0, len(text), *(place for place in cuts if place < len(text))})
-    return [text[a:b] for a, b in pairwise(places)]
 
 
 def frames(pieces: list[bytes]) -> list[Frame]:

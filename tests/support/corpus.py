@@ -103,34 +103,23 @@ def completions_stream(body: Json) -> list[bytes]:
     return [*(sse(COMPLETION | chunk) for chunk in chunks), DONE]
 
 
-def responses(body: Json) -> Json:
-    asked, ids = "message.output_text.logprobs" in (body.get("include") or []), body.get("enable_response_messages")
-    logprobs = [{"token": t, "logprob": -0.5, "bytes": list(t.encode())} for t in TEXT] if asked else None
-    part = {"annotations": [], "text": "".join(TEXT), "type": "output_text", "logprobs": logprobs}
-    item = {"id": "msg_1", "content": [part], "role": "assistant", "status": "completed", "type": "message"}
-    return {
-        "id": "resp_1", "created_at": 1, "model": "base", "object": "response", "output": [item], "status": "completed",
-        "top_logprobs": body.get("top_logprobs", 0 if asked else None),
-        "usage": {"input_tokens": 3, "output_tokens": 7, "total_tokens": 10},
-        "input_messages": [{"message": "x", "tokens": PROMPT}] if ids else None,
-        "output_messages": [{"tokens": [0, 1, 2]}] if ids else None,
-    }  # fmt: skip
-
-
-def messages(body: Json) -> Json:
-    content: list[Json] = [{"type": "text", "text": "".join(TEXT)}]
-    if body.get("tools"):
-        content.append({"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}})
-    top = {"id": "msg_1", "type": "message", "role": "assistant", "content": content, "model": "base"}
-    return top | {"stop_reason": "end_turn", "stop_sequence": None, "usage": {"input_tokens": 3, "output_tokens": 7}}
-
-
-ANSWERED = {"chat/completions": chat, "completions": completions, "responses": responses, "messages": messages}
+RESPONSE: Json = {
+    "id": "resp_1", "created_at": 1, "model": "base", "object": "response", "status": "completed",
+    "output": [{"id": "msg_1", "type": "message", "role": "assistant", "content": [{"text": "".join(TEXT)}]}],
+}  # fmt: skip
+MESSAGE: Json = {
+    "id": "msg_1", "type": "message", "role": "assistant", "model": "base", "stop_reason": "end_turn",
+    "content": [{"type": "text", "text": "".join(TEXT)}], "usage": {"input_tokens": 3, "output_tokens": 7},
+}  # fmt: skip
+# The proxy adds nothing to the last two.
+ANSWERED: dict[str, Callable[[Json], Json]] = {
+    "chat/completions": chat, "completions": completions, "responses": lambda _: RESPONSE, "messages": lambda _: MESSAGE
+}  # fmt: skip
 STREAMED: dict[str, Callable[[Json], list[bytes]]] = {
     "chat/completions": chat_stream,
     "completions": completions_stream,
-    "responses": lambda body: [*stream(RESPONSES, responses(body), body)],
-    "messages": lambda body: [*stream(MESSAGES, messages(body), body)],
+    "responses": lambda body: [*stream(RESPONSES, RESPONSE, body)],
+    "messages": lambda body: [*stream(MESSAGES, MESSAGE, body)],
 }
 
 
@@ -260,18 +249,8 @@ ASKED: dict[str, list[Json]] = {
         {"prompt": [1, 2]},
         {"prompt": "a", "stream_options": {"include_usage": True}},
     ],
-    "responses": [
-        {"input": "a"},
-        {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 2},
-        {"input": "a", "enable_response_messages": True},
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "é"}]}], "previous_response_id": "r"},
-        {"input": "a", "background": True},
-    ],
-    "messages": [
-        {"messages": []},
-        {"messages": [], "tools": [{"name": "add", "input_schema": {"type": "object"}}], "system": "s"},
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "aaaa"}}]}]},
-    ],
+    "responses": [{"input": "a"}, {"input": "a", "background": True}],
+    "messages": [{"messages": []}, {"messages": [], "tools": [{"name": "add"}], "system": "s"}],
 }
 
 
@@ -351,9 +330,7 @@ FRAMED: list[Case] = [
     Case("JSON until the connection closes", CHAT, [JSON_HEAD, b"[]", Do.CLOSE]),
     Case("a stream until the connection closes", STREAM, [head(200, SSE), HELLO, Do.CLOSE]),
     Case("HTTP/1.0", CHAT, [whole(b"[]").replace(b"HTTP/1.1", b"HTTP/1.0"), Do.CLOSE]),
-    Case("Connection: close", CHAT, [whole(b"[]", "Connection: close"), Do.CLOSE]),
     Case("a stream with its length", STREAM, [whole(HELLO, kind="text/event-stream")]),
-    Case("chunk extensions", STREAM, [SSE_HEAD, b"%x;a=b\r\n%s\r\n" % (len(HELLO), HELLO), LAST]),
     Case("trailers", STREAM, [SSE_HEAD, chunk(HELLO), b"0\r\nX-Checksum: 1\r\n\r\n"]),
     Case("no content type", CHAT, [head(200, "Content-Length: 2") + b"[]"]),
     Case("a stream that says it is JSON", STREAM, [whole(HELLO)]),
@@ -444,7 +421,6 @@ def requests() -> Iterable[Case]:
 def answers() -> Iterable[Case]:
     for status in (200, 404):
         yield Case(f"HEAD {status}", get("files/x", method="HEAD"), [head(status, "Content-Length: 5", "X-Up: 1")])
-    yield Case("HEAD without a length", get("files/x", method="HEAD"), [head(200, "X-Up: 1")])
     asked = ("Origin: http://127.0.0.1", "Access-Control-Request-Method: POST")
     allowed = head(204, "Access-Control-Allow-Origin: *", "Allow: POST")
     yield Case("preflight", get("chat/completions", *asked, method="OPTIONS"), [allowed])

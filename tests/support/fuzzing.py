@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +22,12 @@ def examples(count: int, **more: Any) -> settings:
     """Settings for a test that is to have `count` examples, in place of 100, with `--hypothesis-profile=long`."""
     quick = settings().derandomize
     return settings(max_examples=max(count // SHARE, 1) if quick else count, **more)
+
+
+def cut(text: bytes, cuts: list[int]) -> list[bytes]:
+    """The pieces of a text between these places."""
+    places = sorted({0, len(text), *(place for place in cuts if place < len(text))})
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 # Other spellings of a path that a server might take for it.

@@ -50,7 +50,6 @@ class Got:
     body: bytes = b""
     complete: bool = False
     waits: bool = False
-    interim: list[int] = field(default_factory=list)
 
 
 class Played:
@@ -126,8 +125,6 @@ async def _read_answer(reader: asyncio.StreamReader, method: bytes, got: Got, se
         event = parser.next_event()
         if event is h11.NEED_DATA:
             parser.receive_data(await reader.read(65536))
-        elif isinstance(event, h11.InformationalResponse):
-            got.interim.append(event.status_code)
         elif isinstance(event, h11.Response):
             got.status, got.headers = event.status_code, [(bytes(n), bytes(v)) for n, v in event.headers]
         elif isinstance(event, h11.Data):
@@ -135,7 +132,7 @@ async def _read_answer(reader: asyncio.StreamReader, method: bytes, got: Got, se
             seen.set()
         elif isinstance(event, h11.EndOfMessage):
             got.complete = True
-        else:
+        elif not isinstance(event, h11.InformationalResponse):
             return
 
 

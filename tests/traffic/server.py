@@ -46,15 +46,14 @@ class Call:
 class Traffic:
     """`moments`: (call, whether it ended) in order."""
 
-    versions: dict[str, str]
     calls: list[Call]
     moments: list[tuple[int, bool]]
 
 
 def read() -> Traffic:
     packed = (Path(__file__).parent / "traffic.jsonl.xz").read_bytes()
-    first, *lines = map(orjson.loads, lzma.decompress(packed).splitlines())
-    traffic = Traffic(first["versions"], [], [])
+    _, *lines = map(orjson.loads, lzma.decompress(packed).splitlines())
+    traffic = Traffic([], [])
     for line in lines:
         if "start" in line:
             traffic.calls.append(Call(line["path"], line["truth"], line["retry"], line["body"]))

@@ -35,11 +35,12 @@ def plain(messages: Sequence[Json], ask: bool) -> str:
     return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: " * ask
 
 
-def tokenize(text: str) -> list[int]:
-    """The longest token first: the one way in which a tokenizer cuts a text up."""
-    ids = []
+def tokenize(text: str, cuts: Sequence[bool] = (True,)) -> list[int]:
+    """The longest token first, as a tokenizer cuts a text up; where `cuts` say no, a character, as a model may."""
+    ids: list[int] = []
     while text:
-        size = next(n for n in (3, 2, 1) if n == 1 or text[:n] in MERGES)
+        longest = next(n for n in (3, 2, 1) if n == 1 or text[:n] in MERGES)
+        size = longest if cuts[len(ids) % len(cuts)] else 1
         ids.append(MERGES.get(text[:size], ord(text[0])))
         text = text[size:]
     return ids
@@ -47,17 +48,6 @@ def tokenize(text: str) -> list[int]:
 
 def decode(ids: Sequence[int]) -> str:
     return "".join(TEXT_OF.get(token, chr(token % 0x110000)) for token in ids)
-
-
-def sampled(text: str, cuts: Sequence[bool]) -> list[int]:
-    """Another way to cut the text up, which a model may sample as well."""
-    ids: list[int] = []
-    while text:
-        options = [n for n in (1, 2, 3) if n == 1 or text[:n] in MERGES]
-        size = options[-1] if cuts[len(ids) % len(cuts)] else options[0]
-        ids.append(MERGES.get(text[:size], ord(text[0])))
-        text = text[size:]
-    return ids
 
 
 def next_prompt(render: Render, turn: TokenTurn, messages: Sequence[Json]) -> Any:
@@ -90,7 +80,7 @@ def test_a_conversation_stays_one_row_whatever_was_sampled(data: Any, said: list
         prompt = tokenize(render(messages, True)) if turn is None else next_prompt(render, turn, messages)
         assert prompt[: len(row)] == row
         assert decode(prompt) == render(messages, True)  # every end of turn is there, and there once
-        ids = sampled(answered, data.draw(st.lists(st.booleans(), min_size=1, max_size=8)))
+        ids = tokenize(answered, data.draw(st.lists(st.booleans(), min_size=1, max_size=8)))
         why = data.draw(st.sampled_from(["stop", "length"]))
         row = [*prompt, *ids, *[ord(END)] * (why == "stop")]
         turn = turn_of(messages, assistant(answered), prompt, row[len(prompt) :], why, tokenize(render(messages, True)))
