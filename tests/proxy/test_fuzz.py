@@ -23,13 +23,10 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from lightning_proxy.core.json_text import dumps, loads, with_model
-from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
-from lightning_proxy.core.sse import Frame, SSEDecoder, encode
+from lightning_proxy.core.sse import SSEDecoder, encode
 from lightning_proxy.core.tools import conversation, results_in, tool_calls, written_results
 from lightning_proxy.proxy.dialects.stream import Injection
 from lightning_proxy.proxy.gateway.relay import DIALECTS
-from lightning_proxy.proxy.gateway.unnamed import Conversation, end_statements, start_statements
-from support.calls import stored_and_read
 from support.fuzzing import cut, examples
 
 RESPONSES = "/v1/responses"
@@ -91,19 +88,6 @@ def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: st
     [*written_results(items), *(result for item in items for result in results_in(item))]
 
 
-@examples(150)
-@given(before=OBJECTS, request=OBJECTS, answer=OBJECTS)
-def test_conversations_and_what_is_stored_of_them(
-    before: dict[str, Any], request: dict[str, Any], answer: dict[str, Any]
-) -> None:
-    for body in (before, request):
-        start = CallStart("c", RolloutName("r", named=False), "chat/completions", "m", 0, body, 0.0)
-        conversation = Conversation("k", start.rollout, body)
-        assert len(start_statements(start, conversation)) == 1
-        list(end_statements(start, conversation, CallEnd("c", "r", "ok", answer, 200)))
-    assert stored_and_read(request, before) == request
-
-
 def test_a_model_is_renamed_and_nothing_else_touched() -> None:
     kept = b'"n": 123456789012345678901234567890, "t":1.0e0, "messages":[{"content":"\\"model\\": \\"policy\\""}] }'
     for name in (b"policy", b'a\\"b'):
@@ -123,34 +107,25 @@ STREAMS = st.lists(PIECES | st.binary(max_size=5), max_size=30).map(b"".join)
 CUTS = st.lists(st.integers(0, 200), max_size=12)
 
 
-def frames(pieces: list[bytes]) -> list[Frame]:
-    decoder = SSEDecoder()
-    found = [frame for piece in pieces for frame in decoder.feed(piece)]
-    assert decoder.pending == len(decoder.rest)
-    return [*found, decoder.close()]
-
-
-@examples(1000)
-@given(text=STREAMS, cuts=CUTS)
-@example(text=b"data: a\r\n\r\n\ndata: b\n\n", cuts=[10])
-def test_frames_are_the_same_wherever_a_stream_is_cut(text: bytes, cuts: list[int]) -> None:
-    whole, pieces = frames([text]), frames(cut(text, cuts))
-    assert b"".join(frame.raw for frame in pieces) == text
-    assert [f.data for f in pieces if f.data is not None] == [f.data for f in whole if f.data is not None]
-
-
 FRAMES = b': ping\n\ndata: {"a": 1}\n\nevent: x\r\ndata: two\r\ndata:  lines\r\n\r\nid: 1\rdata: cr\r\rdata: [DONE]\n\n'
 DATA = [None, b'{"a": 1}', b"two\n lines", b"cr", b"[DONE]"]
 
 
-def test_frames_have_the_data_of_their_lines_and_lose_no_byte_where_a_beginning_was_let_go() -> None:
+def test_frames_have_the_data_of_their_lines_wherever_they_are_cut_and_lose_no_byte_where_a_beginning_was_let_go() -> (
+    None
+):
     for text, data in (
         (FRAMES, DATA),
         (b"database: no\ndata\ndata:yes\n\n", [b"\nyes"]),
         (encode(b'{"x":"\\n"}'), [b'{"x":"\\n"}']),
+        (b"data: a\r\n\r\n\ndata: b\n\n", [b"a", b"b"]),
     ):
-        found = SSEDecoder().feed(text)
-        assert [(frame.data, frame.is_done) for frame in found] == [(one, one == b"[DONE]") for one in data]
+        for at in range(len(text)):
+            decoder = SSEDecoder()
+            found = decoder.feed(text[:at]) + decoder.feed(text[at:])
+            told = [(frame.data, frame.is_done) for frame in found if frame.data is not None]
+            assert told == [(one, one == b"[DONE]") for one in data if one], at
+            assert b"".join(frame.raw for frame in found) + decoder.rest == text
     unfinished = SSEDecoder()
     assert unfinished.feed(b"data: [DO") == unfinished.feed(b"NE]\n") == []
     assert unfinished.close().is_done
