@@ -36,7 +36,7 @@ def test_a_published_model_has_settings_of_its_own_size_and_begins_with_tasks_of
         sys.modules.pop(module)
 
 
-def test_what_rl_adds_is_compared_task_by_task_and_a_lesson_without_a_step_has_its_picture(tmp_path: Path) -> None:
+def test_what_rl_adds_is_compared_task_by_task() -> None:
     """Where each task's reward was kept: two tasks, of which one got better by a half."""
 
     def row(*rewards: float) -> dict[str, Any]:
@@ -46,10 +46,6 @@ def test_what_rl_adds_is_compared_task_by_task_and_a_lesson_without_a_step_has_i
     held_out = {"base": row(0.0, 0.0), "sft": row(0.0, 1.0), "rl": row(0.5, 1.0)}
     result = {"example": "calculator", "seed": 0, "steps": [], "minutes": {}, "held_out": held_out}
     assert "| 0.75 (0.00-1.00) | +0.25 (+0.00 to +0.50) |" in learned().markdown([result])
-    del held_out["sft"]["by_task"]
-    assert "| 0.75 (0.00-1.00) | 0 | 0.0 |" in learned().markdown([result])
-    learned().save([result | {"held_out": {"base": row(0.0, 0.0), "rl": row(0.0, 0.0)}}], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "reward.png"]
 
 
 async def test_the_notebook_draws_an_export(running: Any, tmp_path: Path) -> None:

@@ -237,11 +237,6 @@ def test_an_answer_comes_back_as_the_message_that_was_said_and_a_stream_ends_wit
 
 
 def test_what_goes_before_is_shown_as_it_was_said() -> None:
-    earlier = [{"role": "system", "content": "Be kind."}, SAY, {"role": "assistant", "content": "hi", "id": "msg_2"}]
-    later = shown(earlier, previous_response_id="resp_1", instructions="Be brief.")
-    assert [(m["role"], m["content"]) for m in later] == [
-        ("system", "Be brief."), ("system", "Be kind."), ("user", "add"), ("assistant", "hi"), ("user", "add")
-    ]  # fmt: skip
     # vLLM keeps the first part of a message, and fails on a refusal.
     parts = [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}]
     refusal = [{"type": "refusal", "refusal": "No."}]
