@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import h11
 
@@ -122,10 +123,8 @@ async def _read_answer(reader: asyncio.StreamReader, method: bytes, got: Got, se
     parser.send(h11.Request(method=method, target="/", headers=[("host", "x")]))
     parser.send(h11.EndOfMessage())
     while not got.complete:
-        event = parser.next_event()
-        if event is h11.NEED_DATA:
-            parser.receive_data(await reader.read(65536))
-        elif isinstance(event, h11.Response):
+        event = await _next_event(parser, reader)
+        if isinstance(event, h11.Response):
             got.status, got.headers = event.status_code, [(bytes(n), bytes(v)) for n, v in event.headers]
         elif isinstance(event, h11.Data):
             got.body += event.data
@@ -136,23 +135,23 @@ async def _read_answer(reader: asyncio.StreamReader, method: bytes, got: Got, se
             return
 
 
+async def _next_event(parser: h11.Connection, reader: asyncio.StreamReader) -> Any:
+    while (event := parser.next_event()) is h11.NEED_DATA:
+        parser.receive_data(await reader.read(65536))
+    return event
+
+
 async def _read_request(reader: asyncio.StreamReader) -> Asked | None:
     parser = h11.Connection(h11.SERVER, max_incomplete_event_size=2**22)
-    head: h11.Request | None = None
+    head: Any = None
     body = b""
     while True:
-        event = parser.next_event()
-        if event is h11.NEED_DATA:
-            data = await reader.read(65536)
-            if not data and head is None:
-                return None
-            parser.receive_data(data)
-        elif isinstance(event, h11.Request):
+        event = await _next_event(parser, reader)
+        if isinstance(event, h11.Request):
             head = event
         elif isinstance(event, h11.Data):
             body += event.data
         elif isinstance(event, h11.EndOfMessage):
-            assert head is not None
             return Asked(bytes(head.method), bytes(head.target), [(bytes(n), bytes(v)) for n, v in head.headers], body)
         else:
             return None

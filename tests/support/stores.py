@@ -64,7 +64,7 @@ class Server:
                 stdout=log, stderr=log, **self._as_user(),
             )  # fmt: skip
         until = time.monotonic() + 20
-        while self._ask("SELECT 1", check=False) != 0:
+        while self.execute(self.url("postgres"), "SELECT 1", check=False) != 0:
             assert self._process.poll() is None and time.monotonic() < until, (self.directory / "log").read_text()
             time.sleep(0.02)
 
@@ -74,27 +74,23 @@ class Server:
         for children in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
             yield from map(int, children.read_text().split())
 
-    def stop(self) -> None:
+    def stop(self, number: signal.Signals = signal.SIGINT) -> None:
         """End it in its own good order, without waiting for its clients."""
-        self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(number)
         self._process.wait(20)
 
     def kill(self) -> None:
         """End it and its helpers at once, as after a fault: what was not on the disk is gone."""
-        self._process.send_signal(signal.SIGQUIT)
-        self._process.wait(20)
+        self.stop(signal.SIGQUIT)
 
     def new_database(self) -> str:
         """Make an empty database and return its URL."""
         name = f"t{uuid4().hex}"
-        self._ask(f"CREATE DATABASE {name}")
+        self.execute(self.url("postgres"), f"CREATE DATABASE {name}")
         return self.url(name)
 
-    def execute(self, url: str, sql: str) -> None:
-        self._run("psql", "-qX", "-d", url, "-c", sql)
-
-    def _ask(self, sql: str, *, check: bool = True) -> int:
-        return self._run("psql", "-qX", "-d", self.url("postgres"), "-c", sql, check=check)
+    def execute(self, url: str, sql: str, *, check: bool = True) -> int:
+        return self._run("psql", "-qX", "-d", url, "-c", sql, check=check)
 
     def _run(self, program: str, *arguments: str, check: bool = True) -> int:
         done = subprocess.run(
