@@ -158,13 +158,12 @@ def distribution(module: str) -> str:
 def above(path: Path) -> Iterator[str]:
     """A file's name, and its folders' names."""
     inside = path.relative_to(ROOT)
-    yield from (str(inside), *(str(parent) for parent in inside.parents))
+    yield from map(str, (inside, *inside.parents))
 
 
 def requires(path: Path) -> list[str]:
     """What a program for a virtual environment of its own has installed there."""
-    assigned = (node for node in tree_of(path).body if isinstance(node, ast.Assign))
-    found = [node.value for node in assigned if [ast.unparse(target) for target in node.targets] == ["REQUIRES"]]
+    found = re.findall(r"^REQUIRES = (\(.*?\))$", path.read_text(), re.MULTILINE | re.DOTALL)
     return [text for value in found for text in ast.literal_eval(value)]
 
 
@@ -225,18 +224,14 @@ def defined(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             yield from (n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-            targets = [t for n in node.body if isinstance(n, ast.AnnAssign | ast.Assign) for t in targets_of(n)]
-            yield from (target.id for target in targets if isinstance(target, ast.Name))
+            names = (n for part in node.body if isinstance(part, ast.AnnAssign | ast.Assign) for n in ast.walk(part))
+            yield from (n.id for n in names if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
             yield node.attr
 
 
 def of_self(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-
-
-def targets_of(node: ast.AnnAssign | ast.Assign) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 def is_private(name: str) -> bool:
