@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
 
@@ -84,9 +85,7 @@ def test_an_image_runs_a_command_with_keys_and_the_wheel_with_extras_that_are_th
 def test_the_images_are_of_a_vllm_and_a_python_that_were_tested() -> None:
     image, _, version = one("all", "FROM").partition(" ")[0].partition(":v")
     asked = next(one for one in PROJECT["optional-dependencies"]["vllm"] if one.startswith("vllm"))
-    lowest, below = re.findall(r"\d+\.\d+", asked)
-    assert image == "vllm/vllm-openai"
-    assert [*map(int, lowest.split("."))] <= [*map(int, version.split("."))] < [*map(int, below.split("."))]
+    assert image == "vllm/vllm-openai" and version in Requirement(asked).specifier
     version = one("proxy", "FROM").partition(":")[2].partition("-")[0]
     assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
 
@@ -141,9 +140,8 @@ def test_the_pod_runs_the_image_has_time_to_end_and_nobody_shares_its_store(
     assert container["image"] == f"lightning-proxy:{PROJECT['version']}"
     assert str(pod()["securityContext"]["runAsUser"]) == one("proxy", "USER")
     require_command(container["args"])
-    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert one("proxy", "WORKDIR") in mounts and str(Path(container["args"][1]).parent) in mounts
-    assert set(mounts.values()) == {volume["name"] for volume in pod()["volumes"]}
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {one("proxy", "WORKDIR"), str(Path(container["args"][1]).parent)} <= mounts
     (tmp_path / "config.yaml").write_text(manifests()["ConfigMap"]["data"]["config.yaml"])
     config = load_config(tmp_path / "config.yaml")
     assert [config.proxy.port] == [port["containerPort"] for port in container["ports"]]

@@ -6,8 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
@@ -20,9 +18,8 @@ from lightning_proxy.proxy.dialects.as_chat.translation import (
     Untranslatable,
     learn,
 )
-from lightning_proxy.proxy.gateway.attempts import Upstreams
 from lightning_proxy.proxy.gateway.through_chat import Templates
-from lightning_proxy.proxy.gateway.upstream import Request, Route, make_session
+from lightning_proxy.proxy.gateway.upstream import Request, Route
 from support.twice import assembled
 
 Json = dict[str, Any]
@@ -164,34 +161,37 @@ def test_what_vllm_refuses_or_reads_otherwise_goes_to_its_own_route() -> None:
             MessagesTranslator(ASKED | changed).chat(Template())
 
 
+class PlayedUpstreams:
+    """Answers each probe with this status, as soon as it may."""
+
+    def __init__(self) -> None:
+        self.asked, self.status, self.go = 0, 200, asyncio.Event()
+
+    async def ask(self, _: UpstreamConfig, request: Request) -> tuple[int, bytes]:
+        assert b'"base"' in request.body
+        self.asked += 1
+        await self.go.wait()
+        return self.status, b'{"prompt_token_ids": [1], "input_tokens": 1}'
+
+
 async def test_a_template_is_asked_for_once_or_until_the_server_can_say_it() -> None:
     learnt, request = Template(None, "low", True), Request("POST", "/v1/messages", b"", [], b"", False)
-    statuses, asked, go = list[int](), list[str](), asyncio.Event()
-
-    async def answers(request: web.Request) -> web.Response:
-        asked.append((await request.json())["model"])
-        await go.wait()
-        return web.json_response({"prompt_token_ids": [1], "input_tokens": 1}, status=statuses[0])
-
-    app = web.Application()
-    app.router.add_post("/v1/{rest:.*}", answers)
-    async with TestServer(app) as server, make_session() as session:
-        route = Route(UpstreamConfig(name="up", base_url=str(server.make_url("/v1"))), "base", 0)
-        statuses, templates = [200], Templates(Upstreams(session))
-        first, *others = (asyncio.create_task(templates.learned(route, request)) for _ in range(5))
-        while len(asked) < len(PROBES):
-            await asyncio.sleep(0.001)
-        first.cancel()  # its agent left
-        go.set()
-        assert await asyncio.gather(*others) == [learnt] * 4
-        assert asked == ["base"] * len(PROBES)
-        for refused, times in ((503, 2), (401, 2), (404, 1)):  # 401: whoever came first has no key
-            asked.clear()
-            templates = Templates(Upstreams(session))
-            for statuses in ([refused], [200]):
-                known = await templates.learned(route, request)
-                assert known == (learnt if times == 2 and statuses == [200] else Template())
-            assert asked == ["base"] * times * len(PROBES)
+    upstreams: Any = PlayedUpstreams()
+    route = Route(UpstreamConfig(name="up", base_url="http://127.0.0.1:9/v1"), "base", 0)
+    templates = Templates(upstreams)
+    first, *others = (asyncio.create_task(templates.learned(route, request)) for _ in range(5))
+    while upstreams.asked < len(PROBES):
+        await asyncio.sleep(0)
+    first.cancel()  # its agent left
+    upstreams.go.set()
+    assert await asyncio.gather(*others) == [learnt] * 4
+    assert upstreams.asked == len(PROBES)
+    for refused, times in ((503, 2), (401, 2), (404, 1)):  # 401: whoever came first has no key
+        templates, upstreams.asked = Templates(upstreams), 0
+        for upstreams.status in (refused, 200):
+            known = await templates.learned(route, request)
+            assert known == (learnt if (times, upstreams.status) == (2, 200) else Template())
+        assert upstreams.asked == times * len(PROBES)
 
 
 # Responses

@@ -14,15 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
+from traffic.server import config_of
 
 import lightning_proxy
 from contract.system import listening
 from contract.vllm import PlayedVllm
-from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.config.upstreams import UpstreamConfig
 from support.paths import TOPS
-from support.sections import PolicyConfig
 from support.served import proxy_of
 
 ROOT = Path(lightning_proxy.__file__).parent
@@ -91,11 +88,7 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture
 async def agent(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
     async with listening(PlayedVllm(tmp_path).app) as upstream:
-        config = Config(
-            store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
-            policy=PolicyConfig(publish="merged"),  # as `auto` is without a GPU
-            upstreams=[UpstreamConfig(name="vllm", kind="vllm", base_url=f"{upstream}/v1")],
-        )
+        config = config_of(upstream, tmp_path)
         async with proxy_of(config, marking) as url, aiohttp.ClientSession(url, headers=NAMED) as session:
             yield session
 
