@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,15 @@ from lightning_proxy.core.config.root import Config
 
 @dataclass
 class Program:
-    """A way of running programs. `said`: what a person was told."""
+    """A way of running programs. `settings`: the configuration."""
 
     kind: str
-    settings: dict[str, Any] = field(default_factory=dict)  # the configuration
-    said: list[str] = field(default_factory=list)
+    settings: dict[str, Any]
 
-    def __call__(self, directory: Path, text: str, *arguments: str) -> Runner:
+    def __call__(self, directory: Path, text: str) -> Runner:
         script = directory / "agent.py"
         script.write_text(text)
-        return self.command(sys.executable, str(script), *arguments)
-
-    def command(self, *command: str) -> Runner:
-        config = Config.model_validate(self.settings)
-        return runner_for(config, command, ["json"] if self.kind == "preload" else [], self.said.append)
+        return runner_for(Config.model_validate(self.settings), [sys.executable, str(script)], [], print)
 
 
 async def run_all(proxy: ControlApi, runner: Runner, tasks: list[Task], options: RunOptions) -> list[RolloutResult]:
@@ -63,7 +58,6 @@ class ControlApi:
         app.router.add_post("/rollouts", self.open)
         app.router.add_get("/rollouts/{name}", self.get)
         app.router.add_post("/rollouts/{name}/end", self.end)
-        app.router.add_post("/reward", self.reward)
         return app
 
     async def open(self, request: web.Request) -> web.Response:
@@ -82,15 +76,8 @@ class ControlApi:
 
     async def end(self, request: web.Request) -> web.Response:
         rollout = self.rollouts[request.match_info["name"]]
-        if rollout["status"] != "running":
-            return web.json_response({"error": {"message": "ended already"}}, status=409)
         rollout.update(await request.json())
         return web.json_response(rollout)
-
-    async def reward(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
-        self.rollouts[body["rollout_id"]].update(status="completed", reward=body["reward"])
-        return web.json_response({})
 
 
 @asynccontextmanager

@@ -123,11 +123,11 @@ def test_what_depends_on_the_template_waits_for_it() -> None:
     assert chat["messages"] == [{"role": "system", "content": "Be brief."}, HI, inline]
 
 
-def probed(**prompts: Any) -> Template:
+def probed(prompts: Any) -> Template:
     """What is learnt where every prompt is one token, but for those that are named; None: refused."""
     answers = {}
     for name, (path, _) in PROBES.items():
-        prompt = prompts.get(name.replace(" ", "_"), [1])
+        prompt = prompts.get(name, [1])
         shown = {"input_tokens": len(prompt or ())} if path.endswith("count_tokens") else {"prompt_token_ids": prompt}
         answers[name] = (400, {"error": {"message": "no"}}) if prompt is None else (200, shown)
     return learn(answers)
@@ -137,15 +137,15 @@ def test_the_template_is_learnt_from_its_prompts() -> None:
     for prompts, expected in (
         ({}, Template(None, "low", True)),  # it shows no system messages
         ({"inline": [1, 2], "merged": [1, 2]}, Template(True, "low", True)),
-        ({"inline": [1, 2], "merged": [1, 2], "in_place": None}, Template(True, "low", True)),
-        ({"inline": [1, 2], "in_place": [1, 2]}, Template(False, "low", True)),
+        ({"inline": [1, 2], "merged": [1, 2], "in place": None}, Template(True, "low", True)),
+        ({"inline": [1, 2], "in place": [1, 2]}, Template(False, "low", True)),
         ({"none": [2]}, Template(None, "none", True)),
         ({"none": None}, Template(None, "low", True)),
         ({"none": [2, 3]}, Template(None, None, True)),  # the server was told another
-        ({"no_tools": [1, 2]}, Template(None, "low", False)),
-        ({"no_tools": None}, Template(None, "low", False)),
+        ({"no tools": [1, 2]}, Template(None, "low", False)),
+        ({"no tools": None}, Template(None, "low", False)),
     ):
-        assert probed(**prompts) == expected, prompts
+        assert probed(prompts) == expected, prompts
     assert learn(dict.fromkeys(PROBES, (404, {}))) == Template()
 
 
