@@ -116,8 +116,7 @@ def test_images_are_healthy_while_they_serve_and_the_pod_answers_its_probes(tmp_
 def test_the_service_starts_a_command_that_is_there_and_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [line.partition("=") for line in SERVICE.read_text().splitlines() if "=" in line and line[0] != "#"]
-    said = {name: value for name, _, value in lines}
+    said = dict(re.findall(r"^(\w+)=(.*)$", SERVICE.read_text(), re.MULTILINE))
     program, *arguments = shlex.split(said["ExecStart"])
     assert Path(program).name == "lightning-proxy"
     require_command(arguments)

@@ -40,9 +40,9 @@ def answer(finish: str = "stop", stop: Any = None, **message: Any) -> Json:
 
 def streamed(stream: Any, *deltas: Json, finish: str = "stop", stop: Any = None) -> list[Json]:
     """The events for an answer in these pieces, as vLLM sends it: also where its parser holds text back."""
-    ends = [*((delta, None, None) for delta in ({"role": "assistant", "content": ""}, {}, *deltas)), ({}, finish, stop)]
-    choices = [[{"index": 0, "delta": d, "finish_reason": f, "stop_reason": s}] for d, f, s in ends]
-    parts: list[Json] = [*({"choices": one} for one in choices), {"choices": [], "usage": USAGE}]
+    begins = [{"delta": delta} for delta in ({"role": "assistant", "content": ""}, {}, *deltas)]
+    ends = {"delta": {}, "finish_reason": finish, "stop_reason": stop}
+    parts: list[Json] = [*({"choices": [one]} for one in (*begins, ends)), {"choices": [], "usage": USAGE}]
     top = {"id": "chatcmpl-1", "created": 7, "model": "policy"}
     return [*(event for part in parts for event in stream.feed(top | part)), *stream.end()]
 
