@@ -166,6 +166,11 @@ class Case(NamedTuple):
         return self.answer(asked) if callable(self.answer) else self.answer
 
 
+def unnamed(request: bytes, answer: Sequence[Step] | Script) -> Case:
+    """A case that says by itself what it is."""
+    return Case(f"{request[:80]!r}: {str(answer)[:80]}", request, answer)
+
+
 def post(path: str = "chat/completions", body: Any = None, *headers: str, method: str = "POST") -> bytes:
     """A request, by default a chat with the content type and length that clients send."""
     data = body if isinstance(body, bytes) else json.dumps({"model": "m", **(body or {})}).encode()
@@ -265,7 +270,7 @@ def vllm(asked: Asked) -> list[Step]:
 def dialects() -> Iterable[Case]:
     for path, bodies in ASKED.items():
         for more in ({}, {"stream": True}):
-            yield from (Case(f"{path} {body} {more}", post(path, body | more), vllm) for body in bodies)
+            yield from (unnamed(post(path, body | more), vllm) for body in bodies)
 
 
 def pretty() -> Iterable[Case]:
@@ -273,11 +278,11 @@ def pretty() -> Iterable[Case]:
     text = b'{ "id" : "x",\r\n "choices": [ ], "n": 1.50, "big": 123456789012345678901234567890, "e": "\\u00e9\\/" }'
     odd = [b"[]", b"null", b'"text"', b"", b" ", b"\xff\xfe", b"<html>", b"1" * 4_000, b"{" + b" " * 99 + b"}"]
     for body in (text, *odd):
-        yield Case(f"body {body[:12]!r}", CHAT, [whole(body)])
-        yield Case(f"event {body[:12]!r}", STREAM, streamed(b"data: " + body + b"\n\n", DONE))
+        yield unnamed(CHAT, [whole(body)])
+        yield unnamed(STREAM, streamed(b"data: " + body + b"\n\n", DONE))
     wrong = {"stream": "yes", "messages": 3, "n": [], "temperature": "hot", "stream_options": 1}
     for said in ({"model": 5}, wrong, b'{"model": "m", "messages": [{"role": "user", "content": "a\\ud800b"}]}'):
-        yield Case(f"asked {said!r}", post(body=said), [whole(ERROR, status=400)])
+        yield unnamed(post(body=said), [whole(ERROR, status=400)])
     yield Case("a character in halves", STREAM, halves)
 
 
@@ -296,19 +301,19 @@ def halves(asked: Asked) -> list[Step]:
 
 def statuses() -> Iterable[Case]:
     for status in (*range(400, 600), 200, 201, 202, 203, 206, 207, 226):
-        yield Case(f"{status} JSON", CHAT, [whole(ERROR if status > 299 else ANSWER, status=status)])
+        yield unnamed(CHAT, [whole(ERROR if status > 299 else ANSWER, status=status)])
     for status in (400, 401, 404, 429, 500, 503, 529):
-        yield Case(f"{status} HTML", CHAT, [whole(b"<h1>no</h1>", status=status, kind="text/html")])
-        yield Case(f"{status} asked as a stream", STREAM, [whole(ERROR, status=status)])
-        yield Case(f"{status} as a stream", STREAM, [SSE_HEAD.replace(b"200", b"%d" % status), chunk(HELLO), LAST])
-        yield Case(f"{status} not recorded", post("embeddings"), [whole(ERROR, status=status)])
+        yield unnamed(CHAT, [whole(b"<h1>no</h1>", status=status, kind="text/html")])
+        yield unnamed(STREAM, [whole(ERROR, status=status)])
+        yield unnamed(STREAM, [SSE_HEAD.replace(b"200", b"%d" % status), chunk(HELLO), LAST])
+        yield unnamed(post("embeddings"), [whole(ERROR, status=status)])
     for status in (204, 205, 304):
         for request in (CHAT, post("embeddings"), get("files/x")):
             length = ["Content-Length: 0"] if status == 205 else []
-            yield Case(f"{status} {request[:20]!r}", request, [head(status, "X-Up: 1", *length)])
+            yield unnamed(request, [head(status, "X-Up: 1", *length)])
     yield Case("304 with the length of what is not sent", get("files/x"), [head(304, "ETag: x", "Content-Length: 5")])
     for status in (301, 302, 303, 307, 308):
-        yield Case(f"{status}", CHAT, [whole(b"x", "Location: http://other/", status=status)])
+        yield unnamed(CHAT, [whole(b"x", "Location: http://other/", status=status)])
 
 
 HEADERS: dict[str, list[str]] = {
@@ -348,7 +353,7 @@ def headers() -> Iterable[Case]:
     yield from FRAMED
     for said in (b"100 Continue\r\n", b"103 Early Hints\r\nLink: </x>\r\n", b"102 Processing\r\n"):
         interim = b"HTTP/1.1 " + said + b"\r\n"
-        yield Case(f"{said!r} first", CHAT, [interim, whole(ERROR, status=400)])
+        yield unnamed(CHAT, [interim, whole(ERROR, status=400)])
 
 
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress}
@@ -361,11 +366,11 @@ def compressed() -> Iterable[Case]:
     """Recorded calls are asked for without an encoding; what comes compressed nevertheless arrives as what it says."""
     for name, pack in PACK.items():
         encoding = f"Content-Encoding: {name}"
-        yield Case(f"{name} JSON unasked", CHAT, [whole(pack(ERROR), encoding)])
+        yield unnamed(CHAT, [whole(pack(ERROR), encoding)])
         begins = SSE_HEAD[:-2] + encoding.encode() + b"\r\n\r\n"
-        yield Case(f"{name} stream unasked", STREAM, [begins, chunk(pack(HELLO)), LAST])
+        yield unnamed(STREAM, [begins, chunk(pack(HELLO)), LAST])
         asks = post("embeddings", None, f"Accept-Encoding: {name}")
-        yield Case(f"{name} passed on", asks, [whole(pack(b"{}"), encoding)])
+        yield unnamed(asks, [whole(pack(b"{}"), encoding)])
     packer = zlib.compressobj(wbits=31)
     pieces = [packer.compress(sse(delta(text))) + packer.flush(zlib.Z_SYNC_FLUSH) for text in "abc"]
     pieces.append(packer.compress(DONE) + packer.flush())
@@ -375,7 +380,7 @@ def compressed() -> Iterable[Case]:
     yield Case("identity said", CHAT, [whole(ERROR, "Content-Encoding: identity")])
     yield Case("an unknown encoding", CHAT, [whole(b"\x00\xff", "Content-Encoding: own")])
     for accept in ("gzip, deflate, br", "*;q=0"):
-        yield Case(f"accepts {accept}", post("chat/completions", None, f"Accept-Encoding: {accept}"), [whole(ERROR)])
+        yield unnamed(post("chat/completions", None, f"Accept-Encoding: {accept}"), [whole(ERROR)])
 
 
 # Routes that are not recorded, and methods, paths and bodies of all kinds.
@@ -389,9 +394,11 @@ FORM = (
 
 PASSED_ON = ["embeddings", "moderations", "images/generations", "rerank", "score", "messages/count_tokens", "tokenize"]
 UPLOADS = ["files", "audio/transcriptions", "audio/translations", "images/edits", "uploads/u/parts", "batches"]
-READ = ["chat/completions", "chat/completions/c", "responses/resp_1", "responses/resp_1/input_items?limit=2"]
-QUERIES = ["?a=1&b=%20+%2F%C3%A9&c", "?x[]=1&x[]=2", "?a=b?c=d/e:f@g", "?after=%00"]
-PATHS = ["files/a%20b", "files/%C3%A9", "files/a%2Bb", "files/a+b", "files/a;b=1", "models/org%2Fname", "files/x/"]
+TARGETS = [
+    "chat/completions", "chat/completions/c", "responses/resp_1", "responses/resp_1/input_items?limit=2",
+    "files?a=1&b=%20+%2F%C3%A9&c", "files?x[]=1&x[]=2", "files?a=b?c=d/e:f@g", "files?after=%00", "files/a%20b",
+    "files/%C3%A9", "files/a%2Bb", "files/a+b", "files/a;b=1", "models/org%2Fname", "files/x/",
+]  # fmt: skip
 CHUNKED = b"POST /v1/%s HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -402,16 +409,16 @@ def echo(asked: Asked) -> list[Step]:
 def requests() -> Iterable[Case]:
     """Answered with what was asked."""
     for path in UPLOADS:
-        yield Case(f"upload to {path}", post(path, FORM, "Content-Type: multipart/form-data; boundary=B"), echo)
+        yield unnamed(post(path, FORM, "Content-Type: multipart/form-data; boundary=B"), echo)
     for path in PASSED_ON:
-        yield Case(f"POST {path}", post(path, {"input": ["é", [1, 2]], "unknown": 2.50}), echo)
+        yield unnamed(post(path, {"input": ["é", [1, 2]], "unknown": 2.50}), echo)
     for method in ("PUT", "DELETE", "PATCH", "POST"):
-        yield Case(f"{method} with a body", post("files/x", b"\x00\xff{", method=method), echo)
-        yield Case(f"{method} with an empty body", get("files/x", "Content-Length: 0", method=method), echo)
+        yield unnamed(post("files/x", b"\x00\xff{", method=method), echo)
+        yield unnamed(get("files/x", "Content-Length: 0", method=method), echo)
     for method in ("GET", "DELETE", "OPTIONS"):
-        yield Case(f"{method} alone", get("files/x", method=method), echo)
-    for target in (*READ, *("files" + query for query in QUERIES)):
-        yield Case(f"GET {target}", get(target), echo)
+        yield unnamed(get("files/x", method=method), echo)
+    for target in TARGETS:
+        yield unnamed(get(target), echo)
     yield Case("chunked upload", CHUNKED % b"files" + chunk(b"a" * 99) + chunk(b"b") + LAST, echo)
     chat = CHUNKED % b"chat/completions" + chunk(b'{"model"') + chunk(b': "m"}') + LAST
     yield Case("chunked chat", chat, [whole(ERROR, status=400)])
@@ -419,12 +426,10 @@ def requests() -> Iterable[Case]:
 
 def answers() -> Iterable[Case]:
     for status in (200, 404):
-        yield Case(f"HEAD {status}", get("files/x", method="HEAD"), [head(status, "Content-Length: 5", "X-Up: 1")])
+        yield unnamed(get("files/x", method="HEAD"), [head(status, "Content-Length: 5", "X-Up: 1")])
     asked = ("Origin: http://127.0.0.1", "Access-Control-Request-Method: POST")
     allowed = head(204, "Access-Control-Allow-Origin: *", "Allow: POST")
     yield Case("preflight", get("chat/completions", *asked, method="OPTIONS"), [allowed])
-    for path in PATHS:
-        yield Case(f"path {path}", get(path), [whole(b"x")])
     large = whole(bytes(range(256)) * 12_000, kind="application/octet-stream")
     yield Case("a download of 3 MB", get("files/x/content"), [large])
     yield Case("events that are not recorded", get("threads/t/runs"), streamed(HELLO))
@@ -484,7 +489,7 @@ def events() -> Iterable[Case]:
         yield Case(name, STREAM, streamed(text, DONE))
         yield Case(f"{name}, CRLF", STREAM, streamed(text.replace(b"\n", b"\r\n"), DONE))
     for done in (b"data:[DONE]\n\n", b"data: [DONE] \r\n\r\n", b"event: done\ndata: [DONE]\n\n", b"data: [DONE]\n"):
-        yield Case(f"ends with {done!r}", STREAM, streamed(sse(delta("a")), done))
+        yield unnamed(STREAM, streamed(sse(delta("a")), done))
     yield Case("goes on after [DONE]", STREAM, streamed(HELLO, b": bye\n\n", sse(delta("more")), b"x"))
     yield Case("[DONE] twice", STREAM, streamed(HELLO, DONE))
     finish = {"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
