@@ -555,17 +555,8 @@ def broken_dialects() -> Iterable[Case]:
             yield Case(f"{path} after {after} events", post(path, {"stream": True}), cut(after))
 
 
-FAMILIES: dict[str, list[Case]] = {
-    "vLLM's dialects": [*dialects()],
-    "other JSON": [*pretty()],
-    "streams cut at every byte": [*splits()],
-    "answers cut at every byte on the wire": [*tcp_splits()],
-    "what is in a stream": [*events()],
-    "nothing is held back": [*in_time()],
-    "statuses": [*statuses()],
-    "headers": [*headers()],
-    "compression": [*compressed()],
-    "other routes": [*requests(), *answers()],
-    "broken upstreams": [*broken()],
-    "broken off after every event": [*broken_dialects()],
-}
+GENERATORS: list[Callable[[], Iterable[Case]]] = [
+    dialects, pretty, splits, tcp_splits, events, in_time, statuses, headers, compressed, requests, answers, broken,
+    broken_dialects,
+]  # fmt: skip
+FAMILIES: dict[str, list[Case]] = {family.__name__: [*family()] for family in GENERATORS}
