@@ -8,7 +8,7 @@ import io
 import json
 import os
 import threading
-from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -36,15 +36,12 @@ class Done(NamedTuple):
 def lightning(*arguments: str | Path, cwd: Path | None = None) -> Done:
     """Run a command to its end; in any thread, so that no signal stops it."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="", write_through=True) for _ in range(2))
-    with ExitStack() as stack:
-        stack.enter_context(_one_at_a_time)
-        stack.enter_context(patch.dict(os.environ, {"COLUMNS": "80"}))
-        for name in ("add_signal_handler", "remove_signal_handler"):  # only the main thread can be told of them
-            stack.enter_context(patch.object(asyncio.SelectorEventLoop, name, lambda *_: None))
-        stack.enter_context(redirect_stdout(out))
-        stack.enter_context(redirect_stderr(err))
-        if cwd is not None:
-            stack.enter_context(chdir(cwd))
+    ignored = dict.fromkeys(("add_signal_handler", "remove_signal_handler"), lambda *_: None)
+    with (
+        _one_at_a_time, patch.dict(os.environ, {"COLUMNS": "80"}), chdir(cwd or "."),
+        patch.multiple(asyncio.SelectorEventLoop, **ignored),  # only the main thread can be told of signals
+        redirect_stdout(out), redirect_stderr(err),
+    ):  # fmt: skip
         try:
             _command()([*map(str, arguments)], prog_name="lightning-proxy")
         except SystemExit as end:

@@ -216,12 +216,12 @@ def test_an_answer_comes_back_as_the_message_that_was_said_and_a_stream_ends_wit
         {"content": "hi"},
         {"reasoning": "so", "content": "hi"},
         {"reasoning": "so", "content": "hi", "tool_calls": [CALL, CALL | {"id": "call_2"}]},
-        {"content": None, "tool_calls": [CALL]},
+        {"tool_calls": [CALL]},
     ]
     for message in messages:
-        said = {"role": "assistant"} | {name: value for name, value in message.items() if value is not None}
-        calls = [{"tool_calls": [call | {"index": i}]} for i, call in enumerate(message.get("tool_calls") or ())]
-        deltas = [*({name: said[name]} for name in ("reasoning", "content") if name in said), *calls]
+        said = {"role": "assistant", **message}
+        calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls", ()))]
+        deltas = [{name: value} for name, value in (message | {"tool_calls": calls}).items()]
         whole = responses(request_id="r", tools=[ADD]).answer(answer(**message))
         last = streamed(responses(request_id="r", tools=[ADD]), *deltas)[-1]
         assert last["type"] == "response.completed"
