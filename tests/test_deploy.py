@@ -92,24 +92,22 @@ def test_the_images_are_of_a_vllm_and_a_python_that_were_tested() -> None:
 def test_images_are_healthy_while_they_serve_and_the_pod_answers_its_probes(tmp_path: Path) -> None:
     """Kubernetes asks without a key, by the pod's address."""
 
-    def healthy(port: int) -> list[bool]:
-        found = []
-        for target in ("proxy", "all"):
-            command = json.loads(one(target, "HEALTHCHECK").partition(" CMD ")[2])
-            given = environment(target) | {"LIGHTNING_PROXY__PORT": str(port)}
-            found.append(subprocess.run([sys.executable, *command[1:]], capture_output=True, env=given).returncode == 0)
-        return found
+    def is_healthy(target: str, port: str) -> bool:
+        command = json.loads(one(target, "HEALTHCHECK").partition(" CMD ")[2])
+        given = environment(target) | {"LIGHTNING_PROXY__PORT": port}
+        return subprocess.run([sys.executable, *command[1:]], capture_output=True, env=given).returncode == 0
 
     (container,) = pod()["containers"]
     probes = [container[f"{probe}Probe"]["httpGet"] for probe in ("startup", "liveness", "readiness")]
     annotations = manifests()["Deployment"]["spec"]["template"]["metadata"]["annotations"]
     with in_this_process(tmp_path, proxy={"api_keys": ["a-key-of-the-secret"]}) as proxy:
-        assert [healthy(free_port()), healthy(int(proxy.url.rpartition(":")[2]))] == [[False] * 2, [True] * 2]
+        for target in ("proxy", "all"):
+            ports = (str(free_port()), proxy.url.rpartition(":")[2])
+            assert [is_healthy(target, port) for port in ports] == [False, True]
         for path in (*(probe["path"] for probe in probes), annotations["prometheus.io/path"]):
             assert proxy.call("GET", path, Host="10.1.2.3:8080").status == 200, path
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     (port,) = manifests()["Service"]["spec"]["ports"]
-    assert {port["targetPort"], *(probe["port"] for probe in probes)} <= set(ports)
+    assert {port["targetPort"], *(probe["port"] for probe in probes)} <= {port["name"] for port in container["ports"]}
 
 
 def test_the_service_starts_a_command_that_is_there_and_waits_for_it(

@@ -42,7 +42,6 @@ async def openai(client: Any, of_asyncio: Any, model: str) -> None:
     said("raw", [*shown(raw), raw.parse()])
     with chat.with_streaming_response.create(**asked, stream=True) as lines:
         said("lines", list(lines.iter_lines()))
-    said("completion", client.completions.create(model=model, prompt="One, two,", temperature=0, max_tokens=8))
     response: Any = {"model": model, "input": "Say hello.", "temperature": 0, "max_output_tokens": 8}
     said("response", client.responses.create(**response))
     said("response, streamed", [event.type for event in client.responses.create(**response, stream=True)])
@@ -60,7 +59,6 @@ async def anthropic(client: Any, of_asyncio: Any, model: str) -> None:
     said("message", client.messages.create(**asked))
     said("events", list(client.messages.create(**asked, stream=True)))
     with client.messages.stream(**asked) as stream:
-        said("text", list(stream.text_stream))
         said("final", stream.get_final_message())
     said("raw", shown(client.messages.with_raw_response.create(**asked)))
     said("tokens", client.messages.count_tokens(model=model, messages=SAY))

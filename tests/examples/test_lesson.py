@@ -11,7 +11,8 @@ import pytest
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.store.training import CallCredit
-from support.examples import EXAMPLES, NAMES, learned
+from support.examples import EXAMPLES, NAMES
+from support.paths import load_module
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -45,7 +46,7 @@ def test_what_rl_adds_is_compared_task_by_task() -> None:
 
     held_out = {"base": row(0.0, 0.0), "sft": row(0.0, 1.0), "rl": row(0.5, 1.0)}
     result = {"example": "calculator", "seed": 0, "steps": [], "minutes": {}, "held_out": held_out}
-    assert "| 0.75 (0.00-1.00) | +0.25 (+0.00 to +0.50) |" in learned().markdown([result])
+    assert "| 0.75 (0.00-1.00) | +0.25 (+0.00 to +0.50) |" in load_module(EXAMPLES / "learned.py").markdown([result])
 
 
 async def test_the_notebook_draws_an_export(running: Any, tmp_path: Path) -> None:

@@ -45,12 +45,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return written
 
 
-async def until(found: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not await found():
-            await asyncio.sleep(0.02)
-
-
 async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,11 +55,9 @@ async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
     monkeypatch.syspath_prepend(str(site))
     async with running(tmp_path, plugins=["brevity"]) as system:
         assert (await system.chat("r"))[0] == 200
-
-        async def rewarded() -> bool:
-            return bool(await system.get("/plugins/brevity/count") == {"rewarded": 1})
-
-        await until(rewarded)
+        async with asyncio.timeout(20):
+            while await system.get("/plugins/brevity/count") != {"rewarded": 1}:
+                await asyncio.sleep(0.02)
         (reward,) = (await system.get("/rollouts/r"))["rewards"]
         assert (reward["source"], reward["reward"]) == ("brevity", pytest.approx(1 / 3))  # two tokens
         assert (await system.get("/status"))["plugins"] == ["brevity"]
@@ -196,11 +188,9 @@ async def test_a_hook_that_raises_or_hangs_fails_no_call(
         install(f"bad{n}", BAD.replace("HOOK", hook))
     async with running(tmp_path, plugins=[f"bad{n}" for n in range(len(hooks))]) as system:
         assert (await system.chat("r"))[0] == 200
-
-        async def told() -> bool:
-            return all(f"plugin bad{n}: {why}" in caplog.text for n, why in enumerate(hooks.values()))
-
-        await until(told)
+        async with asyncio.timeout(20):
+            while not all(f"plugin bad{n}: {why}" in caplog.text for n, why in enumerate(hooks.values())):
+                await asyncio.sleep(0.02)
 
 
 OTHERS = """

@@ -24,18 +24,13 @@ from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import free_port
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from support.paths import EXAMPLES, load_module
+from support.paths import EXAMPLES
 from support.served import proxy_of
 from support.twice import get
 
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))
 # Their agents need packages of their own.
 IN_FRAMEWORKS = [name for name in NAMES if (EXAMPLES / name / "agent.py").read_text().startswith("# /// script")]
-
-
-def learned() -> Any:
-    """examples/learned.py."""
-    return load_module(EXAMPLES / "learned.py")
 
 
 @cache

@@ -169,8 +169,8 @@ def test_control_routes_count_in_a_keys_limits_as_calls_do(tmp_path: Path) -> No
     with in_this_process(tmp_path, proxy=access) as proxy:
         assert [proxy.call("GET", "/rollouts", key="agent").status for _ in range(2)] == [200, 200]
         for method, path, body in (
-            ("GET", "/status", None), ("POST", "/reward", b"{"), ("POST", "/otlp/v1/traces", b"{}"),
-            ("POST", CHAT_PATH, CHAT), ("GET", "/rollouts", None),
+            ("POST", "/reward", b"{"), ("POST", "/otlp/v1/traces", b"{}"), ("POST", CHAT_PATH, CHAT),
+            ("GET", "/rollouts", None),
         ):  # fmt: skip
             answer = proxy.call(method, path, body, "agent")
             assert (answer.status, 1 <= int(answer.headers["retry-after"]) <= 30) == (429, True), path
