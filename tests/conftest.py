@@ -220,9 +220,9 @@ async def _running(
     *,
     publish: str = "merged",
     continuity: str = "text",
-    adapters: dict[str, list[str]] | None = None,
-    policy: dict[str, Any] | None = None,
-    store: dict[str, Any] | None = None,
+    adapters: Any = (),
+    policy: Any = (),
+    store: Any = (),
     replicas: Sequence[str] = (),
     behind: Sequence[str] = (),
     others: Sequence[UpstreamConfig] = (),
@@ -234,13 +234,13 @@ async def _running(
         upstream = {"name": "policy", "base_url": f"{root}/v1", "replicas": [*replicas]}
         if behind:
             upstream |= {"servers": [*behind], "session_header": "X-Session-Id"}
-        chosen = {"publish": publish, "token_continuity": continuity, "adapters": adapters or {}}
+        chosen = {"publish": publish, "token_continuity": continuity, "adapters": dict(adapters)}
         config = with_features(
             **{name: section for name in SECTIONS if (section := given.pop(name, None))},
             proxy=given,
-            store={"url": store_url(tmp_path), **(store or {})},
+            store={"url": store_url(tmp_path), **dict(store)},
             upstreams=[UpstreamConfig.model_validate(upstream), *others],
-            policy={**chosen, "directory": tmp_path / "policy", **(policy or {})},
+            policy={**chosen, "directory": tmp_path / "policy", **dict(policy)},
             plugins=list(plugins),
         )
         async with proxy_of(config) as url, aiohttp.ClientSession() as session:

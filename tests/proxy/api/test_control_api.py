@@ -8,8 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
-from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.core.records import Reward
 from support.rewarded import record, train
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -37,9 +36,7 @@ async def test_status_counts_sampled_tokens_without_a_usage_and_says_that_public
     running: Running, tmp_path: Path
 ) -> None:
     async with running(tmp_path) as system, system.store() as store:
-        async with Recorder(store, merged=False) as recorder:
-            await recorder.start(CallStart("c", RolloutName("r"), "chat/completions", "policy", 0, {}, 1.0))
-            await recorder.end(CallEnd("c", "r", "ok", {}, 200, (1,), (Choice(0, (2, 3), (-1.0, -1.0)),)))
+        await record(store, "r", ["ab"], 1.0)
         live = await store.versions.live()
         collapse = {"sign": "kl", "what": "it fell", "at": 1.0, "live_at": live.live_at, "go_back_to": 0}
         await store.steps.trained(await store.steps.claim([], 0), None, {"collapse": collapse})
