@@ -6,7 +6,6 @@ import importlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +17,7 @@ import pytest
 import yaml
 from traffic.server import config_of
 
+from contract.system import wait_until
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import LocalRunner
@@ -75,11 +75,10 @@ async def played_by_teacher(
 def teaching(tasks: Path) -> Iterator[str]:
     """Yields the base URL of a teacher, in a process of its own."""
     port = free_port()
+    url = f"http://127.0.0.1:{port}/v1"
     with subprocess.Popen([sys.executable, EXAMPLES / "teach.py", str(port), tasks]) as server:
         try:
-            while not get(f"http://127.0.0.1:{port}/v1/models"):
-                assert server.poll() is None
-                time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}/v1"
+            wait_until(lambda: get(f"{url}/models"), 60, "the teacher is there")
+            yield url
         finally:
             server.terminate()

@@ -95,7 +95,7 @@ def test_what_is_kept_is_what_is_counted(large: bool) -> None:
     tracemalloc.start()
     for n, (rollout_id, body) in enumerate(((f"r{i}", PROMPT) for i in range(30)) if large else calls):
         text = orjson.dumps(body)
-        begun = CallStart(f"c{n}", RolloutName(rollout_id), "chat/completions", "m", 0, orjson.loads(text), 1.0)
+        begun = start(f"c{n}", [], rollout_id, request=orjson.loads(text))
         recent.add(rollout_id, _prepared(begun, recent.of(rollout_id))[2])
         recent.ended(CallEnd(f"c{n}", rollout_id, "ok", {}, 200, (1, 2, 3), (Choice(0, ()),)))
     del text, body, begun

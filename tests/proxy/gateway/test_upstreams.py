@@ -151,22 +151,13 @@ def test_a_health_check_takes_a_replica_out_and_puts_it_back(tmp_path: Path) -> 
     address = a.url.removeprefix("http://").removesuffix("/v1")
     metric = f'lightning_upstream_up{{replica="{address}",upstream="one"}}'
 
-    def is_down(proxy: Proxy, expected: bool) -> None:
-        down = ["one, server 1 of 2"] if expected else []
-        wait_until(lambda: ready(proxy).get("down", []) == down, 20, f"down: {down}")
-        assert f"{metric} {float(not expected)}" in proxy.call("GET", "/metrics").body.decode()
-
-    checked = upstream("one", a, b, health_check_s=0.05)
+    checked, placed = upstream("one", a, b, health_check_s=0.05), list[dict[str, str]]()
     with a.running(), b.running(), in_this_process(tmp_path, upstreams=[checked]) as proxy:
-        is_down(proxy, False)
-        placed = placement(proxy)
-        assert {*placed.values()} == {"a", "b"}
-        a.status = 503
-        is_down(proxy, True)
-        assert {*placement(proxy).values()} == {"b"}
-        a.status = 200
-        is_down(proxy, False)
-        assert placement(proxy) == placed
+        for a.status, down in ((200, []), (503, ["one, server 1 of 2"]), (200, [])):
+            wait_until(lambda down=down: ready(proxy).get("down", []) == down, 20, f"down: {down}")
+            assert f"{metric} {float(not down)}" in proxy.call("GET", "/metrics").body.decode()
+            placed.append(placement(proxy))
+    assert {*placed[0].values()} == {"a", "b"} and {*placed[1].values()} == {"b"} and placed[2] == placed[0]
 
 
 def test_an_upstream_that_is_known_to_be_down_is_not_waited_for(tmp_path: Path) -> None:
