@@ -110,8 +110,6 @@ def test_rows_are_compared_in_their_order_only_where_it_was_asked_for() -> None:
     turned = ordered["sql"] + " DESC"
     assert SQL.score(unordered, ordered["sql"])[0] == SQL.score(unordered, turned)[0] == 1
     assert SQL.score(ordered, turned)[0] == SQL.score(ordered, unordered["sql"])[0] == 0
-    endless = "SELECT a.name FROM singer AS a, singer AS b, singer AS c"
-    assert len(modules("text_to_sql").database.run("concerts", endless)) == 100
 
 
 HARMLESS = [

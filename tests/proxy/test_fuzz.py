@@ -117,7 +117,6 @@ def test_frames_have_the_data_of_their_lines_wherever_they_are_cut_and_lose_no_b
     for text, data in (
         (FRAMES, DATA),
         (b"database: no\ndata\ndata:yes\n\n", [b"\nyes"]),
-        (encode(b'{"x":"\\n"}'), [b'{"x":"\\n"}']),
         (b"data: a\r\n\r\n\ndata: b\n\n", [b"a", b"b"]),
     ):
         for at in range(len(text)):

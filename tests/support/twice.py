@@ -88,11 +88,8 @@ def told(events: list[Json]) -> list[Json]:
 def in_one_piece(events: list[Json]) -> list[Json]:
     """The events without their numbers; pieces that vLLM joins where it falls behind are joined."""
     unnumbered = [event | {"sequence_number": 0} for event in events]
-    return [event for _, group in groupby(unnumbered, _kind) for event in _joined(list(group))]
-
-
-def _kind(event: Json) -> tuple[Any, Any]:
-    return event.get("type"), event.get("item_id")
+    groups = groupby(unnumbered, lambda event: (event.get("type"), event.get("item_id")))
+    return [event for _, group in groups for event in _joined([*group])]
 
 
 def _joined(group: list[Json]) -> Iterator[Json]:
