@@ -97,6 +97,7 @@ def test_changes_are_logged_with_the_key_that_made_them_and_never_the_key_itself
         f"rollout r1 was deleted, by {ops}", "version 0 was promoted, by key proxy.admin_keys[0]",
         f"{ops} was revoked", f"{ops} was purged",
     ]  # fmt: skip
+    assert secret not in caplog.text and "in-the-file" not in caplog.text
 
 
 def test_a_revoked_key_ends_the_rollouts_keys_that_it_asked_for(fresh: Proxy) -> None:
