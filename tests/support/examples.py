@@ -38,7 +38,6 @@ def modules(example: str) -> SimpleNamespace:
     """All of an example, but an agent that needs its framework; others have modules of the same names."""
     own, framework = EXAMPLES / example, {"agent"} if example in IN_FRAMEWORKS else set()
     names, paths = {path.stem for path in own.glob("*.py")} - framework, [str(own), str(EXAMPLES)]
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path[:0] = paths
     try:
         return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -47,7 +46,6 @@ def modules(example: str) -> SimpleNamespace:
             sys.path.remove(path)
         for name in names:
             sys.modules.pop(name, None)
-        sys.modules.update(before)
 
 
 async def played_by_teacher(
