@@ -151,14 +151,15 @@ def test_a_stream_goes_on_as_it_came_and_what_was_injected_makes_nothing_up(
     path: str, request: dict[str, Any], text: bytes, cuts: list[int]
 ) -> None:
     for injection in (Injection(), Injection(True, True, True), DIALECTS[path].inject(request)[1]):
-        transcript, sent = DIALECTS[path].stream(injection), b""
+        transcript, sent, later = DIALECTS[path].stream(injection), b"", b""
         for piece in cut(text, cuts):
-            part = transcript.feed(piece) if not transcript.ended else b"" if injection else piece
-            assert len(part) <= 2 * len(text) + 100
-            sent += part
-        if not transcript.ended:
-            sent += transcript.end() + transcript.held
-        assert injection or sent == text
+            if transcript.ended:
+                later += piece
+            else:
+                sent += transcript.feed(piece)
+        sent += (b"" if transcript.ended else transcript.end()) + transcript.held
+        assert injection or sent + later == text
+        assert len(sent) <= 2 * len(text) + 100
         assert b"\r" in text or sent.count(b"\n\n") <= text.count(b"\n\n") + 1, "no event is made up"
         response = transcript.response()
         dumps(response)
