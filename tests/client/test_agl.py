@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from contract.system import Json, Proxy, in_this_process, ok
 from lightning_proxy.client.agl import value_at
 
 AGENT = """
@@ -31,29 +31,26 @@ class ChatAgent:
 """
 
 
-async def ran(system: Any, directory: Path, task: str, *program: str | Path) -> dict[str, Any]:
+def ran(proxy: Proxy, task: str, *program: str | Path) -> Json:
     """The rollout of a program on a task."""
-    (directory / "tasks.jsonl").write_text(f"{task}\n")
-    options = ["--tasks", directory / "tasks.jsonl", "--group-size", "1"]
-    code, out, err = await system.lightning("run", *options, "--", sys.executable, *program)
-    assert code == 0, out + err
-    _, page = await system.call("GET", "/rollouts")
-    _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
-    return dict(rollout)
+    tasks = proxy.directory / "tasks.jsonl"
+    tasks.write_text(f"{task}\n")
+    ok(proxy.run("run", "--tasks", tasks, "--group-size", "1", "--", sys.executable, *program))
+    (listed,) = proxy.get("/rollouts")["data"]
+    return dict(proxy.rollout(listed["rollout_id"]))
 
 
-async def test_its_call_its_rewards_and_its_events_are_recorded(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_call_its_rewards_and_its_events_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "my_agent.py").write_text(AGENT)
     task = '{"task_id": "t", "question": "1+1", "of": {"answer": [1]}}'
     agent = ["-m", "lightning_proxy.client.agl", "my_agent.ChatAgent"]
-    async with running(tmp_path, policy={"alias": "auto"}) as system:
-        rollout = await ran(system, tmp_path, task, *agent, "QUESTION=input.question", "ANSWER=input.of.answer.0")
+    with in_this_process(tmp_path, policy={"alias": "auto"}) as proxy:
+        rollout = ran(proxy, task, *agent, "QUESTION=input.question", "ANSWER=input.of.answer.0")
         body = {"event_type": "reward", "data": {"value": "high"}}
-        status, answer = await system.call("POST", "/agl/api/rollouts/r1/attempt/0/events", body)
-    assert (status, answer["error"]["message"]) == (422, "reward: Input should be a valid number, got 'high'")
+        refused = proxy.post("/agl/api/rollouts/r1/attempt/0/events", body)
+    told = "reward: Input should be a valid number, got 'high'"
+    assert (refused.status, refused.error["message"]) == (422, told)
     assert (rollout["status"], rollout["task_id"], rollout["reward"]) == ("completed", "t", 1.0)
     rewards = [(one["reward"], one["comment"], one["source"]) for one in rollout["rewards"]]
     assert rewards == [(0.25, "first", "agl"), (1.0, None, "agl")]
@@ -74,10 +71,10 @@ agl.emit_reward({"right": 1, "format": 0.5}, primary_key="right", attributes={"b
 """
 
 
-async def test_its_emitters_note_and_reward(running: Any, tmp_path: Path) -> None:
+def test_its_emitters_note_and_reward(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(EMITTERS)
-    async with running(tmp_path) as system:
-        rollout = await ran(system, tmp_path, '{"task_id": "t"}', tmp_path / "agent.py")
+    with in_this_process(tmp_path) as proxy:
+        rollout = ran(proxy, '{"task_id": "t"}', tmp_path / "agent.py")
     assert (rollout["status"], rollout["reward"]) == ("completed", 1.0)
     assert {one["name"]: (one["reward"], one["comment"]) for one in rollout["rewards"]} == {
         "format": (0.5, '{"by": "me"}'), "reward": (1.0, '{"by": "me"}'),
