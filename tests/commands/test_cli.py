@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from contract.system import write_config
 from lightning_proxy.commands.lines import MOST, CallLines, call_line
 from lightning_proxy.commands.system.system import Launch
 from lightning_proxy.core.config.file import load_config
@@ -21,24 +21,19 @@ from support.command_line import lightning
 from support.models import save_small_model
 
 
-def serve(cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_proxy.cli", "serve"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
-
-
 def test_a_store_that_cannot_be_read_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text('proxy: {port: 0}\nstore: {url: "sqlite:///records.db"}\n')
     assert lightning("keys", "create", "somebody", cwd=tmp_path).returncode == 0
     with sqlite3.connect(tmp_path / "records.db") as db:
         db.execute("DROP TABLE keys")
-    done = serve(tmp_path)
+    done = lightning("serve", cwd=tmp_path)
     assert done.returncode != 0
     assert done.stderr == "lightning-proxy: the store cannot be read: no such table: keys\n"
 
 
 def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("proxy: {host: 192.0.2.1, api_keys: [k]}\n")
-    done = serve(tmp_path)
+    done = lightning("serve", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.endswith("choose another proxy.host\n")
 
@@ -81,33 +76,17 @@ def test_options_reach_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.policy.model, config.proxy.port, config.trainer.max_steps) == ("a/b", 9000, None)
 
 
-OWN_LOSSES = """
-import torch
-
-def ppo(given):
-    bounded = given.ratios.clamp(0.8, 1.2)
-    return -torch.minimum(given.ratios * given.advantages, bounded * given.advantages)
-
-def nothing(logprobs, results, config):
-    return torch.tensor(0.1) * results
-"""
+OWN_LOSS = "import torch\ndef nothing(logprobs, results, config):\n    return torch.tensor(0.1) * results\n"
 
 
-@pytest.mark.parametrize(("key", "function"), [("loss", "ppo"), ("context_loss", "nothing")])
-def test_a_loss_without_a_gradient_is_one_line_before_a_model_is_loaded(
-    tmp_path: Path, key: str, function: str
-) -> None:
-    (tmp_path / "mine.py").write_text(OWN_LOSSES)
-    name = f"{tmp_path / 'mine.py'}:{function}"
-    settings = {
-        "store": {"url": f"sqlite:///{tmp_path}/store.db"},
-        "policy": {"model": str(save_small_model(tmp_path / "model")), "directory": str(tmp_path / "policy")},
-        "trainer": {"report_to": [], key: name},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    done = lightning("--config", tmp_path / "config.yaml", "train", "--once")
+def test_a_loss_without_a_gradient_is_one_line_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+    loss, model = f"{tmp_path / 'mine.py'}:nothing", save_small_model(tmp_path / "model")
+    trainer = {"report_to": [], "context_loss": loss}
+    write_config(tmp_path, "http://127.0.0.1:9/v1", 9, policy={"model": str(model)}, trainer=trainer)
+    done = lightning("train", "--once", cwd=tmp_path)
     told = [line for line in done.stderr.splitlines() if line]
-    assert done.returncode == 2 and f"trainer.{key} {name}: it has no gradient" in "".join(told)
+    assert done.returncode == 2 and f"trainer.context_loss {loss}: it has no gradient" in "".join(told)
     assert "Traceback" not in done.stderr and len(told) < 6, done.stderr
 
 
