@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,21 +33,9 @@ def solved(chance: float) -> Pairs:
     return draw
 
 
-def skewed(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
-    """Rewards that are mostly near 0, seldom high."""
-    return np.clip(rng.beta(0.3, 2.7, pairs) - rng.beta(0.3, 2.7, pairs) - drop, -1, 1)
-
-
 def lopsided(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
     """Nearly always a little better, seldom much worse: 0 on average."""
     return np.where(rng.random(pairs) < 0.05, -0.855, 0.045) - drop
-
-
-def groups(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
-    """Four siblings a side, of tasks that the candidate is much better or much worse at; -`drop` on average."""
-    live, better = rng.uniform(0.45, 0.55, (pairs, 1)), rng.choice((-0.35, 0.35), (pairs, 1))
-    of_siblings = (rng.random((pairs, 4)) < live + better - drop) * 1.0 - (rng.random((pairs, 4)) < live)
-    return of_siblings.mean(axis=1)
 
 
 def looked_at(pairs: Pairs, drop: float = 0.0, comparisons: int = 200, looks: int = LOOKS) -> list[Evidence]:
@@ -55,20 +44,21 @@ def looked_at(pairs: Pairs, drop: float = 0.0, comparisons: int = 200, looks: in
     return [evidence_of(pairs(rng, looks, drop), MARGIN, LEVEL) for _ in range(comparisons)]
 
 
-@pytest.mark.parametrize("pairs", [solved(0.2), skewed, lopsided, groups])
+@pytest.mark.parametrize("pairs", [solved(0.2), lopsided])
 def test_equal_candidates_are_worse_and_drops_of_the_margin_safe_at_most_as_often_as_allowed(pairs: Pairs) -> None:
     assert fmean(evidence.worse_at is not None for evidence in looked_at(pairs)) <= LEVEL
     assert fmean(evidence.safe_at is not None for evidence in looked_at(pairs, MARGIN)) <= LEVEL
 
 
 def test_drops_and_equal_candidates_are_found_in_a_few_hundred_pairs() -> None:
-    large, small = (looked_at(solved(0.5), drop, 100, 2000) for drop in (0.2, 0.1))
-    equal, better = (looked_at(solved(0.5), drop, 100, 2000) for drop in (0.0, -0.1))
-    assert {evidence.verdict for evidence in large} == {"worse"}
-    assert 60 < median(evidence.worse_at or LOOKS for evidence in large) < 100
-    assert 250 < median(evidence.worse_at or LOOKS for evidence in small) < 425
-    assert 250 < median(evidence.safe_at or LOOKS for evidence in equal) < 425
-    assert 60 < median(evidence.safe_at or LOOKS for evidence in better) < 100
+    def found(drop: float) -> tuple[float, float]:
+        """In the middle: after how many pairs it is worse, and safe."""
+        seen = looked_at(solved(0.5), drop, 100, 2000)
+        return median(one.worse_at or math.inf for one in seen), median(one.safe_at or math.inf for one in seen)
+
+    (large, _), (small, _), (_, equal), (_, better) = map(found, (0.2, 0.1, 0.0, -0.1))
+    assert 60 < large < 100 and 60 < better < 100
+    assert 250 < small < 425 and 250 < equal < 425
 
 
 def test_the_e_values_are_the_mean_wealth_of_the_bettors() -> None:
@@ -108,14 +98,9 @@ def test_the_interval_excludes_what_the_verdict_does() -> None:
     for drop, metrics in ((0.1, 1), (0.1, 3), (0.0, 1)):
         seen = solved(0.5)(np.random.default_rng(3), LOOKS, drop)
         evidence = evidence_of(seen, MARGIN, LEVEL, metrics)
-        at = evidence.safe_at if drop == 0 else evidence.worse_at
-        assert at is not None
+        at: Any = evidence.worse_at if drop else evidence.safe_at
         before, then = (statistics.interval(seen[:pairs], LEVEL, metrics) for pairs in (at - 1, at))
-        assert before is not None and then is not None
-        if drop:
-            assert before.high >= 0 > then.high
-        else:
-            assert before.low <= -MARGIN < then.low
+        assert before.high >= 0 > then.high if drop else before.low <= -MARGIN < then.low
 
 
 def test_the_p_value_counts_patterns_of_signs_that_are_as_far_from_0_or_draws_them_for_many_tasks() -> None:
