@@ -5,122 +5,93 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from contract.scripted import said, told, user
+from contract.system import Json, Proxy, in_this_process, ok
 from lightning_proxy.commands.export.export import conversations
-from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.records import ModelCall, Rollout
-from lightning_proxy.features.tune.lessons import LessonReader
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import CallCredit
-from support.command_line import lightning
+from support.calls import call
 from support.models import TEMPLATE, save_small_model
-from support.sections import TrainerConfig
-
-Json = dict[str, Any]
 
 SYSTEM, ASKED, SUM, SAID = "You are exact.", "What is 2 + 3?", "5", "It is 5."
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
+ADD = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": ADD}
 OTHER = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 CALLS = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a":2,"b":3}'}}
+SAME = ("chat", "messages", "items", "previous")
 
 
-def policy(body: Json) -> Json:
-    """Calls the tool, then says what it returned."""
-    if body["messages"][-1]["role"] == "tool":
-        return {"role": "assistant", "content": SAID}
-    return {"role": "assistant", "content": None, "tool_calls": [CALLS]}
+def converse(proxy: Proxy) -> None:
+    """The same conversation in each way, and two without calls of a tool."""
 
+    def turns(name: str, route: str, body: Json, then: Callable[[Any], Json]) -> None:
+        """Ask, and again with what the answer adds to the request."""
+        path, body = f"/rollouts/{name}/v1/{route}", {"model": "policy"} | body
+        answer = proxy.post(path, body).json
+        assert proxy.post(path, body | then(answer)).status == 200
 
-async def by_chat(system: Any, url: str) -> None:
-    messages = [
-        {"role": "developer", "content": SYSTEM},
-        {"role": "user", "content": [{"type": "text", "text": ASKED}]},
-    ]
-    body = {"model": "policy", "tools": [TOOL]}
-    _, answer = await system.call("POST", f"{url}/chat/completions", {**body, "messages": messages})
-    sent_back = {**answer["choices"][0]["message"], "content": "", "tool_calls": [{**CALLS, "id": "other"}]}
-    messages += [sent_back, {"role": "tool", "tool_call_id": "other", "content": SUM}]
-    await system.call("POST", f"{url}/chat/completions", {**body, "messages": messages})
-
-
-async def by_messages(system: Any, url: str) -> None:
-    body = {"model": "policy", "max_tokens": 50, "system": [{"type": "text", "text": SYSTEM}]}
-    body["tools"] = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
-    messages = [{"role": "user", "content": [{"type": "text", "text": ASKED, "cache_control": {"type": "ephemeral"}}]}]
-    _, answer = await system.call("POST", f"{url}/messages", {**body, "messages": messages})
-    messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": answer["content"]}]
+    calls, last = said(None, tool_calls=[CALLS]), said(SAID)
+    proxy.vllm.answer = lambda body: last if body["messages"][-1]["role"] == "tool" else calls
+    asked = [{"role": "developer", "content": SYSTEM}, user([{"type": "text", "text": ASKED}])]
+    resent = [said("", tool_calls=[CALLS | {"id": "other"}]), told("other", SUM)]
+    turns("chat", "chat/completions", {"tools": [TOOL], "messages": asked}, lambda _: {"messages": asked + resent})
     result = {"type": "tool_result", "tool_use_id": "k1", "content": [{"type": "text", "text": SUM}]}
-    messages += [{"role": "user", "content": [result]}]
-    await system.call("POST", f"{url}/messages", {**body, "messages": messages})
+    cached = user([{"type": "text", "text": ASKED, "cache_control": {"type": "ephemeral"}}])
+    body = {
+        "max_tokens": 50, "system": [{"type": "text", "text": SYSTEM}], "messages": [cached],
+        "tools": [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}],
+    }  # fmt: skip
+    turns("messages", "messages", body, lambda one: {"messages": [user(ASKED), said(one["content"]), user([result])]})
+    body = {"instructions": SYSTEM, "tools": [{"type": "function"} | ADD], "input": ASKED}
+    output = {"type": "function_call_output", "call_id": "k1", "output": SUM}
+    turns("items", "responses", body, lambda one: {"input": [user(ASKED), *one["output"], output]})
+    turns("previous", "responses", body, lambda one: {"previous_response_id": one["id"], "input": [output]})
+    proxy.vllm.answer = lambda _: said("Good day.")
+    proxy.chat("another", tools=[OTHER])
+    proxy.chat("plain/tasks/t1")
+    for name in (*SAME, "another", "plain"):
+        proxy.reward(name, 1.0)
 
 
-async def by_responses(system: Any, url: str, *, resent: bool) -> None:
-    tool = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}
-    body = {"model": "policy", "instructions": SYSTEM, "tools": [tool]}
-    _, answer = await system.call("POST", f"{url}/responses", {**body, "input": ASKED})
-    more: list[Json] = [{"type": "function_call_output", "call_id": "k1", "output": SUM}]
-    if resent:
-        body["input"] = [{"role": "user", "content": ASKED}, *answer["output"], *more]
-    else:
-        body |= {"previous_response_id": answer["id"], "input": more}
-    await system.call("POST", f"{url}/responses", body)
-
-
-async def converse(system: Any) -> None:
-    """The same conversation in each way, and one without tools."""
-    system.vllm.answer = policy
-    await by_chat(system, "/rollouts/chat/v1")
-    await by_messages(system, "/rollouts/messages/v1")
-    await by_responses(system, "/rollouts/items/v1", resent=True)
-    await by_responses(system, "/rollouts/previous/v1", resent=False)
-    system.vllm.answer = lambda body: {"role": "assistant", "content": "Good day."}
-    body = {"model": "policy", "tools": [OTHER], "messages": [{"role": "user", "content": "Hello"}]}
-    await system.call("POST", "/rollouts/another/v1/chat/completions", body)
-    await system.chat("plain", X_Task_Id="t1")
-    for name in ("chat", "messages", "items", "previous", "another", "plain"):
-        await system.call("POST", "/reward", {"rollout_id": name, "reward": 1.0})
-
-
-async def test_every_api_gives_the_same_whole_row_which_is_shown_once_loaded_and_put_into_a_chat_template(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_api_gives_the_same_whole_row_which_is_shown_once_loaded_and_put_into_a_chat_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    names = ("chat", "messages", "items", "previous")
-    async with running(tmp_path) as system:
-        await converse(system)
-        code, out, err = await system.lightning("export", "-", "--kind", "sft")
-        assert (code, "left out" in err) == (0, False), err
-        assert (await system.lightning("export", tmp_path / "rows.parquet", "--kind", "sft"))[0] == 0
-        shown = {name: (await system.lightning("rollouts", "show", name))[1] for name in names}
-    rows = {row["rollout_id"]: row for row in map(json.loads, out.splitlines())}
-    assert len(rows) == out.count("\n") == 6, "a conversation is one row"
-    for name in names:
-        lines = [line.split(maxsplit=1) for line in shown[name].splitlines() if line.strip() and "──" not in line]
-        roles = ("system", "user", "assistant", "calls", "called", "tool")
-        told, texts = zip(*[line for line in lines if line[0] in roles], strict=True)
-        assert told == ("system", "user", "calls", "tool", "assistant"), name
-        assert (texts[:2], texts[3:]) == ((SYSTEM, ASKED), (SUM, SAID)) and "add(" in texts[2], name
+    with in_this_process(tmp_path) as proxy:
+        converse(proxy)
+        done = ok(proxy.run("export", "-", "--kind", "sft"))
+        ok(proxy.run("export", tmp_path / "rows.parquet", "--kind", "sft"))
+        shown = [proxy.run("rollouts", "show", name).stdout for name in SAME]
+    for text in shown:
+        lines = re.findall("(?m)^ *(system|user|assistant|calls|called|tool) +(.*?) *$", text)
+        assert lines == [("system", SYSTEM), ("user", ASKED), lines[2], ("tool", SUM), ("assistant", SAID)]
+        assert lines[2][0] == "calls" and "add(" in lines[2][1]
+    rows = {row["rollout_id"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert len(rows) == done.stdout.count("\n") == 6 and "left out" not in done.stderr, "a conversation is one row"
+    for name in SAME:
         (call,) = rows[name]["messages"][2]["tool_calls"]
         assert call["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
         assert rows[name]["messages"] == [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": ASKED},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "content": SUM},
-            {"role": "assistant", "content": SAID},
-        ]
+            {"role": "system", "content": SYSTEM}, user(ASKED), said("", tool_calls=[call]), told(call["id"], SUM),
+            said(SAID),
+        ]  # fmt: skip
         facts = ("tools", "task_id", "mode", "status", "reward", "model")
         assert [rows[name][fact] for fact in facts] == [[TOOL], None, "train", "completed", 1.0, "base"]
     assert (rows["plain"]["tools"], rows["plain"]["task_id"]) == (None, "t1")
@@ -128,23 +99,18 @@ async def test_every_api_gives_the_same_whole_row_which_is_shown_once_loaded_and
     file, cache = str(tmp_path / "rows.parquet"), str(tmp_path / "cache")
     loaded = datasets.load_dataset("parquet", data_files=file, split="train", cache_dir=cache)
     show = AutoTokenizer.from_pretrained(save_small_model(tmp_path / "model")).apply_chat_template
-    said = {
+    texts = {
         row["rollout_id"]: show(row["messages"], tools=row["tools"], chat_template=TEMPLATE.strip(), tokenize=False)
         for row in loaded
     }
-    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>' in said["chat"]
-    assert [said["chat"].count(text) for text in (SYSTEM, ASKED, SAID, '"description": "Adds."')] == [1, 1, 1, 1]
-    assert {said[name] for name in names} == {said["chat"]} and len(said) == 6
-    assert "null" not in "".join(said.values()), "no row has the empty fields of another"
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>' in texts["chat"]
+    assert [texts["chat"].count(text) for text in (SYSTEM, ASKED, SAID, '"description": "Adds."')] == [1, 1, 1, 1]
+    assert {texts[name] for name in SAME} == {texts["chat"]} and len(texts) == 6
+    assert "null" not in "".join(texts.values()), "no row has the empty fields of another"
 
 
-def call(request: Json, response: Json, endpoint: str = "chat/completions", **more: Any) -> ModelCall:
-    """A call of any API, answered."""
-    blank: Json = dict.fromkeys(ModelCall.__dataclass_fields__)
-    facts: Json = {"call_id": "c", "rollout_id": "r", "seq": 0, "status": "ok", "endpoint": endpoint}
-    facts |= {"trainable": True, "started_at": 0.0}
-    facts |= dict.fromkeys(("policy_versions", "prompt_token_ids", "choices", "tool_calls"), ())
-    return ModelCall(**{**blank, **facts, "request": request, "response": response, **more})
+def asked(request: Json, response: Json, endpoint: str) -> ModelCall:
+    return call("c", request=request, response=response, endpoint=endpoint)
 
 
 def rows(*calls: ModelCall) -> tuple[list[list[Json]], Counter[str]]:
@@ -153,13 +119,18 @@ def rows(*calls: ModelCall) -> tuple[list[list[Json]], Counter[str]]:
     return [row["messages"] for row in conversations(rollout, calls, left_out)], left_out
 
 
-def chat(*texts: str, answer: str = "x", **more: Any) -> ModelCall:
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-    return call({"messages": messages}, {"choices": [{"message": {"role": "assistant", "content": answer}}]}, **more)
+def chat(*texts: str, answer: str = "x", name: str = "c", **more: Any) -> ModelCall:
+    messages = [(user, said)[i % 2](text) for i, text in enumerate(texts)]
+    response = {"choices": [{"message": said(answer)}]}
+    return call(name, request={"messages": messages}, response=response, **more)
+
+
+def texts(found: list[list[Json]]) -> list[list[str]]:
+    return [[message["content"] for message in messages] for messages in found]
 
 
 def completion(prompt: Any, text: str) -> ModelCall:
-    return call({"prompt": prompt}, {"choices": [{"text": text}]}, "completions")
+    return asked({"prompt": prompt}, {"choices": [{"text": text}]}, "completions")
 
 
 def test_only_a_conversation_that_is_gone_on_with_is_left_out() -> None:
@@ -172,11 +143,9 @@ def test_only_a_conversation_that_is_gone_on_with_is_left_out() -> None:
         chat("a", "x", "c"),  # said again
         chat("a", "x", "c", "x", "d", status="error"),  # nothing came of it
     )
-    assert [[m["content"] for m in messages] for messages in found] == [
-        ["a", "another"], ["a", "x", "b", "x"], ["a", "x", "c", "x"],
-    ]  # fmt: skip
-    found, left_out = rows(chat("a", answer="another", call_id="lost"), chat("a"), chat("a", "x", "b"))
-    assert [[m["content"] for m in messages] for messages in found] == [["a", "x", "b", "x"]]
+    assert texts(found) == [["a", "another"], ["a", "x", "b", "x"], ["a", "x", "c", "x"]]
+    found, left_out = rows(chat("a", answer="another", name="lost"), chat("a"), chat("a", "x", "b"))
+    assert texts(found) == [["a", "x", "b", "x"]]
     assert left_out == {"another attempt was used in place of its last answer": 1}
 
 
@@ -188,22 +157,22 @@ def test_a_text_that_grows_is_one_conversation() -> None:
     )
     (messages,) = found
     assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant"]
-    assert "".join(m["content"] for m in messages) == "Q: 2 + 3? Look up.\nFound: 5 So 5."
+    assert "".join(texts(found)[0]) == "Q: 2 + 3? Look up.\nFound: 5 So 5."
     assert left_out == {"a prompt of tokens, or of several texts": 1}
 
 
 def test_what_only_the_provider_has_is_left_out_and_said() -> None:
-    said = {"id": "r1", "output": [{"type": "message", "role": "assistant", "content": "Yes."}]}
+    yes = {"id": "r1", "output": [{"type": "message"} | said("Yes.")]}
     secret = {"type": "reasoning", "encrypted_content": "gAAA", "summary": []}
     searched = {"type": "web_search_call", "id": "w1", "status": "completed"}
     found, left_out = rows(
-        call({"input": "a"}, {**said, "output": [secret, *said["output"]]}, "responses"),
-        call({"input": "b", "previous_response_id": "elsewhere"}, said, "responses"),
-        call({"input": "c", "conversation": "conv_1"}, said, "responses"),
-        call({"input": "d"}, {**said, "output": [searched, *said["output"]]}, "responses"),
+        asked({"input": "a"}, {**yes, "output": [secret, *yes["output"]]}, "responses"),
+        asked({"input": "b", "previous_response_id": "elsewhere"}, yes, "responses"),
+        asked({"input": "c", "conversation": "conv_1"}, yes, "responses"),
+        asked({"input": "d"}, {**yes, "output": [searched, *yes["output"]]}, "responses"),
         replace(chat("e"), untrainable_reason="redacted"),
     )
-    assert [[m["content"] for m in messages] for messages in found] == [["a", "Yes."]]
+    assert texts(found) == [["a", "Yes."]]
     assert sorted(left_out) == [
         "Response with id 'elsewhere' not found in its rollout",
         "`conversation` refers to what only the provider has",
@@ -213,110 +182,95 @@ def test_what_only_the_provider_has_is_left_out_and_said() -> None:
 
 
 def test_thoughts_are_where_chat_templates_look_for_them() -> None:
-    answer = {"role": "assistant", "content": "5", "reasoning": "2 + 3"}
     thinking = [{"type": "thinking", "thinking": "2 + 3"}, {"type": "text", "text": "5"}]
     item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "2 + 3"}]}
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "5"}]}
-    asked = {"messages": [{"role": "user", "content": "2 + 3"}]}
+    text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "5"}]}
+    question = {"messages": [user("2 + 3")]}
     for one in (
-        call(asked, {"choices": [{"message": answer}]}),
-        call(asked, {"content": thinking}, "messages"),
-        call({"input": "2 + 3"}, {"id": "r", "output": [item, said]}, "responses"),
+        asked(question, {"choices": [{"message": said("5", reasoning="2 + 3")}]}, "chat/completions"),
+        asked(question, {"content": thinking}, "messages"),
+        asked({"input": "2 + 3"}, {"id": "r", "output": [item, text]}, "responses"),
     ):
         (messages,), _ = rows(one)
-        assert messages[-1] == {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}
+        assert messages[-1] == said("5", reasoning_content="2 + 3")
 
 
-async def two_turns(system: Any, rollout_id: str, reward: float, **headers: str) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    for _ in range(2):
-        body = {"model": "policy", "messages": messages, "tools": [OTHER]}
-        path = f"/rollouts/{rollout_id}/v1/chat/completions"
-        _, answer = await system.call("POST", path, body, **headers)
-        messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
-    await system.call("POST", "/reward", {"rollout_id": rollout_id, "reward": reward})
+def two_turns(proxy: Proxy, name: str) -> None:
+    answer = proxy.chat(f"{name}/tasks/t1").json["choices"][0]["message"]
+    proxy.chat(f"{name}/tasks/t1", user("hi"), answer, user("go on"))
+    proxy.reward(name, 0.5)
 
 
-async def test_transitions_say_how_they_were_trained_and_what_they_took(running: Any, tmp_path: Path) -> None:
+def test_transitions_say_how_they_were_trained_and_what_they_took(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    async with running(tmp_path) as system:
-        _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t1", "metadata": {"level": 3}})
-        for name in (mine := opened["rollout_id"], "untrained"):
-            await two_turns(system, name, 0.5, X_Task_Id="t1")
-        async with system.store() as store:
+    with in_this_process(tmp_path) as proxy:
+        mine = proxy.post("/rollouts", {"task_id": "t1", "metadata": {"level": 3}}).json[0]["rollout_id"]
+        for name in (mine, "untrained"):
+            two_turns(proxy, name)
+
+        async def train() -> int:
             credit = [CallCredit(mine, seq, 0.5, advantage, 0, "first") for seq, advantage in enumerate((0.25, -0.25))]
-            step = await store.steps.claim([mine], 0, credit=credit)
+            async with opened(load_config(proxy.config).store) as database:
+                return await Store(database).steps.claim([mine], 0, credit=credit)
+
+        step = asyncio.run(train())
         for file in ("t.jsonl", "t.parquet"):
-            assert (await system.lightning("export", tmp_path / file))[0] == 0
+            ok(proxy.run("export", tmp_path / file))
     rows = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     names = ("return", "advantage", "step", "metadata")
-    learned, others = ([row for row in rows if (row["rollout_id"] == mine) is is_mine] for is_mine in (True, False))
-    assert [[row[name] for name in names] for row in learned] == [[0.5, x, step, {"level": 3}] for x in (0.25, -0.25)]
-    assert [[row[name] for name in names] for row in others] == [[None, None, None, {}]] * 2, "it was not trained"
-    for row in rows:
+    assert [[row[name] for name in ("rollout_id", *names)] for row in rows] == [
+        *[["untrained", None, None, None, {}]] * 2,
+        *([mine, 0.5, advantage, step, {"level": 3}] for advantage in (0.25, -0.25)),
+    ]
+    for row, same in zip(rows, parquet.read_table(tmp_path / "t.parquet").to_pylist(), strict=True):
         assert abs(time.time() - row["started_at"]) < 60 and row["latency_ms"] > 0
         assert row["usage"]["completion_tokens"] == 2
-    for row, same in zip(parquet.read_table(tmp_path / "t.parquet").to_pylist(), rows, strict=True):
-        assert row.items() >= {name: same[name] for name in (*names[:3], "started_at", "latency_ms")}.items()
-        assert [json.loads(row[name]) for name in ("usage", "metadata")] == [same["usage"], same["metadata"]]
+        assert same.items() >= {name: row[name] for name in (*names[:3], "started_at", "latency_ms")}.items()
+        assert [json.loads(same[name]) for name in ("usage", "metadata")] == [row["usage"], row["metadata"]]
 
 
-async def test_a_rollout_that_is_deleted_meanwhile_is_left_out(running: Any, tmp_path: Path) -> None:
+def test_a_rollout_that_is_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    async with running(tmp_path) as system:
+    with in_this_process(tmp_path) as proxy, ThreadPoolExecutor(1) as thread:
         for name in ("first", "second", "third"):
-            await two_turns(system, name, 1.0)
-        await system.call("POST", "/rollouts/large/events", {"kind": "action", "name": "x", "result": "x" * 200_000})
-        await system.call("POST", "/rollouts/large/end", {"status": "completed"})
-        exporting = asyncio.create_task(system.lightning("export", tmp_path / "pipe"))
-        with await asyncio.to_thread((tmp_path / "pipe").open) as pipe:  # the newest does not fit: the export waits
-            got = await asyncio.to_thread(pipe.read, 1000)
-            assert (await system.call("DELETE", "/rollouts/first"))[0] == 204
-            got += await asyncio.to_thread(pipe.read)
-        assert (await exporting)[0] == 0
+            two_turns(proxy, name)
+        proxy.post("/rollouts/large/events", {"kind": "action", "name": "x", "result": "x" * 200_000})
+        proxy.post("/rollouts/large/end", {"status": "completed"})
+        exporting = thread.submit(proxy.run, "export", tmp_path / "pipe")
+        with (tmp_path / "pipe").open() as pipe:  # the newest does not fit: the export waits
+            got = pipe.read(1000)
+            assert proxy.call("DELETE", "/rollouts/first").status == 204
+            got += pipe.read()
+        ok(exporting.result())
     assert {json.loads(line)["rollout_id"] for line in got.splitlines()} == {"large", "third", "second"}
     assert (tmp_path / "pipe").is_fifo()
 
 
-WITH_TOOLS = {
-    "messages": [
-        {"role": "user", "content": "w4"},
-        {"role": "assistant", "tool_calls": [CALLS | {"function": {"name": "add", "arguments": {"a": 2}}}]},
-        {"role": "tool", "tool_call_id": "k1", "content": "w5"},
-        {"role": "assistant", "content": "w6"},
-    ],
-    "tools": [TOOL], "task_id": "t1", "model": "gpt-5",
-}  # fmt: skip
-PLAIN = {"messages": [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}], "reward": 0.25}
+IMPORTED = [
+    {
+        "messages": [
+            user("w4"), said(None, tool_calls=[CALLS | {"function": {"name": "add", "arguments": {"a": 2}}}]),
+            told("k1", "w5"), said("w6"),
+        ],
+        "tools": [TOOL], "task_id": "t1", "model": "gpt-5",
+    },
+    {"messages": [user("w7"), said("w8")], "reward": 0.25},
+    {"messages": [user("w9"), said("w8")], "status": "failed"},
+]  # fmt: skip
 
 
-async def test_imported_conversations_are_imitated_answer_by_answer(tmp_path: Path) -> None:
-    store, config, file = StoreConfig(url=f"sqlite:///{tmp_path}/s.db"), tmp_path / "c.yaml", tmp_path / "rows.jsonl"
-    config.write_text(f"store: {{url: '{store.url}'}}\n")
-    failed = {
-        "messages": [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w8"}],
-        "status": "failed",
-    }
-    file.write_text("".join(json.dumps(row) + "\n" for row in (WITH_TOOLS, PLAIN, failed)))
-    command = ("--config", config, "import", file, "--model", "claude")
-    refused = await asyncio.to_thread(lightning, *command, "--reward", "-20000")
-    assert refused.returncode != 0 and "outside of rewards.range" in refused.stderr
-    code, _, err = await asyncio.to_thread(lightning, *command)
-    assert (code, "3 rollouts from " in err) == (0, True), err
-    tokenizer = AutoTokenizer.from_pretrained(save_small_model(tmp_path / "model"))
-    tokenizer.chat_template = TEMPLATE.strip()
-    async with opened(store) as database:
-        page, _ = await Store(database).rollouts.page({}, 10)
-        facts = {(r.task_id, r.status, r.reward, r.calls) for r in page}
-        assert facts == {("t1", "completed", 1.0, 2), (None, "completed", 0.25, 1), (None, "failed", None, 1)}
-        calls = [call for rollout in page for call in await Store(database).calls.of(rollout.rollout_id)]
-        models = {(one.model, one.policy_version, one.trainable) for one in calls}
-        assert models == {("gpt-5", None, False), ("claude", None, False)}
-        (tool_call,) = [tool for one in calls for tool in one.tool_calls]
-        assert (tool_call.arguments, tool_call.result) == ('{"a":2}', "w5")
-        settings = {"settings": TrainerConfig(), "tokenizer": tokenizer, "max_tokens": 512, "vocabulary": None}
-        trainer: Any = SimpleNamespace(**settings)
-        found = await LessonReader("sft", Store(database), trainer).read()
-    assert len(found.rollout_ids) == 2, "nobody imitates what failed"
-    assert found.metrics["calls_untokenised"] == 0
-    assert all(any(row.mask) for one in found.train for row in one.rows)
+def test_imported_conversations_are_rollouts_of_another_model(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, IMPORTED)))
+    with in_this_process(tmp_path) as proxy:
+        refused = proxy.run("import", file, "--reward", "-20000")
+        assert refused.returncode != 0 and "outside of rewards.range" in refused.stderr
+        assert "3 rollouts from " in ok(proxy.run("import", file, "--model", "claude")).stderr
+        listed = proxy.get("/rollouts")["data"]
+        calls = [call for one in listed for call in proxy.rollout(one["rollout_id"])["calls"]]
+    facts = {(one["task_id"], one["status"], one["reward"], one["calls"]) for one in listed}
+    assert facts == {("t1", "completed", 1.0, 2), (None, "completed", 0.25, 1), (None, "failed", None, 1)}
+    models = {(one["model"], one["policy_version"], one["trainable"]) for one in calls}
+    assert models == {("gpt-5", None, False), ("claude", None, False)}
+    (tool,) = [tool for one in calls for tool in one["tool_calls"]]
+    assert (tool["arguments"], tool["result"]) == ('{"a":2}', "w5")
