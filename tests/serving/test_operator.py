@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
-import uvicorn
 from fastapi import APIRouter, FastAPI, WebSocket
 from starlette.responses import PlainTextResponse
 
+from contract.raw import send, statuses
+from contract.system import client, free_port, in_a_thread, in_this_process, running
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.serving.operator import (
     KEY_FILE_VARIABLE,
@@ -73,75 +71,58 @@ def model_server() -> FastAPI:
 
 
 @pytest.fixture
-async def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, dict[str, str]]]:
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, str]]]:
     """The URL of a guarded server, and the header with its key."""
     header = operator_headers(tmp_path)
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(key_file(tmp_path)))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(model_server(), log_level="error"))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", header
-        server.should_exit = True
-        await task
+    with in_a_thread(running(model_server(), port=free_port(), log_level="error")) as url:
+        yield url, header
 
 
-async def test_without_the_key_only_the_agents_routes_answer_programs_here(guarded: Any, tmp_path: Path) -> None:
+def test_without_the_key_only_the_agents_routes_answer_programs_here(guarded: Any, tmp_path: Path) -> None:
     url, key = guarded
-    async with aiohttp.ClientSession() as session:
+    relayed = relay_headers(tmp_path)  # the proxy's word for an agent's page
+    assert set(relayed.values()).isdisjoint(key.values())
+    with client() as http:
 
-        async def status(path: str, headers: dict[str, str], method: str = "POST") -> int:
-            async with session.request(method, url + path, data="{}", headers=headers) as answer:
-                return answer.status
+        def status(path: str, headers: dict[str, str], method: str = "POST") -> int:
+            return http.request(method, url + path, content=b"{}", headers=headers).status_code
 
         for path in OPERATORS:
-            assert await status(path, {}) == 401, path
-            assert await status(path, {KEY_HEADER: "guessed"}) == 401, path
-            assert await status(path, key) == 200, path
+            ways = ({}, {KEY_HEADER: "guessed"}, relayed | PAGE, key)
+            assert [status(path, headers) for headers in ways] == [401, 401, 401, 200], path
         for path in AGENTS:
-            assert await status(path, {}) == 200, path
-            assert await status(path, {"Origin": "http://localhost:3000"}) == 200, path
+            ways = ({}, {"Origin": "http://localhost:3000"}, relayed | PAGE, PAGE | key)
+            assert [status(path, headers) for headers in ways] == [200] * 4, path
         for foreign in (PAGE, REBOUND, {"Origin": "null"}):
             for path in (*OPERATORS, *AGENTS):
-                assert await status(path, foreign) == 403, (path, foreign)
-                assert await status(path, foreign, "OPTIONS") == 403, (path, foreign)
-            assert await status(AGENTS[0], foreign | key) == 200, "the proxy vouches for it"
+                assert [status(path, foreign, method) for method in ("POST", "OPTIONS")] == [403, 403], (path, foreign)
         for path in (*READABLE, "/metrics/"):
-            assert (await status(path, {}, "GET"), await status(path, {})) == (200, 401), path
+            assert [status(path, {}, method) for method in ("GET", "POST")] == [200, 401], path
         for path in ("/v1/models", "/v1/models/org%2Fname", "/v1/models/org/na%20me"):
-            assert await status(path, {}, "GET") == 200, path
-        assert await status("/v1/responses/resp_1/cancel", {}) == 200
-        relayed = relay_headers(tmp_path)  # the proxy's word for an agent's page
-        assert set(relayed.values()).isdisjoint(key.values())
-        for path, expected in (*((path, 200) for path in AGENTS), *((path, 401) for path in OPERATORS)):
-            assert await status(path, relayed | PAGE) == expected, path
+            assert status(path, {}, "GET") == 200, path
+        assert status("/v1/responses/resp_1/cancel", {}) == 200
 
 
-async def test_no_spelling_of_an_operators_route_reaches_it_without_the_key(guarded: Any) -> None:
+def test_no_spelling_of_an_operators_route_reaches_it_without_the_key(guarded: Any) -> None:
     url, key = guarded
-    address = urlsplit(url)
+
+    def ask(method: str, path: str, *headers: str) -> int:
+        """The status of an answer to a path that is sent unchanged; a client would write it in its own way."""
+        own = ("Host: 127.0.0.1", "Content-Length: 2", "Connection: close")
+        lines = [f"{method} {path} HTTP/1.1", *own, *headers, "", "{}"]
+        return statuses(send(url, "\r\n".join(lines).encode()))[0]
+
     reached.clear()
-    assert await ask(address.port, "POST", "/v1/load_lora_adapter%0a", key) == 200, "vLLM's router takes it for this"
-    assert reached == ["/v1/load_lora_adapter"]
+    load = ask("POST", "/v1/load_lora_adapter%0a", f"{KEY_HEADER}: {key[KEY_HEADER]}")
+    assert (load, reached) == (200, ["/v1/load_lora_adapter"]), "vLLM's router takes it for this"
     reached.clear()
     for operators in (*OPERATORS, "/v1/other/load_lora_adapter"):
         for path in spellings(operators, rounds=60):
             for method in METHODS if path.endswith("%0a") else ("POST",):
-                assert await ask(address.port, method, path, {}) in (400, 401, 404, 405, 307), (method, path)
+                assert ask(method, path) in (400, 401, 404, 405, 307), (method, path)
     assert not set(reached) - {*AGENTS, "/v1/models/{name:path}"}, reached
-    assert await ask(address.port, "GET", "/v1/models/a%0a", {}) == 400
-
-
-async def ask(port: int | None, method: str, path: str, headers: dict[str, str]) -> int:
-    """The status of an answer to a path that is sent unchanged; a client would write it in its own way."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Length: 2", "Connection: close"]
-    writer.write("\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", "{}"]).encode())
-    head = await reader.readline()
-    writer.close()
-    return int(head.split()[1])
+    assert ask("GET", "/v1/models/a%0a") == 400
 
 
 async def test_a_websocket_of_a_web_page_is_closed(guarded: Any) -> None:
@@ -168,16 +149,14 @@ def test_a_directory_that_cannot_hold_the_key_is_named(tmp_path: Path) -> None:
         operator_headers(tmp_path / "policy")
 
 
-async def test_the_proxy_vouches_to_the_policys_server_alone(running: Any, tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=["sk-browser"]) as system:
-        directory = system.config.policy.directory
-        key, relayed = operator_headers(directory)[KEY_HEADER], relay_headers(directory)[RELAY_HEADER]
-        headers = {"Authorization": "Bearer sk-browser", "Origin": "https://app.example"}
-        async with system.session.post(
-            f"{system.url}/v1/chat/completions", json={"model": "policy", "messages": []}, headers=headers
-        ) as answer:
-            assert answer.status == 200 and relayed not in str(answer.headers) + await answer.text()
-        assert system.vllm.requests[-1]["headers"].get(RELAY_HEADER) == relayed
-        assert KEY_HEADER not in system.vllm.requests[-1]["headers"], "a call never carries what opens operator routes"
+def test_the_proxy_vouches_to_the_policys_server_alone(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, proxy={"api_keys": ["sk-browser"]}) as proxy:
+        key, relayed = operator_headers(tmp_path / "policy")[KEY_HEADER], relay_headers(tmp_path / "policy")
+        body = {"model": "policy", "messages": []}
+        answer = proxy.post("/v1/chat/completions", body, "sk-browser", Origin="https://app.example")
+        assert answer.status == 200 and relayed[RELAY_HEADER] not in str(answer)
+        asked = proxy.vllm.requests[-1]["headers"]
+        assert asked.get(RELAY_HEADER) == relayed[RELAY_HEADER]
+        assert KEY_HEADER not in asked, "a call never carries what opens operator routes"
         content = (tmp_path / "store.db").read_bytes()
-        assert key.encode() not in content and relayed.encode() not in content
+        assert key.encode() not in content and relayed[RELAY_HEADER].encode() not in content
