@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from contract.system import in_this_process, wait_until
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import StoreUnavailable
 from lightning_proxy.core.records import RolloutName
@@ -27,6 +27,7 @@ from lightning_proxy.store.store import Store
 from support.stores import store_url
 
 AT = "UPDATE policy_log SET at = :at"
+INSERT = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, 'h', :answer, 0)"
 
 
 def config_of(directory: Path, **more: float | str) -> StoreConfig:
@@ -127,9 +128,8 @@ async def test_a_store_that_another_process_has_locked_does_not_stall_the_event_
 
 async def test_the_log_stays_bounded(database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_proxy.store.sqlite.database.LONG_LOG", 2**20)
-    insert = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:n, 'h', :answer, 0)"
     for n in range(60):
-        await database.commit([(insert, [{"n": str(n), "answer": "x" * 200_000}])], 200_000)
+        await database.commit([(INSERT, [{"key": f"{n}", "answer": "x" * 200_000}])], 200_000)
         if database._checkpoint is not None:
             await database._checkpoint
     assert Path(f"{database.path}-wal").stat().st_size < 4_000_000
@@ -139,10 +139,8 @@ async def test_the_log_is_cut_off_also_where_a_checkpoint_is_under_way(
     database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Path(f"{database.path}-wal")
-    answer = {"key": "k", "answer": "secret" * 100_000}
-    insert = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key || :n, 'h', :answer, 0)"
     for n in range(30):
-        await database.commit([(insert, [answer | {"n": n}])])
+        await database.commit([(INSERT, [{"key": f"{n}", "answer": "secret" * 100_000}])])
     monkeypatch.setattr("lightning_proxy.store.sqlite.database.CHECKPOINT_EVERY", 1)
     await database.commit([(AT, [{"at": 1.0}])])
     await asyncio.sleep(0.002)
@@ -165,15 +163,12 @@ async def test_only_its_owner_reads_a_new_store(tmp_path: Path) -> None:
 async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
     database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    large = "INSERT INTO large_requests (call_id, request) SELECT call_id, :text FROM calls"
+    large = [(INSERT, [{"key": "large", "answer": "x" * 100_000}])]
     await database.commit([(AT, [{"at": 1.0}])])
-    database._here.execute("PRAGMA foreign_keys = OFF")
-    row = "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, started_at, request) VALUES "
-    await database.commit([(f"{row} ('c', 'r', 0, 'x', 'ok', 1, '')", [{}])])
     database._here.execute("PRAGMA max_page_count = 1")  # no page more
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="disk is full"):
-            await database.commit([(large, [{"text": "x" * 100_000}])])
+            await database.commit(large)
     with pytest.raises(StoreUnavailable, match="the newest record could not be written: .* is full"):
         await database.require_writable()
     assert [record.message for record in caplog.records] == [
@@ -187,7 +182,7 @@ async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
     await database.require_writable()
     assert caplog.records[-1].message == "records can be written again", "a probe sees it, where no call comes"
     database._here.execute("PRAGMA max_page_count = 1000000")
-    await database.commit([(large, [{"text": "x" * 100_000}])])
+    await database.commit(large)
 
 
 # A file that is removed, moved or replaced while the proxy serves
@@ -196,44 +191,40 @@ REWARD = {"rollout_id": "before", "reward": 1.0, "final": False}
 
 
 @pytest.mark.sqlite
-@pytest.mark.parametrize("how", ["all removed", "moved", "log removed", "emptied"])
-async def test_nothing_is_acknowledged_that_no_file_will_have(
-    running: Any, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["moved", "log removed", "emptied"])
+def test_nothing_is_acknowledged_that_no_file_will_have(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, away = tmp_path / "store.db", tmp_path / "away.db"
     told = "it has 0 bytes" if how == "emptied" else "was removed or replaced"
-    async with running(tmp_path) as system:
-        assert (await system.chat("before"))[0] == 200
+    with in_this_process(tmp_path) as proxy:
+        assert proxy.chat("before").status == 200
         match how:
-            case "all removed":
-                for one in tmp_path.glob("store.db*"):
-                    one.unlink()
             case "moved":
                 file.rename(away)
             case "emptied":
                 file.write_bytes(b"")
             case "log removed":
                 (tmp_path / "store.db-wal").unlink()
-        for rollout in ("before", "after"):
-            status, answer = await system.chat(rollout)
-            assert status == 503 and told in answer["error"]["message"]
-        assert (await system.call("POST", "/reward", REWARD))[0] == 503
-        status, answer = await system.call("GET", "/readyz")
-        assert status == 503 and told in answer["store"]
+        for answer in (proxy.chat("before"), proxy.chat("after")):
+            assert answer.status == 503 and told in answer.error["message"]
+        assert proxy.post("/reward", REWARD).status == 503
+        ready = proxy.call("GET", "/readyz")
+        assert ready.status == 503 and told in ready.json["store"]
         assert caplog.text.count("records cannot be written") == 1
         if how == "moved":
             away.rename(file)
-            assert (await system.chat("again"))[0] == 200, "it has its place again"
+            assert proxy.chat("again").status == 200, "it has its place again"
             assert caplog.text.count("records can be written again") == 1
 
 
 @pytest.mark.sqlite
-async def test_a_store_that_is_damaged_or_lost_its_content_is_told_by_readyz_and_the_log(
-    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_store_that_is_damaged_or_lost_its_content_is_told_by_readyz_and_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(tmp_path) as system:
-        assert (await system.chat("before"))[0] == 200
-        assert "damaged" not in (await system.call("GET", "/readyz"))[1]["store"]
+    with in_this_process(tmp_path) as proxy:
+        assert proxy.chat("before").status == 200
+        assert "damaged" not in proxy.get("/readyz")["store"]
     file = tmp_path / "store.db"
     with closing(sqlite3.connect(file)) as connection:
         (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'events'").fetchone()
@@ -243,8 +234,7 @@ async def test_a_store_that_is_damaged_or_lost_its_content_is_told_by_readyz_and
         (b"", "it had 0 bytes", "it had 0 bytes"),
     ):
         file.write_bytes(content)
-        async with running(tmp_path) as system, asyncio.timeout(20):
-            while told not in (ready := (await system.call("GET", "/readyz")))[1]["store"]:
-                await asyncio.sleep(0.05)
-            assert (ready[0], ready[1]["status"]) == (200, "degraded"), "calls are answered and recorded"
+        with in_this_process(tmp_path) as proxy:
+            wait_until(lambda told=told: told in proxy.call("GET", "/readyz").json["store"], 20, told)
+            assert proxy.get("/readyz")["status"] == "degraded", "calls are answered and recorded"
         assert logged in caplog.text
