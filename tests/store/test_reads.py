@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -36,6 +37,11 @@ async def published(store: Store, adapters: tuple[str, ...] = (), *, checkpoint:
     return version
 
 
+async def asked(recorder: Recorder, name: str, call_id: str, at: float = 1.0, version: int = 0, text: str = "") -> None:
+    request = {"messages": [{"role": "user", "content": text}]}
+    await recorder.start(CallStart(call_id, RolloutName(name), "chat/completions", "p", version, request, at))
+
+
 async def test_a_version_is_found_by_each_name_that_it_is_served_under(store: Store) -> None:
     for adapters in ((), ("planner", "coder.small"), ()):
         await published(store, adapters)
@@ -67,10 +73,9 @@ async def test_old_checkpoints_are_those_of_no_version_with_files(store: Store) 
 
 async def test_a_rollout_that_began_too_long_ago_holds_no_version(store: Store) -> None:
     async with Recorder(store, merged=False) as recorder:
-        for n, at in ((0, 1000.0), (7, 5000.0)):
-            name = RolloutName(f"r{n}")
-            await recorder.start(CallStart(f"c{n}", name, "chat/completions", "policy", n, {"messages": []}, at))
-    assert [await store.rollouts.opened_for(f"r{n}") for n in (0, 7)] == [(None, 0), (None, 7)]
+        await asked(recorder, "old", "c0", 1000.0)
+        await asked(recorder, "new", "c7", 5000.0, version=7)
+    assert [await store.rollouts.opened_for(name) for name in ("old", "new")] == [(None, 0), (None, 7)]
     for since, wanted in ((400.0, {0, 7}), (3400.0, {7}), (5400.0, set())):
         assert await store.versions.pinned(since) == wanted
 
@@ -94,8 +99,7 @@ async def test_texts_are_found_as_they_were_said(store: Store) -> None:
     texts = ['say "50%_off"', "ÄPFEL sind", "two\nlines", "!"]
     async with Recorder(store, merged=False) as recorder:
         for i, text in enumerate([*texts, "something else: 50 off"]):
-            request = {"messages": [{"role": "user", "content": f"please {text} now"}]}
-            await recorder.start(CallStart(f"c{i}", RolloutName(f"r{i}"), "chat/completions", "p", 0, request, 1.0))
+            await asked(recorder, f"r{i}", f"c{i}", text=f"please {text} now")
     assert [await ids(store, text=text) for text in (*texts, "NOTHING of it")] == [["r0"], ["r1"], ["r2"], ["r3"], []]
 
 
@@ -109,15 +113,6 @@ RULES = [
     Rules({"other": 0.1}),
 ]
 VALUES = (0.1, 0.2, 0.3, -0.1, 1.0, 0.0, 1e-12, -9999.9, 1e300, 5e-324)
-
-
-async def record(store: Store, rollouts: Sequence[str], calls: int) -> None:
-    async with Recorder(store, merged=False) as recorder:
-        for rollout in rollouts:
-            for seq in range(calls):
-                call_id = f"{rollout}-{seq}"
-                await recorder.start(CallStart(call_id, RolloutName(rollout), "chat/completions", "p", 0, {}, 1.0))
-                await recorder.end(CallEnd(call_id, rollout, "ok", {}, 200))
 
 
 async def agrees(store: Store, rollouts: Sequence[str]) -> None:
@@ -136,9 +131,12 @@ async def agrees(store: Store, rollouts: Sequence[str]) -> None:
 async def test_it_is_the_pure_functions_after_any_history(store: Store, seed: int) -> None:
     do_again(store.database)
     chance, rollouts = random.Random(seed), [f"r{i}" for i in range(5)]
-    await record(store, rollouts, 3)
+    async with Recorder(store, merged=False) as recorder:
+        for rollout, seq in itertools.product(rollouts, range(3)):
+            await asked(recorder, rollout, f"{rollout}-{seq}")
+            await recorder.end(CallEnd(f"{rollout}-{seq}", rollout, "ok", {}, 200))
     await store.rewards.use(RULES[seed])
-    for _ in range(40):
+    for turn in range(40):
         match chance.random():
             case x if x < 0.05:
                 await store.rewards.adopt(chance.choice(RULES))  # what was posted before is stale now
@@ -153,11 +151,9 @@ async def test_it_is_the_pure_functions_after_any_history(store: Store, seed: in
                            chance.choice(NAMES), final=False)
                     for name in some
                 ])  # fmt: skip
-        if chance.random() < 0.2:
+        if turn % 5 == 4:
             await store.rewards.recount()
             await agrees(store, rollouts)
-    await store.rewards.recount()
-    await agrees(store, rollouts)
 
 
 async def test_a_change_of_rules_forgets_no_evaluator(store: Store) -> None:
