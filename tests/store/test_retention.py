@@ -34,26 +34,29 @@ class Recorded:
         self.deleted: list[tuple[str, str]] = []
         self.trainer = TrainerConfig()
 
+    async def call(self, name: str, call_id: str, at: float, task: str | None = None, text: str = "") -> None:
+        request = {"messages": [{"role": "user", "content": text}]}
+        await self.recorder.start(CallStart(call_id, RolloutName(name, task), "chat/completions", "m", 0, request, at))
+
     async def rollout(
-        self, name: str, *, ended: float | None, asked: float | None = None, answered: bool = True, size: int = 10,
-        reward: float | None = None, task: str | None = "t",
+        self, name: str, *, ended: float | None = None, asked: float | None = None, answered: bool = True,
+        size: int = 10, reward: float | None = None, task: str | None = "t",
     ) -> None:  # fmt: skip
         """`ended` and `asked` in days ago; `size` in bytes."""
-        asked = asked if asked is not None else ended or 0.0
-        start = NOW - asked * DAY
-        request = {"messages": [{"role": "user", "content": name * (size // len(name))}]}
-        call = CallStart(f"{name}-0", RolloutName(name, task), "chat/completions", "m", 0, request, start)
-        await self.recorder.start(call)
+        start = NOW - (asked if asked is not None else ended or 0.0) * DAY
+        await self.call(name, f"{name}-0", start, task, name * (size // len(name)))
         if answered:
             await self.recorder.end(CallEnd(f"{name}-0", name, "ok", {"id": "x"}, 200))
-        if ended is not None and reward is None:
-            await self.store.rollouts.end(name, "failed", None)
+        if reward is not None:
+            await self.store.rewards.post([Reward(name, reward, final=True)], None, b"")
         elif ended is not None:
-            await self.store.rewards.post([Reward(name, reward or 0.0, final=True)], None, b"")
-        at = None if ended is None else NOW - ended * DAY
-        row = {"id": name, "ended": at, "asked": start}
+            await self.store.rollouts.end(name, "failed", None)
+        row = {"id": name, "ended": None if ended is None else NOW - ended * DAY, "asked": start}
         statement = "UPDATE rollouts SET ended_at = :ended, created_at = :asked WHERE rollout_id = :id"
         await self.database.commit([(statement, [row])])
+
+    async def step(self, *names: str, **metrics: float) -> None:
+        await self.store.steps.trained(await self.store.steps.claim(names, 0), None, metrics)
 
     async def tidy(self, **retention: float) -> set[str]:
         """What is left."""
@@ -86,10 +89,9 @@ async def test_old_rollouts_go_with_all_that_was_recorded_of_them(recorded: Reco
 
 async def test_what_runs_is_kept_and_what_nobody_ends_goes_when_it_was_quiet_for_long(recorded: Recorded) -> None:
     await recorded.rollout("under way", ended=8, asked=0.5, answered=False)
-    await recorded.rollout("quiet", ended=None, asked=9)
-    await recorded.rollout("talking", ended=None, asked=9)
-    call = CallStart("t-1", RolloutName("talking"), "chat/completions", "m", 0, {"messages": []}, NOW)
-    await recorded.recorder.start(call)
+    await recorded.rollout("quiet", asked=9)
+    await recorded.rollout("talking", asked=9)
+    await recorded.call("talking", "t-1", NOW)
     assert await recorded.tidy(max_age_days=7) == {"under way", "talking"}
 
 
@@ -110,9 +112,9 @@ async def test_a_clock_that_was_wrong_for_a_while_does_not_end_the_retention(
 async def test_a_step_that_is_being_trained_or_published_keeps_its_rollouts(recorded: Recorded) -> None:
     for name in ("first", "second", "third"):
         await recorded.rollout(name, ended=8, reward=1.0)
-    await recorded.store.steps.trained(await recorded.store.steps.claim(["first"], 0), None, {"reward_mean": 1.0})
+    await recorded.step("first", reward_mean=1.0)
     await recorded.store.steps.claim(["second"], 0)
-    await recorded.store.steps.trained(await recorded.store.steps.claim(["third"], 0), None, {})
+    await recorded.step("third")
     assert await recorded.tidy(max_age_days=7) == {"second", "third"}
     assert [step.metrics for step in await recorded.store.steps.all()] == [{"reward_mean": 1.0}, {}]
 
@@ -146,13 +148,13 @@ async def test_what_counts_for_the_trainer_goes_last(
     recorded.trainer = TrainerConfig.model_validate(trainer)
     await recorded.rollout("failed", ended=0.1, size=2**19, task=task)
     await recorded.rollout("trained", ended=0.1, size=2**19, reward=1.0)
-    for rollouts in (["trained"], []):  # the rollouts of the last step stay
-        await recorded.store.steps.trained(await recorded.store.steps.claim(rollouts, 0), None, {})
+    await recorded.step("trained")
+    await recorded.step()  # the rollouts of the last step stay
     assert await recorded.tidy(max_gib=1 / 1024) == {left}
 
 
 async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Recorded) -> None:
-    await recorded.rollout("r", ended=None)
+    await recorded.rollout("r")
     await recorded.store.rewards.post([Reward("r", 1.0)], "old", b"a")
     await recorded.database.commit([("UPDATE idempotency SET created_at = created_at - 8 * 86400", [{}])])
     await recorded.store.rewards.post([Reward("r", 1.0)], "new", b"a")
@@ -170,19 +172,18 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
         before, after = await shorten(StoreConfig(url=store_url(tmp_path)))
     assert before.bytes > 5 * 2**20
     assert (after.bytes < 2**20, after.free) == (True, 0)
-    await recorded.rollout("afterwards", ended=None)
+    await recorded.rollout("afterwards")
 
 
 async def test_of_too_many_conversations_those_that_were_quiet_the_longest_are_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_proxy.store.retention.CONVERSATIONS", 3)
-    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
-        insert = "INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)"
-        rows = [{"digest": bytes([i]) * 32, "rollout_id": f"r{i}", "at": NOW - 1000 + i} for i in range(5)]
-        await database.commit([(insert, rows)])
-        await Keeper(database, Config(), lambda *_: None).tidy()
-        left = await database.all("SELECT rollout_id FROM conversation_points ORDER BY at")
+    insert = "INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)"
+    rows = [{"digest": bytes([i]) * 32, "rollout_id": f"r{i}", "at": NOW - 1000 + i} for i in range(5)]
+    await recorded.database.commit([(insert, rows)])
+    await recorded.tidy()
+    left = await recorded.database.all("SELECT rollout_id FROM conversation_points ORDER BY at")
     assert [row["rollout_id"] for row in left] == ["r2", "r3", "r4"]
 
 
@@ -190,13 +191,11 @@ async def test_a_rollout_ends_when_nothing_happened_in_it_for_so_long(recorded: 
     """Calls, rewards, events, the end of a long call keep it alive; a call under way, unless its proxy was killed."""
     hours = 1 / 24
     for name in ("idle", "idle too", "busy", "rewarded", "told of"):
-        await recorded.rollout(name, ended=None, asked=2 * hours)
+        await recorded.rollout(name, asked=2 * hours)
     for name, asked in (("long", 2 * hours), ("under way", 5 * hours), ("killed", 1.5)):
-        await recorded.rollout(name, ended=None, asked=asked, answered=False)
-    end = CallEnd("long-0", "long", "ok", {}, 200, latency_ms=(2 * 3600 - 60) * 1000)
-    await recorded.recorder.end(end)
-    call = CallStart("busy-1", RolloutName("busy"), "chat/completions", "m", 0, {"messages": []}, NOW - 10)
-    await recorded.recorder.start(call)
+        await recorded.rollout(name, asked=asked, answered=False)
+    await recorded.recorder.end(CallEnd("long-0", "long", "ok", {}, 200, latency_ms=(2 * 3600 - 60) * 1000))
+    await recorded.call("busy", "busy-1", NOW - 10)
     await recorded.recorder.end(CallEnd("busy-1", "busy", "ok", {}, 200))
     await recorded.store.rewards.post([Reward("rewarded", 1.0, "rewarded-0", final=False)])
     await recorded.store.events.post(RolloutName("told of"), [Event("note", value="still here")])
