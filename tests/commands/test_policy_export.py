@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support.command_line import Done, lightning
-from support.training import Bench, bench
-
-
-async def export(b: Bench, tmp_path: Path, *options: str) -> Done:
-    path = tmp_path / "system.yaml"
-    path.write_text(yaml.safe_dump(b.config.model_dump(mode="json")))
-    command = ("--config", path, "policy", "export", "1", tmp_path / "out", *options)
-    return await asyncio.to_thread(lightning, *command)
+from contract.model import TRAINER, ask, learning, play
+from contract.system import ok
 
 
 @torch.no_grad()
@@ -28,31 +20,31 @@ def logits(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([[0, 5, 6, 7]])).logits
 
 
-@pytest.mark.parametrize("weights", ["lora", "full"])
-async def test_a_version_is_exported_with_a_card_that_says_what_it_was_made_of_and_what_it_is_worth(
-    base: Path, tmp_path: Path, weights: str
+@pytest.mark.parametrize(("weights", "publish"), [("lora", "lora"), ("full", "merged")])
+def test_a_version_is_exported_with_a_card_that_says_what_it_was_made_of_and_what_it_is_worth(
+    base: Path, tmp_path: Path, weights: str, publish: str
 ) -> None:
-    async with bench(
-        base, tmp_path, "lora" if weights == "lora" else "merged", weights=weights, learning_rate=0.01
-    ) as b:
-        await b.groups("t1", "t2")
-        await b.rollout("t1", 1.0, version=1)
-        await b.loop(max_steps=1).run(asyncio.Event(), once=True)
+    export, out = ("policy", "export", "1"), tmp_path / "out"
+    with learning(tmp_path, base, publish, trainer=TRAINER | {"weights": weights}) as proxy:
+        play(proxy, "first")
+        ok(proxy.run("train", "--once"))
+        ask(proxy, "second", "first-0")
+        proxy.reward("second", 1.0)
         if weights == "full":
-            code, _, err = await export(b, tmp_path, "--as", "adapter")
+            code, _, err = proxy.run(*export, out, "--as", "adapter")
             assert (code, err.count("\n"), "with trainer.weights full there is none" in err) == (2, 1, True), err
-        assert (await export(b, tmp_path)).returncode == 0
-        served = Path(str((await b.store.versions.get(1)).path))
-    card = (tmp_path / "out" / "README.md").read_text()
+        ok(proxy.run(*export, out))
+        before, after = proxy.get("/policy/versions")["data"]
+    card = (out / "README.md").read_text()
     told = (
         "trained, from the base model to here: `rl`, 1 steps on 8 rollouts of 2 groups",
-        "| training (mode `train`) | 0.500 (of rollouts: 8) | 1.000 (of rollouts: 1) |",
+        f"| {before['rewards']['train']['mean']:.3f} (of rollouts: 8) | 1.000 (of rollouts: 1) |",
         "served weights compared with the trainer's: yes",
     )
     assert [line for line in told if line not in card] == [], card
     assert str(base) not in card and "base_model" not in card, "a directory of this machine is nobody's name of a model"
     if weights == "full":
-        assert torch.equal(logits(tmp_path / "out"), logits(served))
+        assert torch.equal(logits(out), logits(Path(after["path"])))
         assert "A full model: all weights of" in card and "LoRA" not in card
     else:
         assert yaml.safe_load(card.split("---")[1])["library_name"] == "peft"
