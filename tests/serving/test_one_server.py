@@ -16,6 +16,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from contract.scripted import ASKED
+from contract.system import Json, in_this_process, wait_until
 from contract.vllm import PlayedVllm
 from lightning_proxy.proxy.gateway import routing
 from lightning_proxy.proxy.gateway.routing import LOOK_S, difference
@@ -34,10 +36,10 @@ async def test_a_server_that_does_not_list_its_models_serves_the_one_that_is_con
 
 
 async def test_once_something_was_published_the_error_says_who_tells_what_is_missing(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(routing, "WATCH_S", 0.02)
-    async with running(tmp_path, publish="merged") as system:
+    async with start(publish="merged") as system:
         async with system.store() as store:
             await system.earlier_version(store, tmp_path)
         system.vllm.refuses["/weight_info"] = 404
@@ -51,25 +53,23 @@ async def test_once_something_was_published_the_error_says_who_tells_what_is_mis
 
 
 @pytest.mark.parametrize("unasked", [True, False])
-async def test_a_usage_chunk_that_a_server_sends_unasked_stays(running: Any, tmp_path: Path, unasked: bool) -> None:
+def test_a_usage_chunk_that_a_server_sends_unasked_stays(tmp_path: Path, unasked: bool) -> None:
     async def answer(request: web.Request) -> web.Response:
         asked = (await request.json()).get("stream_options", {}).get("include_usage")
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}]}]
+        chunks: list[Json] = [{"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}]}]
         chunks += [{"choices": [], "usage": usage}] * bool(unasked or asked)
         frames = [*map(json.dumps, chunks), "[DONE]"]
         return web.Response(text="".join(f"data: {frame}\n\n" for frame in frames), content_type="text/event-stream")
 
-    async def usages(system: Any) -> int:
-        return (await raw(system, "POST", "/v1/chat/completions", ASK | {"stream": True}))[1].count('"usage"')
+    def usages() -> int:
+        return proxy.chat(None, stream=True).body.count(b'"usage"')
 
-    async with running(tmp_path) as system:
-        system.vllm.odd = answer
-        async with asyncio.timeout(20):
-            while await usages(system) != unasked:
-                await asyncio.sleep(0.1)
-        await asyncio.sleep(2 * LOOK_S)
-        assert await usages(system) == unasked
+    with in_this_process(tmp_path) as proxy:
+        proxy.vllm.odd = answer
+        wait_until(lambda: usages() == unasked, 20, "it is known what the server sends")
+        time.sleep(2 * LOOK_S)
+        assert usages() == unasked
 
 
 ODD = [
@@ -83,35 +83,19 @@ ODD = [
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_whatever_a_server_answers_nobody_sees_a_traceback(
-    running: Any, tmp_path: Path, publish: str, caplog: pytest.LogCaptureFixture
+def test_whatever_a_server_answers_nobody_sees_a_traceback(
+    tmp_path: Path, publish: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(tmp_path, publish=publish, continuity="exact") as system:
+    with in_this_process(tmp_path, policy={"publish": publish, "token_continuity": "exact"}) as proxy:
         for odd in ODD:
-            system.vllm.odd = odd
-            for path in ("/readyz", "/v1/models"):
-                assert (await raw(system, "GET", path))[0] in (200, 502, 503), (odd, path)
-            for path, body in REQUESTS.items():
-                status, text = await raw(system, "POST", path, body)
-                assert status in (200, 502, 503), (odd, path, text)
-            code, out, err = await system.lightning("doctor", "--json")
-            assert code in (0, 1) and json.loads(out) and not err, (odd, err)
-        (await system.lightning("status"))
+            proxy.vllm.odd = odd
+            answers = [proxy.call("GET", path) for path in ("/readyz", "/v1/models")]
+            answers += [proxy.post(path, {"model": "policy"} | body) for path, body in ASKED.items()]
+            assert {answer.status for answer in answers} <= {200, 502, 503}, (odd, answers)
+            done = proxy.run("doctor", "--json")
+            assert done.returncode in (0, 1) and done.json and not done.stderr, (odd, done)
+        proxy.run("status")
     assert not [record.getMessage() for record in caplog.records if record.exc_info]
-
-
-ASK = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-REQUESTS = {
-    "/v1/chat/completions": ASK,
-    "/v1/messages": ASK,
-    "/v1/responses": {"model": "policy", "input": "hi"},
-    "/v1/completions": {"model": "policy", "prompt": "hi"},
-}
-
-
-async def raw(system: Any, method: str, path: str, body: Any = None) -> tuple[int, str]:
-    async with system.session.request(method, system.url + path, json=body) as answer:
-        return answer.status, (await answer.read()).decode(errors="replace")
 
 
 # Merged weights are loaded by our own method where vLLM has it, and by vLLM's where it does not.
@@ -167,13 +151,11 @@ def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def completions(vllm: Any) -> Any:
-    """The route of a played vLLM that answers by its weights alone, as a seed makes a real one do."""
+    """How a played vLLM answers by its weights alone, as a seed makes a real one do."""
 
     async def complete(_: web.Request) -> web.Response:
-        likely = -0.1 - 3 * (len(Path(vllm.weights).name) % 7)
-        top = {"token_id:5": likely, "token_id:6": -9.0}
-        logprobs = {"tokens": ["token_id:5"] * 2, "top_logprobs": [top] * 2}
-        return web.json_response({"choices": [{"logprobs": logprobs}]})
+        top = {"token_id:5": -0.1 if vllm.weights == str(vllm.root) else -3.0, "token_id:6": -9.0}
+        return web.json_response({"choices": [{"logprobs": {"tokens": ["token_id:5"], "top_logprobs": [top]}}]})
 
     return complete
 
@@ -191,37 +173,35 @@ async def probe_ok(system: Any) -> str:
 
 
 @pytest.mark.usefixtures("often")
-async def test_weights_that_were_replaced_behind_our_back_are_noticed(running: Any, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        system.vllm.app._frozen = False
-        system.vllm.app.router._frozen = False
-        system.vllm.app.router.add_post("/v1/completions", completions(system.vllm))
+async def test_weights_that_were_replaced_behind_our_back_are_noticed(start: Any) -> None:
+    async with start() as system:
+        system.vllm.odd = completions(system.vllm)
         await until_it_says(system, "ready")
         await asyncio.sleep(0.3)  # it was asked for the first time
-        _, out, _ = await system.lightning("status")
+        out = (await system.lightning("status")).stdout
         assert re.search(r"probed +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC, .*s ago: it answers as at first", out)
         theirs, system.vllm.weights = system.vllm.weights, "/tmp/of-somebody-else"
         assert "version 0 did: its log-probabilities differ by" in (await until_it_says(system, "degraded"))["policy"]
-        _, answer = await system.call("GET", "/status")
-        assert "version 0 did: its log-probabilities differ by" in answer["verified"]["problem"]
+        told = (await system.get("/status"))["verified"]["problem"]
+        assert "version 0 did: its log-probabilities differ by" in told
         assert await probe_ok(system) == "0.0"
         system.vllm.weights = theirs
         assert "policy" not in await until_it_says(system, "ready")
         assert await probe_ok(system) == "1.0"
         back = time.time()
         async with asyncio.timeout(20):
-            while (await system.call("GET", "/status"))[1]["verified"]["probed_at"] < back:
+            while (await system.get("/status"))["verified"]["probed_at"] < back:
                 await asyncio.sleep(0.02)
 
 
 @pytest.mark.usefixtures("often")
 async def test_an_adapter_that_was_replaced_under_its_name_is_loaded_again(
-    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(tmp_path, publish="lora") as system:
+    async with start(publish="lora") as system:
         async with system.store() as store:
             version = await system.earlier_version(store, tmp_path, ["helper"])
-        await system.call("POST", "/policy/promote", {"version": version})
+        await system.post("/policy/promote", {"version": version})
         right = dict(system.vllm.adapters)
         assert right == {"policy-v1": str(tmp_path / "v1"), "policy-v1.helper": str(tmp_path / "v1" / "helper")}
         for name in right:
