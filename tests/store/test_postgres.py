@@ -7,13 +7,16 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from contract.system import in_this_process, wait_until
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import StoreUnavailable
 from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
@@ -52,6 +55,17 @@ def config(server: Server) -> StoreConfig:
 async def database(config: StoreConfig) -> AsyncIterator[Database]:
     async with opened(config) as database:
         yield database
+
+
+@contextmanager
+def frozen(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def call_of(rollout_id: str, call_id: str, **request: Any) -> CallStart:
@@ -117,32 +131,26 @@ async def test_one_process_at_a_time_does_a_work_and_who_loses_its_lock_stops_be
             assert first
 
 
-async def test_what_was_begun_alone_is_not_written_once_the_lock_is_lost(config: StoreConfig) -> None:
-    async with opened(config) as database:
+async def test_what_was_begun_alone_is_not_written_once_the_lock_is_lost(database: Database) -> None:
+    async def work(db: Transaction) -> None:
+        await db.all(AT, {"at": 1.0})
+        await database.all(END_LOCKS)
+        await asyncio.sleep(0.1)
 
-        async def work(db: Transaction) -> None:
-            await db.all(AT, {"at": 1.0})
-            await database.all(END_LOCKS)
-            await asyncio.sleep(0.1)
-
-        with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
-            async with database.lock("trainer"):
-                await database.write(work)
-        await database.write(lambda db: db.all("SELECT 1"))  # after it
-        assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
+    with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
+        async with database.lock("trainer"):
+            await database.write(work)
+    await database.write(lambda db: db.all("SELECT 1"))  # after it
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
 
 
-async def test_a_cut_way_to_the_lock_is_noticed(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cut_way_to_the_lock_is_noticed(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["lightning_proxy.store.postgres.database"], "BEAT_S", 0.1)
-    async with opened(config) as database:
-        with pytest.raises(StoreUnavailable, match="the lock of the keeper"):
-            async with database.lock("keeper"):
-                (holder,) = await database.all(END_LOCKS.replace("pg_terminate_backend(pid)", "pid"))
-                os.kill(holder["pid"], signal.SIGSTOP)  # it is there, and says nothing
-                try:
-                    await asyncio.sleep(20)
-                finally:
-                    os.kill(holder["pid"], signal.SIGCONT)
+    with pytest.raises(StoreUnavailable, match="the lock of the keeper"):
+        async with database.lock("keeper"):
+            (holder,) = await database.all(END_LOCKS.replace("pg_terminate_backend(pid)", "pid"))
+            with frozen(holder["pid"]):  # it is there, and says nothing
+                await asyncio.sleep(20)
 
 
 async def test_recorders_of_the_same_rollouts_and_prompts_never_wait_for_each_other_in_a_circle(
@@ -156,9 +164,9 @@ async def test_recorders_of_the_same_rollouts_and_prompts_never_wait_for_each_ot
             call_id, rollout_id = f"{name}-{i}", f"r{picks.randrange(12)}"
             await recorder.start(call_of(rollout_id, call_id, n=i))
             said = {"call_id": call_id, "rollout_id": rollout_id, "at": float(i)}
-            places = picks.sample([bytes([n]) * 16 for n in range(12)], 6)
-            points = [(CONVERSATION_POINT, said | {"digest": b"p" + digest}) for digest in places]
-            origins = [(CONVERSATION_ORIGIN, said | {"digest": b"o" + digest}) for digest in places[::-1]]
+            places = picks.sample(range(12), 6)
+            points = [(CONVERSATION_POINT, said | {"digest": b"p%d" % n}) for n in places]
+            origins = [(CONVERSATION_ORIGIN, said | {"digest": b"o%d" % n}) for n in places[::-1]]
             await recorder.end(CallEnd(call_id, rollout_id, "ok", {"id": "x"}, 200), [*points, *origins])
 
     async def proxy(name: str) -> None:
@@ -226,45 +234,27 @@ async def test_a_commit_whose_answer_is_lost_is_looked_for(
     assert call.status == "ok" and (await Store(database).rollouts.get("r")).calls == 1
 
 
-@asynccontextmanager
-async def frozen(server: Server) -> AsyncIterator[None]:
-    pids = [*server.pids()]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
-async def test_calls_rewards_and_probes_get_a_503_while_the_server_says_nothing(
-    server: Server, running: Any, tmp_path: Path
-) -> None:
+def test_calls_rewards_and_probes_get_a_503_while_the_server_says_nothing(server: Server, tmp_path: Path) -> None:
     store = {"url": server.new_database(), "busy_timeout_s": PATIENCE_S}
-    async with running(tmp_path, store=store) as system:
-        assert (await system.chat("before"))[0] == 200
-        key = (await system.call("POST", "/rollouts", {}))[1][0]["api_key"]
-        system.vllm.delay_s = 1.0
-        under_way = [asyncio.create_task(system.chat("before")) for _ in range(2)]
-        await asyncio.sleep(0.5)
-        system.vllm.delay_s = 0.0
-        async with frozen(server), asyncio.timeout(SOON_S):
-            calls = [system.chat(f"r{n}") for n in range(6)]
-            calls += [system.chat("before"), system.chat("by-key", Authorization=f"Bearer {key}")]
-            calls += [system.call("POST", "/v1/chat/completions", {"model": "policy", "messages": []})]
-            answers = await asyncio.gather(*calls, *under_way)
-            assert {status for status, _ in answers} == {503}, answers
-            assert (await system.call("POST", "/reward", REWARD))[0] == 503
-            status, view = await system.call("GET", "/readyz")
-            assert (status, view["status"]) == (503, "not ready")
-            assert "does not answer" in str(view)
-            async with system.session.get(system.url + "/metrics") as metrics:
-                assert "lightning_store_up 0.0\n" in await metrics.text()
-        async with asyncio.timeout(SOON_S):
-            while (await system.chat("after"))[0] != 200:
-                await asyncio.sleep(0.1)
-        assert (await system.call("POST", "/reward", REWARD))[0] == 200
+    with in_this_process(tmp_path, store=store) as proxy, ThreadPoolExecutor(16) as threads:
+        assert proxy.chat("before").status == 200
+        key = proxy.post("/rollouts", {}).json[0]["api_key"]
+        proxy.vllm.delay_s = 1.0
+        calls = [threads.submit(proxy.chat, "before") for _ in range(2)]
+        time.sleep(0.5)
+        proxy.vllm.delay_s = 0.0
+        with frozen(*server.pids()):
+            calls += [threads.submit(proxy.chat, name) for name in ("before", None, *(f"r{n}" for n in range(6)))]
+            calls.append(threads.submit(proxy.chat, "by-key", key=key))
+            answers = [call.result(SOON_S) for call in calls]
+            assert {answer.status for answer in answers} == {503}, answers
+            assert proxy.post("/reward", REWARD).status == 503
+            ready = proxy.call("GET", "/readyz")
+            assert (ready.status, ready.json["status"]) == (503, "not ready")
+            assert b"does not answer" in ready.body
+            assert b"lightning_store_up 0.0\n" in proxy.call("GET", "/metrics").body
+        wait_until(lambda: proxy.chat("after").status == 200, SOON_S, "calls are recorded again")
+        assert proxy.post("/reward", REWARD).status == 200
 
 
 async def test_work_that_nobody_waits_for_has_longer(server: Server) -> None:
