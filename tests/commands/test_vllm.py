@@ -120,21 +120,16 @@ def test_vllm_is_started_as_proxy_and_trainer_need_it(model: Path, monkeypatch: 
     assert hasattr(getattr(import_module(module), name), RELOAD), "vLLM finds our method by these names"
 
 
-@pytest.mark.parametrize("given", [{}, {"VLLM_NO_USAGE_STATS": "0"}])
-def test_vllm_is_started_without_telemetry_unless_it_was_set(
-    tmp_path: Path, model: Path, given: dict[str, str]
-) -> None:
+def test_vllm_is_started_without_telemetry_unless_it_was_set(tmp_path: Path, model: Path) -> None:
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for directory in (package, *package.parents[:2]):
         (directory / "__init__.py").touch()
     (package / "api_server.py").write_text("import json, os; print(json.dumps(dict(os.environ)))")
     asked = [sys.executable, "-m", "lightning_proxy.cli", "vllm", "--model", model]
-    clean = {name: value for name, value in os.environ.items() if name not in OFF}
+    clean, given = {name: value for name, value in os.environ.items() if name not in OFF}, {"VLLM_NO_USAGE_STATS": "0"}
     env = clean | {"PYTHONPATH": str(tmp_path)} | given
-    done = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = json.loads(subprocess.run(asked, cwd=tmp_path, env=env, stdout=subprocess.PIPE, check=True).stdout)
     assert {name: told[name] for name in OFF} == OFF | given
 
 
