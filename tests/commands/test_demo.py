@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import subprocess
-import urllib.request
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -24,18 +24,19 @@ STEPS = 3
 def test_a_demo_has_a_directory_of_its_own_and_is_resumed_with_the_options_that_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = begin(DemoOptions(steps=7, directory=tmp_path / "demo", model=tmp_path / "model"))
-    assert resumed(tmp_path / "demo") == began
-    (began.directory / "lightning.db").touch()
+    place, moved = tmp_path / "demo", tmp_path / "moved"
+    began = begin(DemoOptions(steps=7, directory=place, model=tmp_path / "model"))
+    assert resumed(place) == began
+    (place / "lightning.db").touch()
     begin(began)
-    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["demo.json"], "an earlier demo's is emptied"
+    assert [path.name for path in place.iterdir()] == ["demo.json"], "an earlier demo's is emptied"
     with pytest.raises(ConfigError, match="choose another --dir"):
         begin(DemoOptions(directory=tmp_path))
-    (tmp_path / "moved").mkdir()
-    (tmp_path / "demo" / "demo.json").rename(tmp_path / "moved" / "demo.json")
-    for place in ("demo", "moved", "none"):
-        with pytest.raises(ConfigError, match=f"{place} has no demo to resume"):
-            resumed(tmp_path / place)
+    moved.mkdir()
+    (place / "demo.json").rename(moved / "demo.json")
+    for none in (place, moved, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=f"{none} has no demo to resume"):
+            resumed(none)
     monkeypatch.setattr("lightning_proxy.commands.demo.model.find_spec", lambda name: name != "matplotlib" or None)
     with pytest.raises(LightningError, match=r"needs matplotlib: pip install 'lightning-proxy\[demo\]'"):
         demo(DemoOptions(directory=tmp_path / "new"))
@@ -48,14 +49,11 @@ def start(directory: Path, *options: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
 
 
-def policy(demo: Path) -> dict[str, Any]:
-    try:
+def live_version(demo: Path) -> int:
+    with suppress(OSError, TypeError, KeyError, httpx.HTTPError):
         port = yaml.safe_load((demo / "config.yaml").read_text())["proxy"]["port"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/policy", timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
-    except (OSError, TypeError):
-        return {}
+        return int(httpx.get(f"http://127.0.0.1:{port}/policy", timeout=10).json()["live_version"])
+    return 0
 
 
 @pytest.mark.vllm
@@ -65,7 +63,7 @@ def test_a_killed_demo_goes_on_where_it_was(tmp_path: Path) -> None:
     model, demo, log = save_spelling_model(tmp_path / "model", letters="0123456789ab"), tmp_path / "demo", "out.log"
     first = start(tmp_path, "--model", str(model), "--steps", str(STEPS))
     try:
-        wait_until(lambda: first.poll() is not None or policy(demo).get("live_version"), 480, "a version is live")
+        wait_until(lambda: first.poll() is not None or live_version(demo), 480, "a version is live")
         before = (demo / "before.json").read_text()
     finally:
         os.kill(first.pid, signal.SIGKILL)
