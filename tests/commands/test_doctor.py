@@ -3,74 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 import resource
-import sys
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import yaml
 from aiohttp import web
 
 from contract.model import Faulty, ModelVllm
-from contract.system import listening
-from lightning_proxy.commands.doctor.doctor import Broken, Check, Report
-from lightning_proxy.commands.doctor.learn import OWN_TASKS, learn
+from contract.system import Done, Forked, Json, Proxy, in_this_process, played, write_config
 from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier
-from lightning_proxy.commands.put_back import journal_path
 from lightning_proxy.core.config.file import load_config
-from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.records import Reward, RolloutName
+from lightning_proxy.core.records import RolloutName
 from lightning_proxy.serving.swap import labels_of
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.lock import only_trainer
-from support.command_line import lightning
+
+pytestmark = pytest.mark.sqlite  # locks and journals are beside the file
 
 
-async def checks(system: Any) -> dict[str, dict[str, str]]:
-    return {check["name"]: check for check in (await system.lightning("doctor", "--json")).json}
+def checks(done: Done) -> dict[str, Json]:
+    return {check["name"]: check for check in done.json}
 
 
-async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Any, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        for task in range(system.config.trainer.tasks_per_step):
-            names = [f"r{task}-{i}" for i in range(system.config.trainer.group_size)]
-            await store.rollouts.open([(RolloutName(name, f"t{task}"), f"hash of {name}") for name in names], {})
-            for name in set(names) - {"r0-0"}:
-                await store.rewards.post([Reward(name, 0.5)])
-                await system.chat(name)
-        found = await checks(system)
+def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, trainer={"group_size": 2, "tasks_per_step": 2}) as proxy:
+        opened = [proxy.post("/rollouts", {"task_id": task, "n": 2}).json for task in ("t1", "t2")]
+        *names, last = [one["rollout_id"] for siblings in opened for one in siblings]
+        for name in names:
+            proxy.chat(name)
+            proxy.reward(name, 0.5)
+        found = checks(proxy.run("doctor", "--json"))
         assert found["trainer"]["outcome"] == "ok"
         assert found["next step"]["found"].endswith("; 1 more has begun, 1 rollout short")
-        await store.rewards.post([Reward("r0-0", 0.5)])
-        found = await checks(system)
+        proxy.reward(last, 0.5)
+        found = checks(proxy.run("doctor", "--json"))
         assert found["trainer"]["outcome"] == "warning" and found["next step"]["found"].endswith("it can be made")
-        with only_trainer(tmp_path / "policy", system.config.store.path):
-            assert (await checks(system))["trainer"]["found"] == "one runs on this store"
+        with only_trainer(tmp_path / "policy", tmp_path / "store.db"):
+            assert checks(proxy.run("doctor", "--json"))["trainer"]["found"] == "one runs on this store"
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-async def test_a_full_disk_is_a_failed_check(tmp_path: Path, is_there: bool) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/s.db'}}\n")
-    if is_there:
-        async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/s.db")):
-            pass
+def test_a_full_disk_is_a_failed_check(tmp_path: Path) -> None:
+    write_config(tmp_path, "http://127.0.0.1:9/v1", 9)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))  # as if there was no room for more
     try:
-        found = (await asyncio.to_thread(lightning, "--config", path, "doctor", "--json")).json
+        store = checks(Proxy("", tmp_path).run("doctor", "--json"))["store"]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (store,) = [check for check in found if check["name"] == "store"]
     assert (store["outcome"], "full" in store["found"]) == ("failed", True), store
 
 
@@ -85,11 +73,13 @@ class LearningVllm(ModelVllm):
 
     def __init__(self, root: Path) -> None:
         self.loads: list[str] = []
+        self.loading: Callable[[str], None] = lambda path: None
         super().__init__(root)
         self.loads.clear()
 
     def _open(self, path: str) -> Any:
         self.loads.append(path)
+        self.loading(path)
         return super()._open(path)
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -104,77 +94,67 @@ class LearningVllm(ModelVllm):
             return await super()._complete(request)
         with torch.no_grad():  # what is likely at each place of the prompt, as if that was its answer
             found = self._loaded[body["model"]](input_ids=torch.tensor([body["prompt"]])).logits[0].log_softmax(-1)
-        names, top = [f"token_id:{i}" for i in body["prompt"]], [dict(enumerate(row.tolist())) for row in found]
-        likely = [{f"token_id:{i}": value for i, value in row.items()} for row in top]
-        return web.json_response({"choices": [{"logprobs": {"tokens": names, "top_logprobs": likely}}]})
+        likely = [{f"token_id:{i}": value for i, value in enumerate(row)} for row in found.tolist()]
+        logprobs = {"tokens": [f"token_id:{i}" for i in body["prompt"]], "top_logprobs": likely}
+        return web.json_response({"choices": [{"logprobs": logprobs}]})
 
 
-@dataclass
-class Patient:
-    """A configuration, and the server behind it."""
-
-    directory: Path
-    server: LearningVllm
-    file: Path
-
-    async def checks(self, *command: str) -> dict[str, Check]:
-        """The checks by name, after a look that nothing is left."""
-        report, adapters = Report(as_json=True, stops=True), {**self.server.adapters}
-        try:
-            await learn(load_config(self.file), OWN_TASKS, command, report)
-        except Broken:
-            assert report.checks[-1].outcome == "failed" or report.checks[-1].name == "as before"
-        assert self.server.adapters == adapters
-        assert not [*self.directory.rglob("lightning-doctor*")]
-        assert not journal_path(load_config(self.file)).exists()
-        return {check.name: check for check in report.checks}
-
-
-@asynccontextmanager
-async def patient(
-    base: Path, directory: Path, publish: str = "lora", trainer: dict[str, Any] | None = None, **faults: Any
-) -> AsyncIterator[Patient]:
+@contextmanager
+def _patient(
+    base: Path, directory: Path, publish: str = "lora", learning_rate: float = 0.01, **faults: Any
+) -> Iterator[Proxy]:
+    """The configuration of a system without a proxy, and the server behind it."""
     server = LearningVllm(base)
     for name, value in faults.items():
         assert hasattr(server, name)
         setattr(server, name, value)
-    async with listening(server.app) as url:
-        settings = {
-            "proxy": {"port": 9}, "store": {"url": f"sqlite:///{directory}/store.db"},
-            "upstreams": [{"name": "policy", "base_url": f"{url}/v1"}],
-            "policy": {"model": str(base), "publish": publish, "directory": f"{directory}/policy"},
-            "trainer": {"report_to": [], "dtype": "float32", "learning_rate": 0.01, **(trainer or {})},
-        }  # fmt: skip
-        file = directory / "config.yaml"
-        file.write_text(yaml.safe_dump(settings))
-        yield Patient(directory, server, file)
+    trainer = {"report_to": [], "dtype": "float32", "learning_rate": learning_rate}
+    with played(server) as url:
+        write_config(directory, f"{url}/v1", 9, policy={"model": str(base), "publish": publish}, trainer=trainer)
+        yield Proxy("", directory, server)
+
+
+@pytest.fixture
+def patient(base: Path, tmp_path: Path) -> Callable[..., AbstractContextManager[Proxy]]:
+    return partial(_patient, base, tmp_path)
+
+
+def learn(one: Proxy, *command: str) -> dict[str, Json]:
+    """The checks by name, after a look that nothing is left."""
+    adapters = {**one.vllm.adapters}
+    found = checks(one.run("doctor", "--learn", "--json", *command))
+    assert one.vllm.adapters == adapters and not [*one.directory.rglob("*doctor*")]
+    return found
+
+
+def failed(check: Json, told: str) -> bool:
+    return check["outcome"] == "failed" and told in check["found"] + check["fix"]
 
 
 def test_only_what_follows_the_rewards_is_likelier() -> None:
-    chance = random.Random(0)
-    rewards = [[float(chance.random() < 0.5) for _ in range(8)] for _ in range(4)]
-    noise = [[chance.gauss(0, 1) for _ in range(8)] for _ in range(4)]
-    learnt = [[n + 3 * r for n, r in zip(ns, rs, strict=True)] for ns, rs in zip(noise, rewards, strict=True)]
-    nats, p = likelier(list(zip(rewards, learnt, strict=True)))
-    assert nats > 0 and p <= LARGEST_P
-    assert likelier(list(zip(rewards, noise, strict=True)))[1] > LARGEST_P
-    opposite = [[-change for change in changes] for changes in learnt]
-    assert likelier(list(zip(rewards, opposite, strict=True)))[1] > 0.9
+    chance = np.random.default_rng(0)
+    rewards, noise = chance.integers(2, size=(4, 8)).astype(float), chance.normal(size=(4, 8))
+
+    def of(changes: Any) -> tuple[float, float]:
+        return likelier([*zip(rewards, changes, strict=True)])
+
+    assert of(noise + 3 * rewards)[0] > 2 and of(noise + 3 * rewards)[1] <= LARGEST_P < of(noise)[1]
+    assert of(noise - 3 * rewards)[1] > 0.9
     assert likelier([([1.0, 1.0], [0.5, 0.1])]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_a_system_that_learns_passes_and_is_left_as_it_was(base: Path, tmp_path: Path, publish: str) -> None:
-    own = {"learning_rate": 1e-6 if publish == "lora" else 0.01}  # one that is too small is raised, and that is said
-    async with patient(base, tmp_path, publish, own) as one:
-        found = await one.checks()
-        assert ("(yours is 1e-06)" in str(found["likelier"])) == (publish == "lora"), found["likelier"]
-        assert {name: check for name, check in found.items() if check.outcome == "failed"} == {}
+def test_a_system_that_learns_passes_and_is_left_as_it_was(patient: Any, publish: str) -> None:
+    rate = 1e-6 if publish == "lora" else 0.01  # one that is too small is raised, and that is said
+    with patient(publish, rate) as one:
+        found = learn(one)
+        assert ("(yours is 1e-06)" in found["likelier"]["found"]) == (publish == "lora"), found["likelier"]
+        assert {name for name, check in found.items() if check["outcome"] == "failed"} == set(), found
         assert {"agent", "calls", "rewards", "advantages", "ratios", "likelier", "new weights"} < found.keys()
-        assert found["as before"].outcome == "ok"
-        assert len(one.server.loads) > 0
-        assert (one.server.label, one.server.paused) == ("default", False)
-        assert not (tmp_path / "store.db").exists(), "nothing reaches the user's store"
+        assert found["as before"]["outcome"] == "ok"
+        assert len(one.vllm.loads) > 0
+        assert (one.vllm.label, one.vllm.paused) == ("default", False)
+        assert not (one.directory / "store.db").exists(), "nothing reaches the user's store"
 
 
 @pytest.mark.parametrize(
@@ -188,32 +168,29 @@ async def test_a_system_that_learns_passes_and_is_left_as_it_was(base: Path, tmp
         ({"refuses": {"/v1/load_lora_adapter": 404}}, "publishing", "failed", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     ],
 )
-async def test_what_is_broken_is_named_with_what_to_do(
-    base: Path, tmp_path: Path, faults: dict[str, Any], check: str, outcome: str, advice: str
+def test_what_is_broken_is_named_with_what_to_do(
+    patient: Any, faults: Json, check: str, outcome: str, advice: str
 ) -> None:
-    async with patient(base, tmp_path, **faults) as one:
-        found = (await one.checks())[check]
-        assert (found.outcome, advice in (found.fix or "")) == (outcome, True), found
+    with patient(**faults) as one:
+        found = learn(one)[check]
+        assert (found["outcome"], advice in found["fix"]) == (outcome, True), found
 
 
-async def test_a_trainer_that_runs_is_left_alone(base: Path, tmp_path: Path) -> None:
-    async with patient(base, tmp_path) as one:
-        with only_trainer(tmp_path / "policy", tmp_path / "store.db"):
-            settings = yaml.safe_load(one.file.read_text())
-            del settings["policy"]["model"]  # what is to be stopped is told first
-            one.file.write_text(yaml.safe_dump(settings))
-            found = (await one.checks())["trainer"]
-        assert (found.outcome, "another trainer works" in found.found) == ("failed", True)
-        assert one.server.loads == []
+def test_a_trainer_that_runs_is_left_alone(patient: Any) -> None:
+    with patient() as one, only_trainer(one.directory / "policy", one.directory / "store.db"):
+        without_model = one.config.read_text().replace(f"model: {one.vllm.root}", "")
+        one.config.write_text(without_model)  # what is to be stopped is told first
+        assert failed(learn(one)["trainer"], "another trainer works")
+        assert one.vllm.loads == []
 
 
 @pytest.mark.long
-async def test_merged_weights_are_not_replaced_while_rollouts_run(base: Path, tmp_path: Path) -> None:
-    async with patient(base, tmp_path, "merged") as one:
-        async with opened(load_config(one.file).store) as database:
+async def test_merged_weights_are_not_replaced_while_rollouts_run(patient: Any) -> None:
+    with patient("merged") as one:
+        async with opened(load_config(one.config).store) as database:
             await Store(database).rollouts.open([(RolloutName("r1", "t"), "hash")], {})
-        found = (await one.checks())["weights"]
-        assert (found.outcome, "wait" in str(found.fix), one.server.loads) == ("failed", True, [])
+        assert failed((await asyncio.to_thread(learn, one))["weights"], "wait")
+        assert one.vllm.loads == []
 
 
 AGENT = """
@@ -228,62 +205,50 @@ urllib.request.urlopen(urllib.request.Request(
 
 
 @pytest.mark.long
-async def test_the_users_own_agent_works(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = tmp_path / "agent.py"
-    agent.write_text(AGENT)
+def test_the_users_own_agent_works(patient: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "policy")
-    async with patient(base, tmp_path) as one:
-        found = await one.checks("python", str(agent))
-        assert found["agent"].found.startswith("32 rollouts of 4 tasks made 32 calls")
-        assert found["as before"].outcome == found["new weights"].outcome == "ok"
+    with patient() as one:
+        (one.directory / "agent.py").write_text(AGENT)
+        found = learn(one, "--", "python", "agent.py")
+        assert found["agent"]["found"].startswith("32 rollouts of 4 tasks made 32 calls")
+        assert found["as before"]["outcome"] == found["new weights"]["outcome"] == "ok"
 
 
-async def test_the_version_that_was_live_is_served_again(base: Path, tmp_path: Path) -> None:
-    async with patient(base, tmp_path, "merged") as one:
-        async with opened(load_config(one.file).store) as database:
+async def test_the_version_that_was_live_is_served_again(patient: Any) -> None:
+    with patient("merged") as one:
+        async with opened(load_config(one.config).store) as database:
             versions = Store(database).versions
             assert await versions.new("merged", 1, {}) == 1
-            await versions.saved(1, str(base), "base")
+            await versions.saved(1, str(one.vllm.root), "base")
             await versions.set_live(1, 1, verified=True)
-            mine = labels_of(await versions.live())[0]
-        one.server.label = mine
-        found = await one.checks()
-        assert (found["new weights"].outcome, found["as before"].outcome) == ("ok", "ok")
-        assert "lightning-doctor" in one.server.loads[-2]
-        assert (one.server.loads[-1], one.server.label) == (str(base), mine)
+            one.vllm.label = mine = labels_of(await versions.live())[0]
+        found = await asyncio.to_thread(learn, one)
+        assert (found["new weights"]["outcome"], found["as before"]["outcome"]) == ("ok", "ok")
+        assert "lightning-doctor" in one.vllm.loads[-2]
+        assert (one.vllm.loads[-1], one.vllm.label) == (str(one.vllm.root), mine)
 
 
-async def test_weights_that_are_not_put_back_are_told(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_not_put_back_are_told(patient: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*_: Any) -> None:
         pass
 
     monkeypatch.setattr("lightning_proxy.commands.doctor.learn.put_back", nothing)
-    async with patient(base, tmp_path, "merged") as one:
-        found = (await one.checks())["as before"]
-    assert (found.outcome, "the server's answers differ from before" in found.found) == ("failed", True)
+    with patient("merged") as one:
+        assert failed(learn(one)["as before"], "the server's answers differ from before")
 
 
 @pytest.mark.parametrize("publish", ["lora", pytest.param("merged", marks=pytest.mark.long)])
-async def test_a_doctor_that_is_killed_leaves_nothing_after_the_next_one(
-    base: Path, tmp_path: Path, publish: str
-) -> None:
-    async with patient(base, tmp_path, publish) as one:
-        command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(one.file), "doctor"]
-        killed = await asyncio.create_subprocess_exec(*command, "--learn", stdout=DEVNULL)
-        while not any("lightning-doctor" in load for load in one.server.loads):
-            assert killed.returncode is None
-            await asyncio.sleep(0.05)
-        killed.kill()
-        await killed.wait()
-        assert journal_path(load_config(one.file)).exists()
-        mended = await asyncio.create_subprocess_exec(*command, "--json", stdout=PIPE)
-        told = json.loads((await mended.communicate())[0])
-        assert [check["found"] for check in told if check["name"] == "learn"] == [
+def test_a_doctor_that_is_killed_leaves_nothing_after_the_next_one(patient: Any, publish: str) -> None:
+    with patient(publish) as one:
+        killed, loads = Forked(one, "doctor", "--learn"), threading.Event()
+        one.vllm.loading = lambda path: "lightning-doctor" in path and loads.set()
+        assert loads.wait(120)
+        killed.signal(signal.SIGKILL)
+        assert killed.wait().returncode == -9
+        assert [*one.directory.glob("*-doctor.json")]
+        assert checks(one.run("doctor", "--json"))["learn"]["found"] == (
             "a doctor was killed while it tried whether this system learns: what it had changed is put back"
-        ]
-        assert one.server.adapters == {}
-        assert not [*tmp_path.rglob("*doctor*")]
+        )
+        assert one.vllm.adapters == {} and not [*one.directory.rglob("*doctor*")]
         if publish == "merged":
-            assert (one.server.loads[-1], one.server.label) == (str(base), "default")
+            assert (one.vllm.loads[-1], one.vllm.label) == (str(one.vllm.root), "default")
