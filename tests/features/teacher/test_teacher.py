@@ -1,6 +1,6 @@
 """A teacher: what it is asked, and which teachers are refused.
 
-`tests/end_to_end/test_teacher.py` has a policy that comes nearer to it.
+`tests/end_to_end/test_teacher.py` asks a real vLLM, `tests/reference/` has the gradients of what is learned.
 """
 
 from __future__ import annotations
