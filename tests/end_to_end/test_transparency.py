@@ -111,21 +111,6 @@ def test_the_agent_sees_no_difference(served: Served, path: str, body: dict[str,
     assert frames == expected_frames
 
 
-def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:
-    url = served.proxied.replace("/rollouts/r", "/rollouts/sampled")
-    for stream in (False, True):
-        post(f"{url}/v1/chat/completions", {"model": "policy", "messages": SAY, "max_tokens": 5, "stream": stream})
-        post(f"{url}/v1/completions", {"model": "policy", "prompt": "One,", "max_tokens": 5, "stream": stream})
-        post(f"{url}/v1/responses", {"model": "policy", "input": SAY, "max_output_tokens": 5, "stream": stream})
-        post(f"{url}/v1/messages", {"model": "policy", "messages": SAY, "max_tokens": 5, "stream": stream})
-    calls = json.loads(urllib.request.urlopen(url + "?requests=whole").read())["calls"]
-    assert [(call["trainable"], call["untrainable_reason"]) for call in calls] == [(True, None)] * 8
-    for call in calls:
-        assert len(call["response_token_ids"]) == len(call["logprobs"]) > 0
-        assert call["prompt_token_ids"]
-    assert calls[3]["response"]["content"][0]["type"] == "text"
-
-
 @pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_an_official_client_sees_no_difference(served: Served, client: Client) -> None:
     if client.missing:
