@@ -1,11 +1,8 @@
-"""Adapters on a real vLLM: a conversation with one, an exported one, and `doctor --learn` next to a running system."""
+"""Adapters on a real vLLM: a conversation with one, and an exported one."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import pytest
 import yaml
 
 from contract.real import System
-from contract.system import CLI, free_port
 from lightning_proxy.serving.operator import operator_headers
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from support.command_line import lightning
@@ -79,26 +75,3 @@ def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, speller: 
     assert {call.policy_version for call in served.calls("exact", "adapted")} == {1}
     after = served.outcomes("exact")
     assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "exact": 3}
-
-
-async def test_a_real_vllm_learns_and_is_left_as_it_was(lora: System, speller: Path, tmp_path: Path) -> None:
-    url, file = f"http://127.0.0.1:{lora.vllm_port}/v1", tmp_path / "config.yaml"
-    (tmp_path / "policy").mkdir()
-    shutil.copy(lora.directory / "policy" / "operator.key", tmp_path / "policy")
-    settings = {
-        "proxy": {"port": free_port()}, "store": {"url": f"sqlite:///{tmp_path}/store.db"},
-        "upstreams": [{"name": "policy", "base_url": url}], "trainer": {"learning_rate": 1e-3},
-        "policy": {"model": str(speller), "publish": "lora", "directory": f"{tmp_path}/policy"},
-    }  # fmt: skip
-    file.write_text(yaml.safe_dump(settings))
-    async with operator_session() as session:
-        server = VllmServer(session, url, {})
-        before = await server.adapters()
-        command = [*CLI, "--config", str(file), "doctor", "--learn", "--json"]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
-        assert await server.adapters() == before
-    checks = {check["name"]: check for check in json.loads(done.stdout)}
-    assert [check for check in checks.values() if check["outcome"] == "failed"] == [], done.stderr
-    assert done.returncode == 0
-    assert {"ratios", "likelier", "new weights", "as before"} < checks.keys()
-    assert not [*tmp_path.rglob("lightning-doctor*")]
