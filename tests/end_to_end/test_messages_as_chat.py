@@ -59,44 +59,44 @@ def result(content: Any = None, number: int = 1, **more: Any) -> Json:
 
 CASES: list[Json] = [
     # text
-    HELLO,
+    {},
     conversation([text("Say"), text("hello.", cache_control={"type": "ephemeral"}), text("")]),
     conversation("One", [text("Two"), text("and a half")], [text("Three")]),
     conversation([], "Two", "Three"),
     conversation("One", [], '😀 \u2028 "quoted" \\ back'),
     conversation("One", "The answer begins: "),
     # what is sampled, and when it ends
-    HELLO | {"max_tokens": 1},
-    HELLO | {"stop_sequences": ["j"]},  # what it says most
-    HELLO | {"temperature": None, "top_k": 1, "stop_sequences": []},
-    HELLO | {"top_p": 0.5, "top_k": 3, "metadata": {"user_id": "somebody"}, "service_tier": "auto", "unknown": [1]},
+    {"max_tokens": 1},
+    {"stop_sequences": ["j"]},  # what it says most
+    {"temperature": None, "top_k": 1, "stop_sequences": []},
+    {"top_p": 0.5, "top_k": 3, "metadata": {"user_id": "somebody"}, "service_tier": "auto", "unknown": [1]},
     # the system's message
-    HELLO | {"system": "x-anthropic-billing-header: in text it stays"},
-    HELLO | {"system": [text("x-anthropic-billing-header: cc=1; hash=2"), text("Be brief."), text("Be kind.")]},
+    {"system": "x-anthropic-billing-header: in text it stays"},
+    {"system": [text("x-anthropic-billing-header: cc=1; hash=2"), text("Be brief."), text("Be kind.")]},
     {"messages": [{"role": "system", "content": [text("Be"), text("brief.")]}, *HELLO["messages"]]},
     {"system": "Be brief.", "messages": [*HELLO["messages"], {"role": "system", "content": "And kind."}]},
     {"messages": [*HELLO["messages"], {"role": "system", "content": "x-anthropic-billing-header: 1"}]},
     # tools
-    HELLO | TOOLS | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-    HELLO | TOOLS | {"tool_choice": {"type": "none"}},
-    HELLO | {"tools": [ADD | {"strict": True, "type": "custom"}, NOW | {"defer_loading": True, "description": ""}]},
-    HELLO | {"tool_choice": {"type": "auto"}},
+    TOOLS | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    TOOLS | {"tool_choice": {"type": "none"}},
+    {"tools": [ADD | {"strict": True, "type": "custom"}, NOW | {"defer_loading": True, "description": ""}]},
+    {"tool_choice": {"type": "auto"}},
     # tools that were used
     conversation(SAY, [text("I add."), used(given={"a": 1, "b": 2})], [result([text("3"), text("or so")])]) | TOOLS,
     conversation(SAY, [used(), used("now", number=2)], [result("2", 2), text("and"), result("1", 1)]) | TOOLS,
     conversation(SAY, [used(given={"é": [1.5, None]}), text("after it")], [result(is_error=True)]),
     conversation(SAY, [used()], [result([{"type": "document", "title": "left out"}, text("3")])]) | TOOLS,
     # thinking
-    HELLO | {"thinking": {"type": "disabled"}},
-    HELLO | {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000},
-    HELLO | {"output_config": {"effort": "max"}, "thinking": {"type": "adaptive", "display": "omitted"}},
+    {"thinking": {"type": "disabled"}},
+    {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000},
+    {"output_config": {"effort": "max"}, "thinking": {"type": "adaptive", "display": "omitted"}},
     conversation("One", [THOUGHT, {"type": "redacted_thinking", "data": "eA=="}, text("Two")], "Three"),
     # a form for the answer
-    HELLO | TOOLS | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 40},
-    HELLO | {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+    TOOLS | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 40},
+    {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
     # refused by vLLM
-    HELLO | {"model": "nobody"},
-    HELLO | {"max_tokens": 100_000},
+    {"model": "nobody"},
+    {"max_tokens": 100_000},
     conversation([text("See:"), {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9/x.png"}}]),
     conversation(SAY, [used()], [result([text("3"), {"type": "image", "source": PIXEL}])]) | TOOLS,
 ]
@@ -104,12 +104,12 @@ CASES: list[Json] = [
 
 # Requests that tools are called for; how the answer ends.
 CALLS: list[tuple[Json, str]] = [
-    (HELLO | ALONE | NUMBER, "tool_use"),
-    (HELLO | STRICT | {"tool_choice": {"type": "tool", "name": "pick", "disable_parallel_tool_use": True}}, "tool_use"),
-    (HELLO | STRICT | ANY | {"max_tokens": 106}, "max_tokens"),  # two calls
-    (HELLO | STRICT | ANY | {"stop_sequences": ["</tool_call>"]}, "tool_use"),
-    (HELLO | STRICT | ANY | {"stop_sequences": ["}}"]}, "stop_sequence"),
-    (HELLO | STRICT | ANY | {"max_tokens": 24}, "max_tokens"),
+    (ALONE | NUMBER, "tool_use"),
+    (STRICT | {"tool_choice": {"type": "tool", "name": "pick", "disable_parallel_tool_use": True}}, "tool_use"),
+    (STRICT | ANY | {"max_tokens": 106}, "max_tokens"),  # two calls
+    (STRICT | ANY | {"stop_sequences": ["</tool_call>"]}, "tool_use"),
+    (STRICT | ANY | {"stop_sequences": ["}}"]}, "stop_sequence"),
+    (STRICT | ANY | {"max_tokens": 24}, "max_tokens"),
 ]
 
 
@@ -145,7 +145,7 @@ def test_so_it_is_with_tool_calls(merged: System, template: Template, case: Json
 
 
 def asked(system: System, case: Json, stream: bool) -> tuple[str, Json]:
-    body = {"model": "speller", "max_tokens": 8, "temperature": 0, "stream": stream} | case
+    body = HELLO | {"model": "speller", "max_tokens": 8, "temperature": 0, "stream": stream} | case
     return f"http://127.0.0.1:{system.vllm_port}/v1", body
 
 
@@ -167,16 +167,16 @@ TEMPLATE = """
 """
 INLINE: Json = {"messages": [*HELLO["messages"], {"role": "system", "content": "Be brief."}]}
 THINKING: list[tuple[list[str], Json]] = [
-    (["thinking", "text"], HELLO),
-    (["thinking", "text"], HELLO | {"system": "Be kind.", "thinking": {"type": "adaptive", "display": "omitted"}}),
-    (["thinking", "text"], HELLO | {"output_config": {"effort": "low"}}),
-    (["thinking", "text"], HELLO | {"stop_sequences": ["ay"]}),
-    (["thinking"], HELLO | {"stop_sequences": ["m"]}),
-    (["thinking"], HELLO | {"max_tokens": 3}),
+    (["thinking", "text"], {}),
+    (["thinking", "text"], {"system": "Be kind.", "thinking": {"type": "adaptive", "display": "omitted"}}),
+    (["thinking", "text"], {"output_config": {"effort": "low"}}),
+    (["thinking", "text"], {"stop_sequences": ["ay"]}),
+    (["thinking"], {"stop_sequences": ["m"]}),
+    (["thinking"], {"max_tokens": 3}),
     (["thinking", "text"], INLINE | {"system": "Be kind."}),
     (["text"], INLINE | {"thinking": {"type": "disabled"}}),
     (["thinking", "text"], conversation(SAY, [THOUGHT, text("Yes?")], SAY)),
-    (["thinking", "tool_use"], HELLO | ALONE | {"tool_choice": {"type": "tool", "name": "now"}}),
+    (["thinking", "tool_use"], ALONE | {"tool_choice": {"type": "tool", "name": "now"}}),
 ]
 
 
@@ -194,7 +194,7 @@ def reciting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("blocks", "case"), THINKING)
 def test_so_it_is_with_thoughts(reciting: str, blocks: list[str], case: Json, stream: bool) -> None:
-    body = {"model": RECITER, "max_tokens": 70, "temperature": 0, "stream": stream} | case
+    body = HELLO | {"model": RECITER, "max_tokens": 70, "temperature": 0, "stream": stream} | case
     native(reciting, body)  # fills vLLM's cache, which `usage` tells
     status, answer = through_chat(reciting, body, template_of(reciting, RECITER))
     assert (status, answer) == native(reciting, body)

@@ -62,6 +62,7 @@ def calls(*named: str, before: str = "") -> Json:
 ONE, TWO = 'add {"a": 1, "b": 2}', 'multiply {"a": 3, "b": 4}'
 HISTORY = [*SAY, CALL, RESULT, item("It is 3."), {"role": "user", "content": "again"}]
 
+ASKED: Json = {"model": NAME, "temperature": 0, "max_output_tokens": 12, "input": SAY}
 TEXT: list[Json] = [
     {"input": "😀 héllo \u2028 \"quoted\" \\", "instructions": "Be brief."},
     {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}]},
@@ -71,35 +72,35 @@ TEXT: list[Json] = [
     {"input": [*SAY, thought("Zoë is French."), {"type": "message", "role": "assistant", "content": [PART]}, *SAY]},
     {"input": [*SAY, thought("x", content=None, summary=[{"type": "summary_text", "text": "y"}]), item("Salut"), *SAY]},
     {"input": [*SAY, item("Bonj", status="incomplete")]},
-    {"input": SAY, "max_output_tokens": 1},
-    {"input": SAY, "stop": "e", "include_stop_str_in_output": True},
-    {"input": SAY, "include": ["reasoning.encrypted_content"], "top_logprobs": 3},
-    {"input": SAY, "presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "min_p": 0.1},
-    {"input": SAY, "logit_bias": {"42": 50}, "ignore_eos": True, "seed": 3, "top_k": 5, "priority": 0},
-    {"input": SAY, "top_p": 0.5, "temperature": 0.000001, "seed": 1},
-    {"input": SAY, "reasoning": {"effort": "low", "summary": "auto"}, "include_reasoning": False},
-    {"input": SAY, "metadata": {"a": "b"}, "user": "me", "service_tier": "flex", "store": False, "max_tool_calls": 3},
-    {"input": SAY, "truncation": "auto", "prompt_cache_key": "x", "safety_identifier": "y", "unknown": [1]},
-    {"input": SAY, "chat_template_kwargs": {"x": 1}, "cache_salt": "salt", "parallel_tool_calls": False},
-    {"input": SAY, "text": {"format": {"type": "json_object"}, "verbosity": "low"}},
-    {"input": SAY, "text": {"format": {"type": "json_schema", "name": "x", "schema": TREE, "strict": True}}},
-    {"input": SAY, **said(" \n")},
+    {"max_output_tokens": 1},
+    {"stop": "e", "include_stop_str_in_output": True},
+    {"include": ["reasoning.encrypted_content"], "top_logprobs": 3},
+    {"presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "min_p": 0.1},
+    {"logit_bias": {"42": 50}, "ignore_eos": True, "seed": 3, "top_k": 5, "priority": 0},
+    {"top_p": 0.5, "temperature": 0.000001, "seed": 1},
+    {"reasoning": {"effort": "low", "summary": "auto"}, "include_reasoning": False},
+    {"metadata": {"a": "b"}, "user": "me", "service_tier": "flex", "store": False, "max_tool_calls": 3},
+    {"truncation": "auto", "prompt_cache_key": "x", "safety_identifier": "y", "unknown": [1]},
+    {"chat_template_kwargs": {"x": 1}, "cache_salt": "salt", "parallel_tool_calls": False},
+    {"text": {"format": {"type": "json_object"}, "verbosity": "low"}},
+    {"text": {"format": {"type": "json_schema", "name": "x", "schema": TREE, "strict": True}}},
+    said(" \n"),
 ]  # fmt: skip
 TOOLS: list[Json] = [
-    {"input": SAY, "tools": [ADD], "tool_choice": "none"},
-    {"input": SAY, "tools": [ADD | {"strict": True}, MULTIPLY], "tool_choice": "required", "max_output_tokens": 40},
-    {"input": SAY, "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 10},
-    {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO, ONE, before="All: ")},
-    {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO), "parallel_tool_calls": False},
-    {"input": SAY, "tools": [ADD], **calls(ONE), "max_output_tokens": 25},
-    {"input": SAY, "tools": [ADD], **calls(ONE, before="So: ")},
-    {"input": SAY, "tools": [ADD], **calls('unknown {"é": ["\\n", 1.50, null]}')},
-    {"input": SAY, "tools": [ADD], **said("<tool_call>\n{broken\n</tool_call>")},
-    {"input": SAY, "tools": [PATCH], **calls('patch {"input": "+ 😀 \\"a\\"\\n\\u00e9\\ud83d\\ude00"}')},
-    {"input": SAY, "tools": [PATCH], **calls('patch {"wrong": "a"}')},
-    {"input": SAY, "tools": [PATCH, ADD], "tool_choice": {"type": "custom", "name": "patch"}, "max_output_tokens": 24},
-    {"input": SAY, "tools": [MAIL, {"type": "web_search"}], **calls('mail__send {"a": 1}')},
-    {"input": SAY, "tools": [MAIL], "tool_choice": {"type": "function", "name": "mail__send"}, "max_output_tokens": 24},
+    {"tools": [ADD], "tool_choice": "none"},
+    {"tools": [ADD | {"strict": True}, MULTIPLY], "tool_choice": "required", "max_output_tokens": 40},
+    {"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 10},
+    {"tools": [ADD, MULTIPLY], **calls(ONE, TWO, ONE, before="All: ")},
+    {"tools": [ADD, MULTIPLY], **calls(ONE, TWO), "parallel_tool_calls": False},
+    {"tools": [ADD], **calls(ONE), "max_output_tokens": 25},
+    {"tools": [ADD], **calls(ONE, before="So: ")},
+    {"tools": [ADD], **calls('unknown {"é": ["\\n", 1.50, null]}')},
+    {"tools": [ADD], **said("<tool_call>\n{broken\n</tool_call>")},
+    {"tools": [PATCH], **calls('patch {"input": "+ 😀 \\"a\\"\\n\\u00e9\\ud83d\\ude00"}')},
+    {"tools": [PATCH], **calls('patch {"wrong": "a"}')},
+    {"tools": [PATCH, ADD], "tool_choice": {"type": "custom", "name": "patch"}, "max_output_tokens": 24},
+    {"tools": [MAIL, {"type": "web_search"}], **calls('mail__send {"a": 1}')},
+    {"tools": [MAIL], "tool_choice": {"type": "function", "name": "mail__send"}, "max_output_tokens": 24},
     {"input": HISTORY, "tools": [ADD], "instructions": "Be brief."},
     {"input": [*SAY, thought("I add."), item("So:"), CALL, CALL | TWICE, RESULT, RESULT | TWICE]},
     {"input": [*SAY, CALL, RESULT | {"output": [{"type": "input_text", "text": t} for t in ("3", "4")]}]},
@@ -108,16 +109,10 @@ TOOLS: list[Json] = [
     {"input": [*SAY, CALL | {"namespace": "mail", "name": "send"}, RESULT], "tools": [MAIL]},
 ]  # fmt: skip
 REFUSED: list[Json] = [
-    {},
-    {"input": SAY, "temperature": "hot"},
-    {"input": SAY, "max_output_tokens": 100_000},
+    {"temperature": "hot"},
+    {"max_output_tokens": 100_000},
     {"input": "word " * 3000},
-    {"input": SAY, "model": "nobody"},
-    {"input": SAY, "tools": [{"type": "function"}]},
-    {"input": SAY, "tools": [ADD], "tool_choice": {"type": "function", "name": "subtract"}},
-    {"input": SAY, "tool_choice": "required"},
-    {"input": SAY, "previous_response_id": "resp_unknown"},
-    {"input": SAY, "prompt": {"id": "p"}},
+    {"model": "nobody"},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,xyz"}]}]},
 ]  # fmt: skip
 
@@ -136,8 +131,7 @@ def vllm(merged: System) -> str:
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("body", TEXT + TOOLS, ids=lambda body: json.dumps(body)[:60])
 def test_answers_agree(vllm: str, body: Json, stream: bool) -> None:
-    body = {"model": NAME, "temperature": 0, "max_output_tokens": 12} | body | {"stream": stream}
-    assert_same(vllm, body)
+    assert_same(vllm, ASKED | body | {"stream": stream})
 
 
 def test_a_limit_that_nobody_named_is_not_told_before_it_is_met(vllm: str) -> None:
@@ -155,8 +149,7 @@ def test_a_limit_that_nobody_named_is_not_told_before_it_is_met(vllm: str) -> No
 
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: json.dumps(body)[:60])
 def test_what_vllm_refuses_is_refused(vllm: str, body: Json) -> None:
-    body = {"model": NAME, "temperature": 0, "max_output_tokens": 12} | body
-    own, ours = native(vllm, body), through_chat(vllm, body)
+    own, ours = native(vllm, ASKED | body), through_chat(vllm, ASKED | body)
     assert ours.status == own.status >= 400
     assert ours.events[0]["error"] == own.events[0]["error"]
 
