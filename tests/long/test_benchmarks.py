@@ -9,9 +9,11 @@ import sqlite3
 import sys
 from contextlib import closing
 from importlib import import_module
+from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,23 +40,9 @@ async def run(script: str, *arguments: str) -> tuple[int | None, str]:
     return process.returncode, out.decode()
 
 
-async def load_on_a_server_that_answers(answer: bytes, *, stream: bool) -> dict[str, Any]:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        await reader.readexactly(int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0]))
-        writer.write(answer)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    options = {"port": port, "connections": 1, "seconds": 0, "prompt": 5_000, "options": {"stream": stream}}
-    async with server:
-        _, out = await run("load.py", json.dumps(options))
-    return json.loads(out)
-
-
-async def test_an_answer_counts_where_it_is_whole_and_right() -> None:
+async def test_an_answer_counts_where_it_is_whole_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    load: Any = import_module("load")
     choice, events = b'{"choices": [{"finish_reason": "stop"}]}', [EVENT] * 41
     for stream, answer, counts in (
         (False, length(choice), True),
@@ -67,8 +55,12 @@ async def test_an_answer_counts_where_it_is_whole_and_right() -> None:
         (True, chunked(*events), False),
         (True, chunked(*events, b"data: [DONE]\n\n")[:-5], False),
     ):
-        result = await load_on_a_server_that_answers(answer, stream=stream)
-        assert (result["answers"], result["failed"]) == (counts, not counts), answer[:200]
+        client = load.Client(repeat((b"", b"")), stream)
+        client.connection_made(Mock())
+        client.ask(until=0.0)
+        client.data_received(answer)
+        client.connection_lost(None)
+        assert (len(client.results), len(client.failed)) == (counts, not counts), answer[:200]
 
 
 async def test_the_benchmark_of_the_proxy_runs_and_the_soak_loses_nothing(tmp_path: Path) -> None:
