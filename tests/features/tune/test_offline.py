@@ -83,24 +83,34 @@ class Recorded:
     ) -> None:  # fmt: skip
         """A rollout that answers in turn with `answers`, by `agents` in turn; every turn adds two tokens of context."""
         ids = tuple(prompt)
-        async with Recorder(self.store, merged=False) as recorder:
-            for turn, answer in enumerate(answers):
-                call_id, who = f"{name}-{turn}", RolloutName(name, task, agents[turn % len(agents)], mode, key_id)
-                request = {"messages": [{"role": "user", "content": f"{task} {turn}"}], "temperature": 0.7}
-                choice = Choice(0, tuple(answer), (-3.0,) * len(answer), "stop")
-                await recorder.start(CallStart(call_id, who, "chat/completions", "policy", 3, request, time.time()))
-                await recorder.end(CallEnd(call_id, name, "ok", {}, 200, ids, (choice,), untrainable_reason=reason))
-                ids = (*ids, *answer, 7, 8)
+        for turn, answer in enumerate(answers):
+            who = RolloutName(name, task, agents[turn % len(agents)], mode, key_id)
+            request = {"messages": [{"role": "user", "content": f"{task} {turn}"}], "temperature": 0.7}
+            await self.call(f"{name}-{turn}", who, request, {}, ids, answer, untrainable_reason=reason)
+            ids = (*ids, *answer, 7, 8)
         if reward is not None:
-            await self.store.rewards.post([Reward(name, reward)], None, b"")
+            await self.post(Reward(name, reward))
 
     async def of_another_model(self, name: str, messages: list[Any], message: Any, finish: str = "stop") -> None:
-        request, who = {"model": "teacher", "messages": messages}, RolloutName(name)
+        request = {"model": "teacher", "messages": messages}
         response = {"choices": [{"message": {"role": "assistant", **message}, "finish_reason": finish}]}
+        await self.call(name, RolloutName(name), request, response, untrainable_reason=NOT_THE_POLICY)
+        await self.post(Reward(name, 1.0))
+
+    async def call(
+        self, call_id: str, who: RolloutName, request: dict[str, Any], response: Any, prompt: tuple[int, ...] = (),
+        answer: Sequence[int] = (), finish: str = "stop", **end: Any,
+    ) -> None:  # fmt: skip
+        """One recorded call. One without tokens is another model's."""
+        start = CallStart(call_id, who, "chat/completions", "policy", 3 if answer else None, request, time.time())
+        choices = (Choice(0, tuple(answer), (-3.0,) * len(answer), finish),) if answer else ()
+        ended = CallEnd(call_id, who.rollout_id, "ok", response, 200, prompt, choices, tool_calls=tool_calls(response))
         async with Recorder(self.store, merged=False) as recorder:
-            await recorder.start(CallStart(name, who, "chat/completions", "teacher", None, request, time.time()))
-            await recorder.end(CallEnd(name, name, "ok", response, 200, (), (), untrainable_reason=NOT_THE_POLICY))
-        await self.store.rewards.post([Reward(name, 1.0)], None, b"")
+            await recorder.start(start)
+            await recorder.end(ended._replace(**end))
+
+    async def post(self, *rewards: Reward) -> None:
+        await self.store.rewards.post([*rewards], None, b"")
 
     async def read(
         self, method: str, among: Any = None, shown_by: Any = None, agents: Any = (), sift: Any = None, **own: Any
@@ -426,7 +436,7 @@ def test_a_run_that_was_killed_gives_the_same_losses_and_weights(
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": ["n"]}}}]
 
 
-async def _tool_user(recorder: Recorder, store: Store, name: str, good: bool) -> None:
+async def _tool_user(r: Recorded, name: str, good: bool) -> None:
     """A rollout that calls a tool, is told what came of it, and answers; rewarded by two names, of calls as well."""
     made = {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}' if good else "{}"}}
     asked: list[Any] = [{"role": "user", "content": "hi"}]
@@ -434,46 +444,34 @@ async def _tool_user(recorder: Recorder, store: Store, name: str, good: bool) ->
     told = {"role": "tool", "tool_call_id": "t", "content": "3" if good else "Error: no such city"}
     answers = [(asked, called, "tool_calls"), ([*asked, called, told], {"role": "assistant", "content": "3"}, "length")]
     for i, (messages, message, finish) in enumerate(answers):
-        answer = {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
         request = {"messages": messages, "tools": TOOLS}
-        start = CallStart(f"{name}-{i}", RolloutName(name, "t"), "chat/completions", "policy", 3, request, time.time())
-        await recorder.start(start)
-        end = CallEnd(f"{name}-{i}", name, "ok", answer, 200, (0, i), (Choice(0, (4, 5), (-1.0, -1.0), finish),))
-        await recorder.end(end._replace(tool_calls=tool_calls(answer)))
+        response = {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
+        await r.call(f"{name}-{i}", RolloutName(name, "t"), request, response, (0, i), (4, 5), finish)
     style = Reward(name, 0.5 * good, f"{name}-1", name="style", final=False)
     score = Reward(name, 0.25 + 0.5 * good, f"{name}-0", name="judge", source="scripted", final=False)
-    await store.rewards.post([style, score, Reward(name, 4.0 * good, name="style"), Reward(name, 1.0)], None, b"")
+    await r.post(style, score, Reward(name, 4.0 * good, name="style"), Reward(name, 1.0))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are_for(
-    tmp_path: Path, suffix: str
+    r: Recorded, tmp_path: Path, suffix: str
 ) -> None:
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
-    source = tmp_path / "week.db"
-    async with opened(StoreConfig(url=f"sqlite:///{source}")) as database:
-        async with Recorder(Store(database), merged=False) as recorder:
-            for name in ("good", "bad"):
-                await _tool_user(recorder, Store(database), name, name == "good")
-        await database.checkpoint()
+    for name in ("good", "bad"):
+        await _tool_user(r, name, name == "good")
     settings = {
         "credit": "discounted", "baseline": "dr_grpo", "group_size": 2, "group_timeout_s": 1e-9,
         "reward_weights": {"reward": 1.0, "style": 2.0, "judge": 8.0},
         "air": {"tool_error": -0.1, "bad_arguments": -0.1, "truncated": -0.1},
     }  # fmt: skip
-    found = []
+    source, found = tmp_path / "store.db", []
     for number, data in enumerate((source, export(source, tmp_path / f"week.{suffix}"))):
         async with opened(await prepare(data, tmp_path / str(number))) as database:
             batch = await Collector(TrainerConfig.model_validate(settings), Store(database)).next_batch(0, fewer=True)
             calls = await Store(database).calls.of("good")
-        said = [(answer_in(call.response), call.response["choices"][0]["finish_reason"]) for call in calls]
         assert batch is not None
-        rows = {s.call_ids[0]: (s.token_ids, s.mask, s.logprobs, s.temperatures) for s in batch.samples}
-        # Of the second call: 1 + 2 * (4 + 0.5) - 0.1 and 1 - 0.1; the first adds 8 * 0.75 and 8 * 0.25 - 2 * 0.1.
-        advantages = {"good-0": 6.6, "bad-0": -6.6, "good-1": 4.5, "bad-1": -4.5}
-        assert {s.call_ids[0]: s.advantages[-1] for s in batch.samples} == pytest.approx(advantages)
-        found.append((said, rows))
+        found.append(([answer_in(call.response) for call in calls], batch.samples))
     assert found[0] == found[1]
 
 

@@ -22,7 +22,6 @@ from lightning_proxy.core.errors import ConfigError, LightningError, StoreUnavai
 from lightning_proxy.features.tune.lessons import Example, Lessons
 from lightning_proxy.features.tune.run import BATCH_TOKENS, TuningRun, tune
 from lightning_proxy.serving.vllm import VllmServer
-from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.plugins import TrainerHooks
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
@@ -170,17 +169,15 @@ async def test_tuned_weights_are_published_and_rl_goes_on_with_every_rollout(
         assert [s.metrics.get("method") for s in await b.store.steps.all()] == [method, None, method]
 
 
-@pytest.mark.parametrize("method", ["rl", *METHODS])
+@pytest.mark.parametrize("method", METHODS)
 async def test_what_a_method_makes_of_all_weights_is_published(
     method: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     teacher = {"base_url": "http://127.0.0.1:1/v1"}
     async with bench(base, tmp_path, weights="full", learning_rate=0.005, teacher=teacher, **RATES) as b:
         await b.groups("t1", "t2")
-        once = {"once": True} if method == "rl" else {}
-        await b.loop(TrainingLoop if method == "rl" else partial(TuningRun, method)).run(asyncio.Event(), **once)
-        if method != "rl":
-            assert f"teacher is for RL: --method {method} does without it" in caplog.text
+        await b.loop(partial(TuningRun, method)).run(asyncio.Event())
+        assert f"teacher is for RL: --method {method} does without it" in caplog.text
         live = await b.store.versions.live()
         assert (live.version, live.publish, live.verified) == (1, "merged", True)
         (step,) = await b.store.steps.all()
