@@ -9,78 +9,19 @@ import os
 import re
 from asyncio.subprocess import PIPE
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 from aiohttp import web
-from traffic.server import serving
 
 Json = dict[str, Any]
 
 
-class Dictated:
-    """Forwards everything to vLLM; keeps what it was asked, by the credential that came with it."""
-
-    def __init__(self, vllm: str, session: aiohttp.ClientSession) -> None:
-        self.asked: dict[str | None, list[Json]] = defaultdict(list)
-        self._vllm, self._session = vllm, session
-
-    async def forward(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        if request.path == "/v1/chat/completions":
-            asked = json.loads(body)
-            self.asked[key_of(request)].append(asked)
-            body = json.dumps(dictated(asked)).encode()
-        headers = {"Content-Type": request.content_type}
-        url = self._vllm + request.path_qs
-        async with self._session.request(request.method, url, data=body, headers=headers) as answer:
-            response = web.StreamResponse(
-                status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "text/plain")}
-            )
-            await response.prepare(request)
-            async for piece in answer.content.iter_any():
-                await response.write(piece)
-        return response
-
-
-def dictated(request: Json) -> Json:
-    """With one text only that vLLM may answer. Of a strict tool it would allow every call that fits the schema."""
-    tools = [tool | {"function": tool["function"] | {"strict": False}} for tool in request.get("tools") or ()]
-    return request | {"structured_outputs": {"choice": [text_for(request)]}} | ({"tools": tools} if tools else {})
-
-
-def text_for(request: Json) -> str:
-    """The answer as the model writes it, tool calls in the form that vLLM's hermes parser reads."""
-    said = say(request)
-    calls = [{"name": name, "arguments": arguments} for name, arguments in said.calls]
-    return said.text or "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
-
-
-@asynccontextmanager
-async def dictating(vllm: str) -> AsyncIterator[tuple[Dictated, str]]:
-    """With its root URL."""
-    async with aiohttp.ClientSession() as session:
-        model = Dictated(vllm, session)
-        application = web.Application(client_max_size=64 * 2**20)
-        application.router.add_route("*", "/{path:.*}", model.forward)
-        async with serving(application) as url:
-            yield model, url
-
-
-class Said(NamedTuple):
-    """One answer: text, or calls of tools as (name, arguments)."""
-
-    text: str | None = None
-    calls: Sequence[tuple[str, Json]] = ()
-
-
-def items(request: Json) -> list[Any]:
-    found = request.get("messages", request.get("input"))
-    return found if isinstance(found, list) else [found]
+# One answer: text, or the call of a tool with its arguments.
+Said = str | tuple[str, Json]
 
 
 NUMBERS = itertools.count()
@@ -91,44 +32,42 @@ def new_id(prefix: str) -> str:
 
 
 def chat(said: Said) -> Json:
-    calls = [
-        {"id": new_id("call"), "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-        for name, arguments in said.calls
-    ]
-    message = {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop", "logprobs": None}
+    message: Json = {"role": "assistant", "content": said}
+    if is_call := not isinstance(said, str):
+        function = {"name": said[0], "arguments": json.dumps(said[1])}
+        message |= {"content": None, "tool_calls": [{"id": new_id("call"), "type": "function", "function": function}]}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if is_call else "stop", "logprobs": None}
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     return {"id": new_id("chatcmpl"), "object": "chat.completion", "created": 1, "choices": [choice], "usage": usage}
 
 
 def responses(said: Said) -> Json:
-    output: list[Json] = [
-        {"id": new_id("fc"), "call_id": new_id("call"), "type": "function_call", "status": "completed", "name": name,
-         "arguments": json.dumps(arguments)}
-        for name, arguments in said.calls
-    ]  # fmt: skip
-    if said.text is not None:
-        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}
-        message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
-        output.append(message | {"id": new_id("msg")})
+    if isinstance(said, str):
+        part = {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+        item: Json = {"type": "message", "role": "assistant", "id": new_id("msg"), "content": [part]}
+    else:
+        item = {"type": "function_call", "id": new_id("fc"), "call_id": new_id("call"), "name": said[0]}
+        item["arguments"] = json.dumps(said[1])
     usage = {
         "input_tokens": 3, "output_tokens": 4, "total_tokens": 7, "output_tokens_details": {"reasoning_tokens": 0},
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
     }  # fmt: skip
     return {
         "id": new_id("resp"), "object": "response", "created_at": 1, "status": "completed", "error": None,
-        "incomplete_details": None, "instructions": None, "output": output, "parallel_tool_calls": True,
-        "temperature": 1, "top_p": 1, "tool_choice": "auto", "tools": [], "usage": usage, "metadata": {},
+        "incomplete_details": None, "instructions": None, "output": [item | {"status": "completed"}],
+        "parallel_tool_calls": True, "temperature": 1, "top_p": 1, "tool_choice": "auto", "tools": [], "usage": usage,
+        "metadata": {},
     }  # fmt: skip
 
 
 def messages(said: Said) -> Json:
-    content: list[Json] = [{"type": "text", "text": said.text}] if said.text is not None else []
-    for name, arguments in said.calls:
-        content.append({"type": "tool_use", "id": new_id("toolu"), "name": name, "input": arguments})
+    if is_text := isinstance(said, str):
+        block: Json = {"type": "text", "text": said}
+    else:
+        block = {"type": "tool_use", "id": new_id("toolu"), "name": said[0], "input": said[1]}
     return {
-        "id": new_id("msg"), "type": "message", "role": "assistant", "content": content, "stop_sequence": None,
-        "stop_reason": "tool_use" if said.calls else "end_turn", "usage": {"input_tokens": 3, "output_tokens": 4},
+        "id": new_id("msg"), "type": "message", "role": "assistant", "content": [block], "stop_sequence": None,
+        "stop_reason": "end_turn" if is_text else "tool_use", "usage": {"input_tokens": 3, "output_tokens": 4},
     }  # fmt: skip
 
 
@@ -155,15 +94,18 @@ def say(request: Json) -> Said:
     """The call of the tool for the last product that is asked for, or what came of it."""
     names = [tool.get("function", tool).get("name") or "" for tool in request.get("tools") or ()]
     multiply = next((name for name in names if name.endswith("multiply")), None)
-    for item in reversed([item for item in items(request) if not _is_system(item)]):
+    told = request.get("messages", request.get("input"))
+    for item in reversed(told if isinstance(told, list) else [told]):
+        if isinstance(item, dict) and item.get("role") in ("system", "developer"):
+            continue
         text = _text(item)
         if multiply and (question := QUESTION.search(text)):
             a, b = map(int, question.groups())
-            return Said(calls=[(multiply, {"a": a, "b": b})])
+            return multiply, {"a": a, "b": b}
         if numbers := re.findall(r"\d+", text):
             answer = f"Multiplied by the tool, the two numbers make {numbers[-1]}."
-            return Said(calls=[("final_answer", {"answer": answer})]) if "final_answer" in names else Said(answer)
-    return Said("Fine.")
+            return ("final_answer", {"answer": answer}) if "final_answer" in names else answer
+    return "Fine."
 
 
 def _text(item: Any) -> str:
@@ -173,10 +115,6 @@ def _text(item: Any) -> str:
     if isinstance(item, list):
         return "\n".join(map(_text, item))
     return _text([item[name] for name in ("content", "text", "output") if item.get(name)])
-
-
-def _is_system(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("role") in ("system", "developer")
 
 
 # No telemetry, and nothing asked of other servers: there are none here.
