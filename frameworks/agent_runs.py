@@ -94,8 +94,8 @@ def say(request: Json) -> Said:
     """The call of the tool for the last product that is asked for, or what came of it."""
     names = [tool.get("function", tool).get("name") or "" for tool in request.get("tools") or ()]
     multiply = next((name for name in names if name.endswith("multiply")), None)
-    told = request.get("messages", request.get("input"))
-    for item in reversed(told if isinstance(told, list) else [told]):
+    items = request.get("messages", request.get("input"))
+    for item in reversed(items if isinstance(items, list) else [items]):
         if isinstance(item, dict) and item.get("role") in ("system", "developer"):
             continue
         text = _text(item)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
+from traffic.server import messages_events
 
 from contract.raw import Upstream
 from contract.system import Answer, Json, Proxy, in_this_process, played, wait_until
@@ -51,46 +52,29 @@ class Anthropic(Upstream):
             answer = {"type": "error", "error": error, "request_id": "req_1"}
             return web.json_response(answer, status=int(status), headers=headers | {"retry-after": "7"})
         said = request.headers["x-api-key"] if kind == "echoes" else "Zoë"
-        text, tool = {"type": "text", "text": said}, {"type": "tool_use", "id": "toolu_1", "name": "add"}
-        usage = {"input_tokens": 10, "output_tokens": 5, "cache_read_input_tokens": 3, "cache_creation_input_tokens": 0}
-        message = {"id": "msg_01", "type": "message", "role": "assistant", "model": body["model"], "usage": usage}
+        tool = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
+        message = {
+            "id": "msg_01", "type": "message", "role": "assistant", "model": body["model"], "stop_sequence": None,
+            "content": [{"type": "text", "text": said}, tool], "stop_reason": "tool_use",
+            "usage": {"input_tokens": 10, "output_tokens": 5, "cache_read_input_tokens": 3},
+        }  # fmt: skip
         if not body.get("stream"):
-            content = [text, tool | {"input": {"a": 1}}]
-            end = {"content": content, "stop_reason": "tool_use", "stop_sequence": None}
-            return web.json_response(message | end, headers=headers)
+            return web.json_response(message, headers=headers)
         answer = web.StreamResponse(headers=headers | {"Content-Type": "text/event-stream"})
         await answer.prepare(request)
-        begin = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 1}}
-        await _send(answer, "message_start", message=message | begin)
-        await _send(answer, "content_block_start", index=0, content_block=text | {"text": ""})
-        await _send(answer, "ping")
-        await _said(answer, 0, "text_delta", text="Zo")
-        if kind == "stalls":
-            try:
-                await asyncio.sleep(60)
-            finally:
-                self.left.set()
-        if kind == "breaks":
-            await _send(answer, "error", error={"type": "overloaded_error", "message": "Overloaded"})
-            return answer
-        await _said(answer, 0, "text_delta", text=said.removeprefix("Zo"))
-        await _send(answer, "content_block_stop", index=0)
-        await _send(answer, "content_block_start", index=1, content_block=tool | {"input": {}})
-        for part in ('{"a"', ": 1}"):
-            await _said(answer, 1, "input_json_delta", partial_json=part)
-        await _send(answer, "content_block_stop", index=1)
-        delta = {"stop_reason": "tool_use", "stop_sequence": None}
-        await _send(answer, "message_delta", delta=delta, usage={"output_tokens": 5})
-        await _send(answer, "message_stop")
+        start, block, *events = messages_events(message, len(said) if kind == "echoes" else len("Zo"))
+        for event in (start, block, {"type": "ping"}, *events):
+            await answer.write(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode())
+            if event is events[0] and kind == "stalls":
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    self.left.set()
+            if event is events[0] and kind == "breaks":
+                error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
+                await answer.write(f"event: error\ndata: {json.dumps(error)}\n\n".encode())
+                break
         return answer
-
-
-async def _send(answer: web.StreamResponse, kind: str, **event: Any) -> None:
-    await answer.write(f"event: {kind}\ndata: {json.dumps({'type': kind, **event})}\n\n".encode())
-
-
-async def _said(answer: web.StreamResponse, index: int, kind: str, **delta: str) -> None:
-    await _send(answer, "content_block_delta", index=index, delta={"type": kind, **delta})
 
 
 def through_litellm(base_url: str, provider: str, *models: str, **settings: Any) -> Json:
