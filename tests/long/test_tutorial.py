@@ -17,9 +17,11 @@ import pytest
 from aiohttp import web
 
 from contract.system import free_port, listening
+from frameworks.agent_runs import SHAPES, key_of
 from support.paths import ROOT
 
 NAMES = ("before", "imitated", "reinforced")  # of the files of evaluations
+KEYS = {"/v1/chat/completions": "YOUR-OPENAI-KEY", "/v1/messages": "YOUR-ANTHROPIC-KEY"}
 WORDY = 10  # every sum of this worth is answered in a sentence, which is worth less
 
 
@@ -30,23 +32,11 @@ def reply(request: dict[str, Any]) -> str:
     return f"The answer is {total}." if total == WORDY else str(total)
 
 
-async def chat(request: web.Request) -> web.Response:
+async def answer(request: web.Request) -> web.Response:
     asked = await request.json()
-    if request.headers["Authorization"] != "Bearer YOUR-OPENAI-KEY":
+    if key_of(request) != KEYS[request.path]:
         return web.json_response({"error": {"message": "wrong key"}}, status=401)
-    choice = {"index": 0, "message": {"role": "assistant", "content": reply(asked)}, "finish_reason": "stop"}
-    usage = {"prompt_tokens": 20, "completion_tokens": 1, "total_tokens": 21}
-    body = {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": asked["model"], "usage": usage}
-    return web.json_response(body | {"choices": [choice]})
-
-
-async def messages(request: web.Request) -> web.Response:
-    asked = await request.json()
-    if request.headers["x-api-key"] != "YOUR-ANTHROPIC-KEY":
-        return web.json_response({"type": "error", "error": {"type": "authentication_error"}}, status=401)
-    body = {"id": "msg_1", "type": "message", "role": "assistant", "model": asked["model"], "stop_reason": "end_turn"}
-    body |= {"content": [{"type": "text", "text": reply(asked)}], "stop_sequence": None}
-    return web.json_response(body | {"usage": {"input_tokens": 20, "output_tokens": 1}})
+    return web.json_response(SHAPES[request.path](reply(asked)) | {"model": asked["model"]})
 
 
 async def models(_: web.Request) -> web.Response:
@@ -57,8 +47,8 @@ async def models(_: web.Request) -> web.Response:
 @asynccontextmanager
 async def serving_provider() -> AsyncIterator[str]:
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", chat)
-    app.router.add_post("/v1/messages", messages)
+    for path in KEYS:
+        app.router.add_post(path, answer)
     app.router.add_get("/v1/models", models)
     async with listening(app) as url:
         yield url
