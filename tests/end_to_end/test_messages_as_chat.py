@@ -169,11 +169,9 @@ INLINE: Json = {"messages": [*HELLO["messages"], {"role": "system", "content": "
 THINKING: list[tuple[list[str], Json]] = [
     (["thinking", "text"], {}),
     (["thinking", "text"], {"system": "Be kind.", "thinking": {"type": "adaptive", "display": "omitted"}}),
-    (["thinking", "text"], {"output_config": {"effort": "low"}}),
     (["thinking", "text"], {"stop_sequences": ["ay"]}),
     (["thinking"], {"stop_sequences": ["m"]}),
     (["thinking"], {"max_tokens": 3}),
-    (["thinking", "text"], INLINE | {"system": "Be kind."}),
     (["text"], INLINE | {"thinking": {"type": "disabled"}}),
     (["thinking", "text"], conversation(SAY, [THOUGHT, text("Yes?")], SAY)),
     (["thinking", "tool_use"], ALONE | {"tool_choice": {"type": "tool", "name": "now"}}),

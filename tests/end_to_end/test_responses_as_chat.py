@@ -217,16 +217,11 @@ THINKER, THOUGHTS = "thinker", "<think>I see.\nTwo.</think>"  # a second model, 
 CUSTOM = 'patch {"input": "+ 😀"}'
 THINKING: list[tuple[list[str], Json]] = [
     (["reasoning", "message"], said(THOUGHTS + "Hello.")),
-    (["reasoning", "message"], said(THOUGHTS + "\n\nHello.") | {"reasoning": {"effort": "high"}}),
     (["reasoning"], said("it never ends")),
-    (["reasoning"], said(THOUGHTS)),
     (["reasoning"], said(THOUGHTS + "Hello.") | {"max_output_tokens": 4}),
     (["message"], said(THOUGHTS + "Hello.") | {"include_reasoning": False}),
-    (["reasoning", "function_call"], calls(ONE, before=THOUGHTS) | {"tools": [ADD]}),
-    (["reasoning", "message", "function_call"], calls(ONE, before=THOUGHTS + "So: ") | {"tools": [ADD]}),
-    (["reasoning", "function_call", "function_call"], calls(ONE, ONE, before=THOUGHTS) | {"tools": [ADD]}),
-    (["reasoning", "function_call"],
-     calls(ONE, ONE, before=THOUGHTS) | {"tools": [ADD], "parallel_tool_calls": False}),
+    (["reasoning", "message", "function_call", "function_call"],
+     calls(ONE, ONE, before=THOUGHTS + "So: ") | {"tools": [ADD]}),
     (["reasoning", "custom_tool_call"], calls(CUSTOM, before=THOUGHTS) | {"tools": [PATCH]}),
     (["reasoning", "message"], said(THOUGHTS + "Hello.") | {"input": [*SAY, thought("hm"), *SAY]}),
 ]  # fmt: skip
