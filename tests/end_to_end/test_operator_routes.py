@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.gateway.routing import TOLERANCE, difference
 from lightning_proxy.serving.operator import key_file, operator_headers
-from lightning_proxy.serving.vllm import VllmServer, operator_session
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 
@@ -46,22 +43,3 @@ def post(url: str, headers: dict[str, str]) -> int:
     except urllib.error.HTTPError as error:
         with error:
             return error.code
-
-
-async def test_other_weights_under_the_old_label_are_told_by_what_they_answer(merged: System, tmp_path: Path) -> None:
-    from support.models import save_spelling_model  # imports torch
-
-    other = save_spelling_model(tmp_path / "other", seed=7)
-    async with operator_session() as session:
-        headers = operator_headers(merged.directory / "policy")
-        server = VllmServer(session, f"http://127.0.0.1:{merged.vllm_port}/v1", headers)
-        label, first = await server.weight_version(), await server.probe("speller")
-        assert difference(first, await server.probe("speller")) < 0.01
-        try:
-            await server.load_weights(str(other))
-            await server.go_on(label)
-            assert await server.weight_version() == label
-            assert difference(first, await server.probe("speller")) > 2 * TOLERANCE
-        finally:
-            merged.promote(merged.live()["version"])
-        assert difference(first, await server.probe("speller")) < 0.01
