@@ -100,11 +100,8 @@ def test_the_credit_benchmark_shows_what_uniform_cannot_learn(monkeypatch: pytes
         assert low <= scores(credit.STRATEGIES[name], "equal sums, sooner is better")[0] <= high, name
     judged = scores(credit.JUDGES["judge, 0 (scripted)"], "delayed reward")[0]
     assert judged > scores(credit.STRATEGIES["discounted, 0"], "delayed reward")[0] + 0.1
-    # Two agents: with rewards of their own, and with the executor's for both.
     own, team = credit.AGENTS["uniform, by agent (own)"], credit.AGENTS["uniform, all as one"]
     assert scores(own, "each is rewarded")[0] > scores(team, "each is rewarded")[0] + 0.1
-    both = "the executor is rewarded for both"
-    assert scores(team, both)[0] > 0.8 > 0.6 > scores(own, both)[0]
 
 
 async def test_the_training_benchmarks_find_one_gradient_whatever_the_way_and_measure_a_step(tmp_path: Path) -> None:

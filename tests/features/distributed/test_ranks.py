@@ -17,6 +17,7 @@ import torch
 import yaml
 from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.distributed.ranks import check, share_out
@@ -136,26 +137,20 @@ async def test_two_processes_train_from_the_store_and_publish_until_the_launcher
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "message"),
+    ("name", "value", "message"),
     [
-        ("FSDP_VERSION", "1", "fsdp_version: only 2"),
-        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params: must be false"),
-        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "fsdp_cpu_ram_efficient_loading: must be false"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing: must be false"),
+        ("fsdp_version", 1, "fsdp_version: only 2"),
+        ("cpu_offload", CPUOffloadPolicy(), "fsdp_offload_params: must be false"),
+        ("cpu_ram_efficient_loading", True, "fsdp_cpu_ram_efficient_loading: must be false"),
+        ("activation_checkpointing", True, "fsdp_activation_checkpointing: must be false"),
     ],
 )
-def test_sharding_in_a_way_that_is_not_supported_is_refused(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
-) -> None:
-    supported = {"FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-    for name, setting in supported.items():
-        monkeypatch.setenv(name, setting)
-    check(FullyShardedDataParallelPlugin())
-    monkeypatch.setenv(variable, value)
-    if variable == "FSDP_VERSION":
-        monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD")
+def test_sharding_in_a_way_that_is_not_supported_is_refused(name: str, value: Any, message: str) -> None:
+    given = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    check(given)
+    setattr(given, name, value)
     with pytest.raises(ConfigError, match=message):
-        check(FullyShardedDataParallelPlugin())
+        check(given)
 
 
 COST = TreeCost(attention=0.001, max_nodes=10_000)
