@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,11 +72,7 @@ SELECT i, CASE WHEN i > 9997 THEN 'publishing' ELSE 'ready' END, 'lora', CASE WH
 FROM generate_series(1, 10000) AS i;
 RESET session_replication_role;
 """
-LARGE = {
-    "rollouts", "calls", "rewards", "tool_calls", "events", "rollout_keys", "rollout_agents",
-    "rollout_prompts", "call_prompts", "call_credit", "conversation_points", "conversation_tips", "idempotency", "feed",
-    "large_requests", "policy_versions", "steps",
-}  # fmt: skip
+LARGE = {*re.findall(r"INSERT INTO (\w+)", FILL)}
 
 
 @pytest.fixture(scope="module")

@@ -120,14 +120,6 @@ async def test_a_step_compares_rollouts_without_a_task_with_earlier_ones_of_the_
     assert advantages(batch) == pytest.approx({"new-0": 4.0 - mean})
 
 
-async def test_where_a_step_is_compared_it_has_one_running_mean(traffic: Traffic) -> None:
-    for i, (task, reward) in enumerate((("a", 0.0), ("b", 1.0), ("a", 2.0), ("b", 1.0))):
-        await traffic.rollout(f"r{i}", task, reward)
-    batch = await traffic.batch(credit="rae", compare="step", tasks_per_step=2)
-    third, fourth = 2 - 1 / 1.95, 1 - (0.95 * 1 + 2) / (0.95**2 + 0.95 + 1)
-    assert advantages(batch) == pytest.approx({"r0-0": 0.0, "r1-0": 1.0, "r2-0": third, "r3-0": fourth})
-
-
 # ECHO: which tokens of a row tools wrote -----------------------------------------------------------------------------
 
 Json = dict[str, Any]
