@@ -4,8 +4,11 @@
 # ///
 """AG2: an agent and its tool."""
 
+import asyncio
+
 from ag2 import Agent, tool
 from ag2.config import OpenAIConfig
+from asked import HEADERS, QUESTIONS, STREAM
 
 
 @tool
@@ -14,22 +17,12 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str], stream: bool = False) -> Agent:
-    config = OpenAIConfig("policy", streaming=stream, default_headers=headers)
-    return Agent("assistant", "Use your tools.", config=config, tools=[multiply])
+async def main() -> None:
+    config = OpenAIConfig("policy", streaming=STREAM, default_headers=HEADERS)
+    asked = Agent("assistant", "Use your tools.", config=config, tools=[multiply])
+    for question in QUESTIONS:
+        asked = await asked.ask(question)
+        print(asked.body)
 
 
-async def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    asked = agent_with(headers, stream)
-    for question in questions:
-        reply = await asked.ask(question)
-        asked = reply
-        print(reply.body)
-
-
-if __name__ == "__main__":
-    import asyncio
-
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    asyncio.run(main(HEADERS, QUESTIONS, STREAM))
+asyncio.run(main())

@@ -4,8 +4,11 @@
 # ///
 """Microsoft's Agent Framework over the Responses API, its default: the server keeps the conversation. Or over chat."""
 
+import asyncio
+
 from agent_framework import Agent, tool
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
+from asked import API, HEADERS, QUESTIONS, STREAM
 
 
 @tool(approval_mode="never_require")
@@ -14,15 +17,12 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str], api: str = "responses") -> Agent:
-    kind = OpenAIChatCompletionClient if api == "chat" else OpenAIChatClient
-    return Agent(kind("policy", default_headers=headers), "Use your tools.", tools=[multiply])
-
-
-async def main(agent: Agent, questions: list[str], stream: bool) -> None:
+async def main() -> None:
+    kind = OpenAIChatCompletionClient if API == "chat" else OpenAIChatClient
+    agent = Agent(kind("policy", default_headers=HEADERS), "Use your tools.", tools=[multiply])
     session = agent.create_session()
-    for question in questions:
-        if stream:
+    for question in QUESTIONS:
+        if STREAM:
             streaming = agent.run(question, session=session, stream=True)
             async for _ in streaming:
                 pass
@@ -31,9 +31,4 @@ async def main(agent: Agent, questions: list[str], stream: bool) -> None:
             print((await agent.run(question, session=session)).text)
 
 
-if __name__ == "__main__":
-    import asyncio
-
-    from asked import API, HEADERS, QUESTIONS, STREAM
-
-    asyncio.run(main(agent_with(HEADERS, API), QUESTIONS, STREAM))
+asyncio.run(main())

@@ -7,6 +7,7 @@
 from typing import Any
 
 from anthropic import Anthropic, beta_tool
+from asked import HEADERS, QUESTIONS, STREAM
 
 
 @beta_tool
@@ -15,26 +16,14 @@ def multiply(a: int, b: int) -> str:
     return str(a * b)
 
 
-def ask(headers: dict[str, str], messages: list[Any], stream: bool) -> Any:
-    client = Anthropic(default_headers=headers)
-    asked: Any = {"model": "policy", "max_tokens": 1000, "messages": messages, "tools": [multiply], "stream": stream}
-    return client.beta.messages.tool_runner(**asked)
-
-
-def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    messages: list[Any] = []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        runner = ask(headers, messages, stream)
-        for turn in runner:
-            message = turn.get_final_message() if stream else turn
-            messages.append({"role": "assistant", "content": message.content})
-            if result := runner.generate_tool_call_response():
-                messages.append(result)
-        print(message.content[-1].text)
-
-
-if __name__ == "__main__":
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    main(HEADERS, QUESTIONS, STREAM)
+client, messages = Anthropic(default_headers=HEADERS), list[Any]()
+for question in QUESTIONS:
+    messages.append({"role": "user", "content": question})
+    asked: Any = {"model": "policy", "max_tokens": 1000, "messages": messages, "tools": [multiply], "stream": STREAM}
+    runner: Any = client.beta.messages.tool_runner(**asked)
+    for turn in runner:
+        message = turn.get_final_message() if STREAM else turn
+        messages.append({"role": "assistant", "content": message.content})
+        if result := runner.generate_tool_call_response():
+            messages.append(result)
+    print(message.content[-1].text)

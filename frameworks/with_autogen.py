@@ -4,8 +4,10 @@
 # ///
 """AutoGen: an assistant of autogen-agentchat."""
 
+import asyncio
 from typing import Any
 
+from asked import HEADERS, QUESTIONS, STREAM
 from autogen_agentchat.agents import AssistantAgent
 from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -18,21 +20,12 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str], stream: bool = False) -> AssistantAgent:
-    model: Any = OpenAIChatCompletionClient(model="policy", model_info=INFO, default_headers=headers)
-    return AssistantAgent("assistant", model, tools=[multiply], reflect_on_tool_use=True, model_client_stream=stream)
-
-
-async def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    agent = agent_with(headers, stream)
-    for question in questions:
+async def main() -> None:
+    model: Any = OpenAIChatCompletionClient(model="policy", model_info=INFO, default_headers=HEADERS)
+    agent = AssistantAgent("assistant", model, tools=[multiply], reflect_on_tool_use=True, model_client_stream=STREAM)
+    for question in QUESTIONS:
         result: Any = await agent.run(task=question)
         print(result.messages[-1].content)
 
 
-if __name__ == "__main__":
-    import asyncio
-
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    asyncio.run(main(HEADERS, QUESTIONS, STREAM))
+asyncio.run(main())

@@ -4,6 +4,7 @@
 # ///
 """CrewAI: a crew of one, with a task for each question."""
 
+from asked import HEADERS, QUESTIONS, STREAM
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import tool
 
@@ -14,20 +15,8 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def crew_with(headers: dict[str, str], questions: list[str], stream: bool = False) -> Crew:
-    model = LLM("policy", provider="openai", default_headers=headers, stream=stream)
-    clerk = Agent(role="Clerk", goal="Be exact", backstory="You count.", tools=[multiply], llm=model)
-    return Crew(
-        agents=[clerk], tasks=[Task(description=q, expected_output="A number.", agent=clerk) for q in questions]
-    )
-
-
-def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    for done in crew_with(headers, questions, stream).kickoff().tasks_output:
-        print(done.raw)
-
-
-if __name__ == "__main__":
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    main(HEADERS, QUESTIONS, STREAM)
+model = LLM("policy", provider="openai", default_headers=HEADERS, stream=STREAM)
+clerk = Agent(role="Clerk", goal="Be exact", backstory="You count.", tools=[multiply], llm=model)
+tasks = [Task(description=question, expected_output="A number.", agent=clerk) for question in QUESTIONS]
+for done in Crew(agents=[clerk], tasks=tasks).kickoff().tasks_output:
+    print(done.raw)

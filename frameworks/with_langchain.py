@@ -6,6 +6,7 @@
 
 from typing import Any
 
+from asked import HEADERS, QUESTIONS, STREAM
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
@@ -16,23 +17,13 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str]) -> Any:
-    model = ChatOpenAI(model="policy", default_headers=headers)
-    return create_agent(model, [multiply], checkpointer=InMemorySaver())
-
-
-def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    agent, config = agent_with(headers), {"configurable": {"thread_id": "1"}}
-    for question in questions:
-        said: Any = {"messages": [{"role": "user", "content": question}]}
-        if stream:
-            parts = agent.stream(said, config, stream_mode="messages")
-            print("".join(str(part.content) for part, _ in parts if part.type == "AIMessageChunk"))
-        else:
-            print(agent.invoke(said, config)["messages"][-1].content)
-
-
-if __name__ == "__main__":
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    main(HEADERS, QUESTIONS, STREAM)
+model = ChatOpenAI(model="policy", default_headers=HEADERS)
+agent: Any = create_agent(model, [multiply], checkpointer=InMemorySaver())
+config = {"configurable": {"thread_id": "1"}}
+for question in QUESTIONS:
+    said = {"messages": [{"role": "user", "content": question}]}
+    if STREAM:
+        parts = agent.stream(said, config, stream_mode="messages")
+        print("".join(str(part.content) for part, _ in parts if part.type == "AIMessageChunk"))
+    else:
+        print(agent.invoke(said, config)["messages"][-1].content)

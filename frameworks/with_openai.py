@@ -7,6 +7,7 @@
 import json
 from typing import Any
 
+from asked import HEADERS, QUESTIONS, STREAM
 from openai import OpenAI
 
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
@@ -14,10 +15,10 @@ PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "
 MULTIPLY: Any = {"type": "function", "function": {"name": "multiply", "parameters": PARAMETERS, "strict": True}}
 
 
-def step(client: OpenAI, messages: list[Any], stream: bool) -> Any:
+def step(messages: list[Any]) -> Any:
     """The model's next message, and its tool calls done."""
     asked: Any = {"model": "policy", "messages": messages, "tools": [MULTIPLY]}
-    if stream:
+    if STREAM:
         with client.chat.completions.stream(**asked) as events:
             message: Any = events.get_final_completion().choices[0].message
     else:
@@ -29,16 +30,9 @@ def step(client: OpenAI, messages: list[Any], stream: bool) -> Any:
     return message
 
 
-def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    client, messages = OpenAI(default_headers=headers), list[Any]()
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        while (message := step(client, messages, stream)).tool_calls:
-            pass
-        print(message.content)
-
-
-if __name__ == "__main__":
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    main(HEADERS, QUESTIONS, STREAM)
+client, conversation = OpenAI(default_headers=HEADERS), list[Any]()
+for question in QUESTIONS:
+    conversation.append({"role": "user", "content": question})
+    while (said := step(conversation)).tool_calls:
+        pass
+    print(said.content)

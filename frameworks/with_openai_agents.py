@@ -4,7 +4,10 @@
 # ///
 """The OpenAI Agents SDK over the Responses API, which is its default, or over chat completions."""
 
+import asyncio
+
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, SQLiteSession, function_tool
+from asked import API, HEADERS, QUESTIONS, STREAM
 from openai import AsyncOpenAI
 
 
@@ -14,16 +17,13 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str], api: str = "responses") -> Agent:
-    kind = OpenAIChatCompletionsModel if api == "chat" else OpenAIResponsesModel
-    model = kind("policy", AsyncOpenAI(default_headers=headers))
-    return Agent("Assistant", instructions="Use your tools.", tools=[multiply], model=model)
-
-
-async def converse(agent: Agent, questions: list[str], stream: bool) -> None:
+async def main() -> None:
+    kind = OpenAIChatCompletionsModel if API == "chat" else OpenAIResponsesModel
+    model = kind("policy", AsyncOpenAI(default_headers=HEADERS))
+    agent = Agent("Assistant", instructions="Use your tools.", tools=[multiply], model=model)
     session = SQLiteSession("1")
-    for question in questions:
-        if stream:
+    for question in QUESTIONS:
+        if STREAM:
             streaming = Runner.run_streamed(agent, question, session=session)
             async for _ in streaming.stream_events():
                 pass
@@ -32,9 +32,4 @@ async def converse(agent: Agent, questions: list[str], stream: bool) -> None:
             print((await Runner.run(agent, question, session=session)).final_output)
 
 
-if __name__ == "__main__":
-    import asyncio
-
-    from asked import API, HEADERS, QUESTIONS, STREAM
-
-    asyncio.run(converse(agent_with(HEADERS, API), QUESTIONS, STREAM))
+asyncio.run(main())

@@ -7,6 +7,7 @@
 import json
 from typing import Any
 
+from asked import HEADERS, QUESTIONS, STREAM
 from openai import OpenAI
 
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
@@ -14,10 +15,10 @@ PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "
 MULTIPLY: Any = {"type": "function", "name": "multiply", "parameters": PARAMETERS, "strict": True}
 
 
-def step(client: OpenAI, items: list[Any], stream: bool) -> str:
+def step(items: list[Any]) -> str:
     """What the model says next, and its tool calls done."""
     asked: Any = {"model": "policy", "input": items, "tools": [MULTIPLY]}
-    if stream:
+    if STREAM:
         with client.responses.stream(**asked) as events:
             response: Any = events.get_final_response()
     else:
@@ -31,16 +32,9 @@ def step(client: OpenAI, items: list[Any], stream: bool) -> str:
     return str(response.output_text)
 
 
-def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    client, items = OpenAI(default_headers=headers), list[Any]()
-    for question in questions:
-        items.append({"role": "user", "content": question})
-        while not (text := step(client, items, stream)):
-            pass
-        print(text)
-
-
-if __name__ == "__main__":
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    main(HEADERS, QUESTIONS, STREAM)
+client, conversation = OpenAI(default_headers=HEADERS), list[Any]()
+for question in QUESTIONS:
+    conversation.append({"role": "user", "content": question})
+    while not (said := step(conversation)):
+        pass
+    print(said)

@@ -4,6 +4,9 @@
 # ///
 """Pydantic AI: an agent and its history."""
 
+import asyncio
+
+from asked import HEADERS, QUESTIONS, STREAM
 from openai import AsyncOpenAI
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -15,15 +18,11 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str]) -> Agent:
-    provider = OpenAIProvider(openai_client=AsyncOpenAI(default_headers=headers))
-    return Agent(OpenAIChatModel("policy", provider=provider), tools=[multiply])
-
-
-async def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    agent, history = agent_with(headers), None
-    for question in questions:
-        if stream:
+async def main() -> None:
+    provider = OpenAIProvider(openai_client=AsyncOpenAI(default_headers=HEADERS))
+    agent, history = Agent(OpenAIChatModel("policy", provider=provider), tools=[multiply]), None
+    for question in QUESTIONS:
+        if STREAM:
             async with agent.run_stream(question, message_history=history) as result:
                 print(await result.get_output())
         else:
@@ -32,9 +31,4 @@ async def main(headers: dict[str, str], questions: list[str], stream: bool) -> N
         history = result.all_messages()
 
 
-if __name__ == "__main__":
-    import asyncio
-
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    asyncio.run(main(HEADERS, QUESTIONS, STREAM))
+asyncio.run(main())

@@ -4,6 +4,7 @@
 # ///
 """smolagents: an agent that calls tools."""
 
+from asked import HEADERS, QUESTIONS, STREAM
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
 
@@ -18,18 +19,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def agent_with(headers: dict[str, str], stream: bool = False) -> ToolCallingAgent:
-    model = OpenAIModel("policy", client_kwargs={"default_headers": headers})
-    return ToolCallingAgent([multiply], model, stream_outputs=stream)
-
-
-def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
-    agent = agent_with(headers, stream)
-    for question in questions:
-        print(agent.run(question, reset=False))
-
-
-if __name__ == "__main__":
-    from asked import HEADERS, QUESTIONS, STREAM
-
-    main(HEADERS, QUESTIONS, STREAM)
+model = OpenAIModel("policy", client_kwargs={"default_headers": HEADERS})
+agent = ToolCallingAgent([multiply], model, stream_outputs=STREAM)
+for question in QUESTIONS:
+    print(agent.run(question, reset=False))
