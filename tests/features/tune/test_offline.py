@@ -471,7 +471,7 @@ async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are
             batch = await Collector(TrainerConfig.model_validate(settings), Store(database)).next_batch(0, fewer=True)
             calls = await Store(database).calls.of("good")
         assert batch is not None
-        found.append(([answer_in(call.response) for call in calls], batch.samples))
+        found.append(([answer_in(call.response) for call in calls], {one.call_ids: one for one in batch.samples}))
     assert found[0] == found[1]
 
 
