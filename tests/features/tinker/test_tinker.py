@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from aiohttp import web
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -44,17 +45,22 @@ PROTOBUF = "application/x-protobuf"
 
 @dataclass
 class Model:
-    """An adapter that is one number, which moves the log-probabilities, and its gradient."""
+    """The base model with an adapter that is one number, which moves the log-probabilities, and its gradient."""
 
+    base: Any
     weight: float = 0.0
     gradient: float = 0.0
     steps: int = 0
 
+    @torch.no_grad()
     def run(self, request: Any, data: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
         """The log-probabilities of each datum's targets. Gradients are added unless it is a forward pass alone."""
         if not request.forward_only:
             self.gradient += sum(n * float(datum["advantages"].sum()) for n, datum in enumerate(data, 1))
-        return [datum["target_tokens"] / 100 - 3.0 + self.weight / 1000 for datum in data]
+        tokens, targets = ([torch.tensor(one[key]).long() for one in data] for key in ("tokens", "target_tokens"))
+        scores = [self.base(input_ids=ids[None]).logits[0].float().log_softmax(-1) for ids in tokens]
+        picked = [of_all.gather(1, ids[:, None])[:, 0] for of_all, ids in zip(scores, targets, strict=True)]
+        return [(logprobs + self.weight / 1000).numpy() for logprobs in picked]
 
     def step(self, adam: dict[str, Any]) -> None:
         self.weight += adam["learning_rate"] * self.gradient
@@ -70,7 +76,7 @@ class PlayedTinker(Upstream):
 
     def __init__(self, base: Path, adapter: Path) -> None:
         super().__init__()
-        self.url = ""
+        self.url, self.base = "", AutoModelForCausalLM.from_pretrained(base)
         config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
         self.adapter = {path.name: path.read_bytes() for path in adapter.glob("adapter_*")}
@@ -124,7 +130,7 @@ class PlayedTinker(Upstream):
         model_id = body.model_id if route == "forward_backward" else body.get("model_id")
         if route in ("create_model", "load_weights"):
             model_id = f"{body['session_id']}:train:{body['model_seq_id']}"
-            state = Model()
+            state = Model(self.base)
             if route == "load_weights":
                 if body["path"] not in self.states:
                     return {"error": "no such state", "category": "user"}
