@@ -55,12 +55,13 @@ def facts(proxy: Proxy, *names: str) -> list[list[Any]]:
 @pytest.mark.feature("judge")
 def test_programs_that_end_complete_their_rollouts_and_siblings_may_wait_for_each_others_judge(tmp_path: Path) -> None:
     judge: Any
-    with in_a_thread(judging(ordered(lambda text: 1.0))) as judge:
-        use = {"kind": "rank", "model": "openai/m", "api_base": f"{judge.url}/v1"}
-        with in_this_process(tmp_path, judge={"use": [use]}) as proxy:
-            found = ok(run(proxy, "--group-size", "3", "--concurrency", "1", "--json", agent=CALLS)).json
-            assert (found["mean_reward"], found["without_reward"]) == (0.5, 0)
-            assert facts(proxy, "status", "reason") == [["completed", "the program ended"]] * 3
+    with (
+        in_a_thread(judging(ordered(lambda text: 1.0))) as judge,
+        in_this_process(tmp_path, judge={"use": [{"kind": "rank"} | judge.asking()]}) as proxy,
+    ):
+        found = ok(run(proxy, "--group-size", "3", "--concurrency", "1", "--json", agent=CALLS)).json
+        assert (found["mean_reward"], found["without_reward"]) == (0.5, 0)
+        assert facts(proxy, "status", "reason") == [["completed", "the program ended"]] * 3
 
 
 async def test_a_run_is_no_further_ahead_of_the_policy_than_it_may_be(tmp_path: Path) -> None:
@@ -177,7 +178,8 @@ class PlayedApi:
             raise StillWaiting
         return self.told
 
-    async def every_rollout(self, *_: Any, **__: Any) -> AsyncIterator[Json]:
+    async def every_rollout(self, _: int, *, mode: str) -> AsyncIterator[Json]:
+        assert mode == "train"
         for one in self.rollouts:
             yield one
 
@@ -205,7 +207,7 @@ async def test_a_rollout_is_waited_for_that_the_live_weights_are_still_to_learn_
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("lightning_proxy.commands.run.limits.PATIENCE_S", 0.0)
-    api: Any = PlayedApi({"rollout_id": "r"} | rollout, **policy)
+    api: Any = PlayedApi({"rollout_id": "r"} | rollout, {"rollout_id": "older"}, **policy)
     backlog = Backlog(api, 1, 1, said.append)
     backlog.opened(["r"])
     backlog.ended({"rollout_id": "r"})
