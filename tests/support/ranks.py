@@ -28,24 +28,30 @@ FULL = {"weights": "full", "kl_coef": 0.1}
 ROWS = [(5, 6, 7, 8), (5, 6, 9)]
 
 
-def make_model(directory: Path) -> None:
+def make_model(directory: Path, *, tied: bool = True) -> None:
     save_llama(
         directory, VOCABULARY, hidden_size=36, intermediate_size=70, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=3, tie_word_embeddings=True,
+        num_key_value_heads=3, tie_word_embeddings=tied,
     )  # fmt: skip
+
+
+def learner(
+    model: Path, directory: Path, adapters: Any = None, processes: Processes | None = None, **settings: Any
+) -> LightningTrainer:
+    """A trainer in float32 without a loop. `settings`: of the section `trainer`."""
+    given = {"learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", **settings}
+    publish: Any = "lora" if adapters else "auto"
+    policy = PolicyConfig(model=str(model), directory=directory, adapters=adapters or {}, publish=publish)
+    return LightningTrainer(TrainerConfig.model_validate(given), policy, processes)
 
 
 def trainer(
     directory: Path, adapters: Sequence[str] = (), processes: Processes | None = None, **settings: Any
 ) -> LightningTrainer:
-    given = {
-        "learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", "max_tokens_per_batch": 30,
-        "teacher": {"base_url": "http://127.0.0.1:1/v1"},
-    }  # fmt: skip
-    config = TrainerConfig.model_validate({**given, **settings})
+    """One of a model in `directory`, which takes several passes for a step."""
+    given = {"max_tokens_per_batch": 30, "teacher": {"base_url": "http://127.0.0.1:1/v1"}, **settings}
     own = {name: [name] for name in adapters}
-    policy = PolicyConfig(model=str(directory / "model"), directory=directory / "policy", adapters=own)
-    return LightningTrainer(config, policy, processes)
+    return learner(directory / "model", directory / "policy", own, processes, **given)
 
 
 def batch(step: int, tasks: int = 3, siblings: int = 5) -> Batch:
@@ -82,10 +88,9 @@ def shared_out(given: Batch, adapters: Sequence[str]) -> Batch:
 def guided(given: Batch) -> Batch:
     """Every other sample has a guide, which says nothing of some tokens."""
     rng = random.Random(given.step)
-    samples = []
-    for i, sample in enumerate(given.samples):
-        said = tuple(rng.choice([math.nan, -1.0, -4.0, -8.0]) for _ in sample.mask)
-        samples.append(replace(sample, guidance=Guidance(said, 0.3)) if i % 2 else sample)
+    said = [tuple(rng.choices((math.nan, -1.0, -4.0, -8.0), k=len(sample.mask))) for sample in given.samples[1::2]]
+    samples = [*given.samples]
+    samples[1::2] = [replace(s, guidance=Guidance(one, 0.3)) for s, one in zip(samples[1::2], said, strict=True)]
     return replace(given, samples=tuple(samples))
 
 

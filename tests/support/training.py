@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,9 +13,8 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
+from contract.model import ModelVllm
 from contract.system import listening
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
@@ -33,98 +31,39 @@ from lightning_proxy.store.training import Step
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.plugins import Run, TrainerCore, plugins_of
 from lightning_proxy.trainer.publish import Publisher
-from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.train import engine_of
 from lightning_proxy.trainer.verify import SURE
 from support.models import VOCABULARY
-from support.sections import PolicyConfig, TrainerConfig, with_features
+from support.sections import with_features
 from support.stores import store_url
 
 
-def learner(model: Path, directory: Path, adapters: Any = None, **settings: Any) -> LightningTrainer:
-    """A trainer in float32 without a loop. `settings`: of the section `trainer`."""
-    given = {"learning_rate": 1e-2, "lora_rank": 4, "report_to": [], "dtype": "float32", **settings}
-    publish: Any = "lora" if adapters else "auto"
-    policy = PolicyConfig(model=str(model), directory=directory, adapters=adapters or {}, publish=publish)
-    return LightningTrainer(TrainerConfig.model_validate(given), policy)
+class HonestServer(ModelVllm):
+    """Answers from the weights that were loaded."""
 
-
-class HonestServer:
-    """vLLM's routes as the publisher uses them, over transformers: answers come from the weights that were loaded."""
-
-    def __init__(self, base: Path) -> None:
-        self.base, self.label, self.paused = base, "default", False
-        self.models: dict[str, Any] = {"base": self.open(str(base))}
-        self.roots: dict[str, str] = {}
-        self.app = web.Application()
-        self.app.router.add_route("*", "/{path:.*}", self.handle)
-
-    def open(self, path: str) -> Any:
-        if (Path(path) / "adapter_config.json").exists():
-            return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.base), path).merge_and_unload()
-        return AutoModelForCausalLM.from_pretrained(path)
-
-    def load(self, name: str, path: str) -> None:
-        self.models[name] = self.open(path)
-
-    async def handle(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.text() or "{}")
-        match request.path:
-            case "/v1/models":
-                data = [
-                    {"id": n, "parent": None if n == "base" else "base", "root": self.roots.get(n, str(self.base))}
-                    for n in self.models
-                ]
-                return web.json_response({"data": data})
-            case "/weight_info":
-                return web.json_response({"weight_version": self.label})
-            case "/is_paused":
-                return web.json_response({"is_paused": self.paused})
-            case "/pause" | "/resume":
-                self.paused = request.path == "/pause"
-            case "/collective_rpc":
-                self.load("base", body["kwargs"]["weights_path"])
-            case "/update_weight_version":
-                self.label = body["new_version"]
-            case "/v1/load_lora_adapter":
-                self.roots[body["lora_name"]] = body["lora_path"]
-                self.load(body["lora_name"], body["lora_path"])
-            case "/v1/unload_lora_adapter":
-                del self.models[body["lora_name"]]
-            case "/v1/completions" if body["model"] not in self.models:
-                return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
-            case "/v1/completions":
-                return web.json_response({"choices": [self.sample(body)]})
-        return web.json_response({})
-
-    @torch.no_grad()
-    def sample(self, body: dict[str, Any]) -> dict[str, Any]:
-        ids, logprobs = list(body["prompt"]), []
-        for _ in range(body["max_tokens"]):
-            found = self.models[body["model"]](input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
-            ids.append(int(torch.multinomial(found.exp(), 1)))
-            logprobs.append(float(found[ids[-1]]))
-        return {"token_ids": ids[len(body["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}
+    @property
+    def models(self) -> set[str]:
+        return {"base", *self.adapters}
 
 
 class DeafServer(HonestServer):
-    """Says yes to new weights and goes on serving the old ones."""
+    """Says yes to new weights and goes on serving the base model's."""
 
-    def load(self, name: str, path: str) -> None:
-        self.models[name] = self.models["base"]
+    def _open(self, path: str) -> Any:
+        return super()._open(str(self.root))
 
 
 class RestartingServer(HonestServer):
-    """Restarted when it is first asked (or always, when it is asked) for one adapter: it knows none then."""
+    """Restarted when it is first asked (or always, when it is asked) for one model."""
 
     restarts_at, always, restarts = "policy-v1", False, 0
 
-    async def handle(self, request: web.Request) -> web.Response:
-        asked = (await request.json())["model"] if request.path == "/v1/completions" else None
+    async def _complete(self, request: web.Request) -> web.Response:
+        asked = (await request.json())["model"]
         if asked == self.restarts_at and (self.always or not self.restarts):
             self.restarts += 1
-            self.models = {"base": self.models["base"]}
-        return await super().handle(request)
+            self.restart()
+        return await super()._complete(request)
 
 
 def evenness(ids: Sequence[int]) -> float:
@@ -178,10 +117,10 @@ class Bench:
         assert found is not None
         return found
 
-    async def train(self, *tasks: str, agent: str | None = None, **trainer: Any) -> list[str]:
-        """Record a whole group of every task, and train once on what waits, in a process that was just started."""
+    async def train(self, *tasks: str, agent: str | None = None, loop: Any = None, **trainer: Any) -> list[str]:
+        """Record a whole group of every task, and train once on what waits; in a new process without a `loop`."""
         rollouts = await self.groups(*tasks, agent=agent)
-        await self.loop(**trainer).run(asyncio.Event(), once=True)
+        await (loop or self.loop(**trainer)).run(asyncio.Event(), once=True)
         return rollouts
 
     async def rollout(
@@ -192,7 +131,7 @@ class Bench:
         ids = tuple(self.random.randrange(2, VOCABULARY) for _ in range(answer))
         rollout_id = await self.record(task, Choice(0, ids, (-3.0,) * answer, "stop"), version, agent)
         if reward is not None:
-            await self.store.rewards.post([Reward(rollout_id, reward)], None, b"")
+            await self.reward(rollout_id, reward)
         if status is not None:
             await self.store.rollouts.end(rollout_id, status, None)  # type: ignore[arg-type]
         return rollout_id
@@ -210,12 +149,17 @@ class Bench:
             await recorder.end(CallEnd(rollout_id, rollout_id, "ok", {}, 200, (0, 5, 6), (choice,)))
         return rollout_id
 
-    async def sampled(self, task: str | None, version: int, worth: Callable[[Sequence[int]], float] = evenness) -> None:
-        """A rollout that the server samples, rewarded by what its tokens are worth."""
-        answer = self.server.sample({"prompt": (0, 5, 6), "max_tokens": 4, "model": "base"})
-        ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
-        rollout_id = await self.record(task, Choice(0, ids, logprobs, "stop"), version)
-        await self.store.rewards.post([Reward(rollout_id, worth(ids))], None, b"")
+    async def reward(self, rollout_id: str, value: float) -> None:
+        await self.store.rewards.post([Reward(rollout_id, value)], None, b"")
+
+    async def sampled(
+        self, task: str, version: int, worth: Callable[[Sequence[int]], float] = evenness, tokens: int = 4,
+        heat: float = 1.0,
+    ) -> None:  # fmt: skip
+        """A rollout that the server samples at a temperature, rewarded by what its tokens are worth."""
+        ids, logprobs = self.server._sample("base", [0, 5, 6], tokens, heat)
+        choice = Choice(0, tuple(ids), tuple(logprobs), "stop")
+        await self.reward(await self.record(task, choice, version, temperature=heat), worth(ids))
 
     async def groups(self, *tasks: str, agent: str | None = None) -> list[str]:
         """A whole group of every task, with rewards that differ."""
@@ -257,11 +201,11 @@ async def require_seen_clearly(store: Store, version: int) -> None:
     assert "verified_by" not in step.metrics and step.metrics["verify_difference"] < 0.01
 
 
-async def sample_varied(b: Bench, version: int) -> None:
-    """Rollouts of four tasks that the server samples, rewarded for tokens that differ from each other."""
+async def sample_varied(b: Bench, version: int, times: int = 16, tokens: int = 4, heat: float = 1.0) -> None:
+    """So many rollouts of each of four tasks, rewarded for tokens that differ from each other."""
     torch.manual_seed(version)
-    for task in ("t1", "t2", "t3", "t4") * 16:
-        await b.sampled(task, version, lambda ids: len(set(ids)) / 4)
+    for task in ("t1", "t2", "t3", "t4") * times:
+        await b.sampled(task, version, lambda ids: len(set(ids)) / tokens, tokens, heat)
 
 
 ABSURD = {"group_size": 16, "tasks_per_step": 4, "learning_rate": 10.0}

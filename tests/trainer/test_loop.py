@@ -47,7 +47,7 @@ async def test_once_takes_what_is_ready_and_goes_on_after_groups_that_teach_noth
         equal = [await b.rollout(task, 0.5) for task in ("t1", "t2") for _ in range(4)]
         useful = await b.groups("t3")  # fewer groups than a step usually takes
         loop = b.loop()
-        await loop.run(asyncio.Event(), once=True)
+        await b.train(loop=loop)
         assert {(await b.store.rollouts.get(r)).dropped for r in equal} == {"all rewards of the group are equal"}
         assert await b.steps_of(useful) == {1}
         await b.groups("t4")
@@ -97,17 +97,9 @@ async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
 
     async with bench() as b:
         equal = [await b.rollout("t1", 0.5) for _ in range(4)]
-        await b.loop(partial(TrainingLoop, hooks=TrainerHooks(guide=away_twice))).run(asyncio.Event(), once=True)
+        await b.train(loop=b.loop(partial(TrainingLoop, hooks=TrainerHooks(guide=away_twice))))
         assert await b.steps_of(equal) == {1}
         assert asked == [4, 4, 4] and caplog.text.count("step 1 waits: teacher: away") == 2
-
-
-async def test_what_is_too_old_is_dropped_with_a_reason(bench: Start) -> None:
-    async with bench(max_staleness=0) as b:
-        await b.train("t1", "t2")
-        stale = await b.train("t3", "t4")
-        reasons = {(await b.store.rollouts.get(rollout)).dropped for rollout in stale}
-        assert reasons == {"stale: sampled by too old a policy version"}
 
 
 async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(bench: Start) -> None:

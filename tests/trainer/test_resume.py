@@ -4,20 +4,19 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
 
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError, StoreUnavailable
-from lightning_proxy.store.opening import opened
 from lightning_proxy.trainer import lock
-from lightning_proxy.trainer.types import Batch
 from lightning_proxy.trainer.waiting import in_thread
-from support.stores import END_LOCKS, Server, postgres_server
 from support.training import Start
 
 
@@ -28,11 +27,11 @@ async def test_a_step_reaches_trackers_once_also_after_a_kill(bench: Start, monk
         with monkeypatch.context() as killed:
             killed.setattr(b.trainer.trackers, "report", None)
             with pytest.raises(TypeError):
-                await loop.run(asyncio.Event(), once=True)
+                await b.train(loop=loop)
         for _ in range(2):
             loop = b.loop()
             monkeypatch.setattr(b.trainer.trackers, "report", told.append)
-            await loop.run(asyncio.Event(), once=True)
+            await b.train(loop=loop)
         found = [(metrics.get("version"), "verify_deviations" in metrics) for metrics in told]
         assert found == [(1, False), (None, True)]
 
@@ -53,7 +52,7 @@ async def test_a_store_that_is_locked_for_long_is_waited_for(
             return await unlocked(*args, **kwargs)
 
         monkeypatch.setattr(part, moment, locked)
-        training = asyncio.create_task(b.loop().run(asyncio.Event(), once=True))
+        training = asyncio.create_task(b.train())
         while "cannot be written" not in caplog.text:
             assert not training.done()
             await asyncio.sleep(0.01)
@@ -68,22 +67,18 @@ async def test_a_store_that_is_locked_for_long_is_waited_for(
 
 async def test_a_first_step_done_again_begins_with_the_base(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench() as b:
-        await b.groups("t1", "t2")
-        loop, began, failures = b.loop(), [], [StoreUnavailable("the store cannot be read")]
-        computed, newest = b.trainer.forward_backward, b.store.steps.newest
+        loop, began = b.loop(), []
+        step = b.trainer.optim_step
 
-        def watched(batch: Batch) -> None:
+        def fails_once() -> dict[str, Any]:
             began.append((b.trainer.adapter(), len(b.trainer.optimizer.state)))
-            computed(batch)
+            metrics: dict[str, Any] = step()
+            if len(began) == 1:  # between the step and its commit
+                raise StoreUnavailable("the store cannot be read")
+            return metrics
 
-        async def fails_once(limit: int, **more: Any) -> Any:  # between the step and its commit
-            if began and failures:
-                raise failures.pop()
-            return await newest(limit, **more)
-
-        monkeypatch.setattr(b.trainer, "forward_backward", watched)
-        monkeypatch.setattr(b.store.steps, "newest", fails_once)
-        await loop.run(asyncio.Event(), once=True)
+        monkeypatch.setattr(b.trainer, "optim_step", fails_once)
+        await b.train("t1", "t2", loop=loop)
         (first, moments), (again, moments_again) = began
         assert (moments, moments_again) == (0, 0)
         assert all(torch.equal(first[name], again[name]) for name in first)
@@ -111,45 +106,28 @@ def test_two_trainers_share_neither_a_store_nor_a_directory(tmp_path: Path) -> N
         pass
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with postgres_server() as server:
-        yield server
-
-
-async def test_a_trainer_waits_while_another_has_its_lock(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(store=StoreConfig(url=server.new_database()))
-    running, begun, again = 0, asyncio.Event(), asyncio.Semaphore(0)
+async def test_a_trainer_that_loses_its_lock_waits_until_no_other_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = 0
 
     async def work() -> None:
-        nonlocal running
-        running += 1
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            running -= 1
+        nonlocal works
+        works += 1
+        if works == 1:
+            raise StoreUnavailable("the lock is lost")
 
-    monkeypatch.setattr(lock, "pause", lambda stop: again.acquire())
-    async with opened(config.store) as one, opened(config.store) as two:
-        training = asyncio.create_task(lock.while_alone(config, one, asyncio.Event(), work))
-        await begun.wait()
-        with pytest.raises(ConfigError, match="another trainer works on"):
-            await lock.while_alone(config, two, asyncio.Event(), work)
-        begun.clear()
-        await two.all(END_LOCKS)
-        while running:
-            await asyncio.sleep(0.01)
-        async with two.lock("trainer") as other:
-            assert other
-            again.release()
-            await asyncio.sleep(0.3)
-            assert not running and not training.done()
-        again.release()
-        await begun.wait()
-        assert running == 1
-        training.cancel()
-        await asyncio.gather(training, return_exceptions=True)
+    async def while_alone(*ours: bool) -> None:
+        """At each try, whether the lock is ours."""
+        locks = (nullcontext(one) for one in ours)
+        database: Any = SimpleNamespace(lock=lambda name: next(locks))
+        await lock.while_alone(Config(), database, asyncio.Event(), work)
+        assert next(locks, None) is None
+
+    monkeypatch.setattr(lock, "pause", AsyncMock())
+    await while_alone(True, False, True)
+    assert works == 2
+    with pytest.raises(ConfigError, match="another trainer works on"):
+        await while_alone(False, False)
+    assert works == 2
 
 
 async def test_what_runs_in_a_thread_has_ended_when_a_cancellation_goes_on() -> None:

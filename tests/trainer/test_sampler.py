@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_proxy.commands.show.steps import step_line
-from lightning_proxy.core.records import Choice, Reward
-from support.training import Bench, Start
+from lightning_proxy.core.records import Choice
+from support.training import Bench, Start, sample_varied
 
 STEP = {"group_size": 8, "tasks_per_step": 4}
 TOKENS = 8  # of an answer: 256 in a step
@@ -16,22 +15,8 @@ TOKENS = 8  # of an answer: 256 in a step
 
 async def answered(b: Bench, version: int, *, heat: float = 1.0, raw: bool = False, tokens: int = TOKENS) -> None:
     """A step's rollouts, whose agent asks for a temperature. With `raw` the server reports what it had before it."""
-    torch.manual_seed(version)
-    for task in ("t1", "t2", "t3", "t4") * STEP["group_size"]:
-        choice = sampled(b.server.models["base"], heat, raw, tokens)
-        rollout_id = await b.record(task, choice, version, temperature=heat)
-        await b.store.rewards.post([Reward(rollout_id, len(set(choice.token_ids)) / tokens)], None, b"")
-
-
-@torch.no_grad()
-def sampled(model: Any, heat: float, raw: bool, tokens: int) -> Choice:
-    ids, logprobs = [0, 5, 6], []
-    for _ in range(tokens):
-        logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float()
-        hot = (logits / heat).log_softmax(-1)
-        ids.append(int(torch.multinomial(hot.exp(), 1)))
-        logprobs.append(float((logits.log_softmax(-1) if raw else hot)[ids[-1]]))
-    return Choice(0, tuple(ids[3:]), tuple(logprobs), "stop")
+    b.server.processed_logprobs = not raw
+    await sample_varied(b, version, STEP["group_size"], tokens, heat)
 
 
 async def step(b: Bench) -> Mapping[str, Any]:
@@ -64,8 +49,7 @@ async def test_a_mask_that_drops_all_tokens_is_named_and_nothing_is_published(be
     async with bench(mask={"ratio_low": 0.5, "ratio_high": 5.0}, loss="icepop") as b:
         for i in range(8):
             unlikely = Choice(0, (2, 3, 4, 5), (-9.0,) * 4, "stop")
-            rollout_id = await b.record(f"t{i % 2}", unlikely, 0)
-            await b.store.rewards.post([Reward(rollout_id, float(i > 3))], None, b"")
+            await b.reward(await b.record(f"t{i % 2}", unlikely, 0), float(i > 3))
         found = await step(b)
         assert (found["masked_tokens"], found["trained_tokens"], found["skipped"]) == (32, 32, 1)
         assert (await b.live())[0] == 0
