@@ -11,8 +11,9 @@ Out come advantages: one for each call, None where a call is not trained on.
 A lesson of fine-tuning is a row (sft), {"chosen", "rejected"} (dpo) or {"row", "up"} (kto).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,10 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_proxy.core.records import ModelCall, Reward
 from lightning_proxy.features.tune.lessons import Example, Lessons
-from lightning_proxy.features.tune.run import tune
 from lightning_proxy.trainer.credit.strategies import group_credit, training_rules
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling, Sifted
+from support.calls import call
 from support.sections import with_features
 
 Json = dict[str, Any]
@@ -84,6 +85,8 @@ class Trainer:
 
     def tune(self, method: str, lessons: Sequence[Json]) -> list[tuple[Weights, Weights]]:
         """Fine-tune on lessons; return the weights before each optimizer step, and the gradients that it takes."""
+        from lightning_proxy.features.tune.run import tune  # loads trl
+
         taken: list[tuple[Weights, Weights]] = []
         parts: dict[str, Callable[[Json], Any]] = {
             "sft": lambda row: Example((_sample(row),)),
@@ -117,23 +120,21 @@ def advantages(settings: Json, group: Sequence[Json]) -> list[list[float | None]
     siblings = []
     for number, one in enumerate(group):
         rewards = [Reward(str(number), value, name=name) for name, value in one["rewards"].items()]
-        for place, call in enumerate(one["calls"]):
-            named = call["rewards"].items()
-            rewards += [Reward(str(number), value, call_id=f"{number}-{place}", name=name) for name, value in named]
-        calls = [_call(f"{number}-{place}", call) for place, call in enumerate(one["calls"])]
-        fates = [call.get("fate") for call in one["calls"]]
+        calls = [_call(f"{number}-{place}", given) for place, given in enumerate(one["calls"])]
+        for made, given in zip(calls, one["calls"], strict=True):
+            rewards += [Reward(str(number), v, made.call_id, name=name) for name, v in given["rewards"].items()]
+        fates = [given.get("fate") for given in one["calls"]]
         left_out, negative = ({i for i, fate in enumerate(fates) if fate in names} for names in (OUT, ("negative",)))
         sifted = Sifted(calls, left_out, negative)
         siblings.append(Sibling(calls, RolloutRewards.counted(rewards, rules), sifted))
     return [[one and one.advantage for one in credited] for credited in group_credit(siblings, config)]
 
 
-def _call(call_id: str, call: Json) -> ModelCall:
-    values: Json = dict.fromkeys(field.name for field in fields(ModelCall))
-    values |= {"call_id": call_id, "agent": call["agent"], "prompt_token_ids": tuple(call["prompt"]), "request": {}}
-    values |= {"superseded_by": "another" if call.get("fate") == "rejected" else None}
-    values |= {"status": "ok" if call["answered"] else "error", "started_at": call["at"], "tool_calls": ()}
-    return ModelCall(**values)
+def _call(call_id: str, given: Json) -> ModelCall:
+    return call(
+        call_id, given["agent"], tuple(given["prompt"]), status="ok" if given["answered"] else "error",
+        started_at=given["at"], superseded_by="another" if given.get("fate") == "rejected" else None,
+    )  # fmt: skip
 
 
 def _name(key: str, adapter: str) -> str:
@@ -143,27 +144,23 @@ def _name(key: str, adapter: str) -> str:
 def _sample(row: Json) -> Sample:
     last = row["answers"][-1]
     ids = [*last["prompt"], *last["ids"]]
-    lists: dict[str, list[Any]] = {
-        "mask": [0] * len(ids), "logprobs": [0.0] * len(ids), "advantages": [0.0] * len(ids),
-        "temperatures": [1.0] * len(ids),
-    }  # fmt: skip
-    shaped, results, scores, weight = [], [], [float("nan")] * len(ids), 0.0
+    n = len(ids)
+    mask, logprobs, advantages, temperatures, scores = [0] * n, [0.0] * n, [0.0] * n, [1.0] * n, [math.nan] * n
+    shaped, results, weight = [], [], 0.0
     for answer in row["answers"]:
-        start, end = len(answer["prompt"]), len(answer["prompt"]) + len(answer["ids"])
-        assert ids[:end] == [*answer["prompt"], *answer["ids"]], "an answer's prompt is the row before it"
-        sampling = _sampling(answer.get("sampling", {}))
-        lists["mask"][start:end] = [1] * (end - start)
-        lists["logprobs"][start:end] = answer["logprobs"]
-        lists["advantages"][start:end] = [answer["advantage"]] * (end - start)
-        lists["temperatures"][start:end] = [sampling.temperature] * (end - start)
+        start, tokens, sampling = len(answer["prompt"]), len(answer["ids"]), _sampling(answer.get("sampling", {}))
+        own = slice(start, start + tokens)
+        assert ids[: own.stop] == [*answer["prompt"], *answer["ids"]], "an answer's prompt is the row before it"
+        mask[own], logprobs[own] = [1] * tokens, answer["logprobs"]
+        advantages[own], temperatures[own] = [answer["advantage"]] * tokens, [sampling.temperature] * tokens
         if not sampling.is_plain:
-            shaped.append((start, end, sampling))
+            shaped.append((start, own.stop, sampling))
         if answer.get("result"):
             results.append(tuple(answer["result"]))
         if answer.get("teacher"):
-            scores[start:end], weight = answer["teacher"]["logprobs"], answer["teacher"]["weight"]
+            scores[own], weight = answer["teacher"]["logprobs"], answer["teacher"]["weight"]
     return Sample(
-        row["rollout"], "task", tuple(ids), *(tuple(lists[name]) for name in lists), adapter=row["adapter"],
+        row["rollout"], "task", *map(tuple, (ids, mask, logprobs, advantages, temperatures)), adapter=row["adapter"],
         shaped=tuple(shaped), results=tuple(results), guidance=Guidance(tuple(scores), weight) if weight else None,
     )  # fmt: skip
 

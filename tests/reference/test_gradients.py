@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_proxy.features.tune.run import BATCH_TOKENS
 from reference.door import Trainer
 from reference.loss import Policy, loss
-from reference.worlds import SAMPLING, World, save_model
+from reference.worlds import SAMPLING, VOCABULARY, World, save_model
 
 Json = dict[str, Any]
 TOLERANCE = 5e-5  # of the greatest gradient; float32 against float64
@@ -62,8 +61,15 @@ KINDS = pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2", marks=py
 @KINDS
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_float64(name: str, kind: str, tmp_path: Path) -> None:
-    settings, world = CASES[name]
-    compare(settings, world, kind, tmp_path, None)
+    compare(*CASES[name], kind, tmp_path, None)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "granite", "gemma2"])
+def test_gradients_of_all_weights_are_exact_where_logits_come_in_chunks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.step.scoring._LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    compare(*CASES["full weights"], kind, tmp_path, None)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", pytest.param("dapo", marks=pytest.mark.long)])
@@ -162,6 +168,8 @@ LOSSES: dict[str, Callable[[Policy, Policy, Sequence[Json]], Tensor]] = {"sft": 
 def test_gradients_of_fine_tuning_are_those_of_float64(
     method: str, weights: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from lightning_proxy.features.tune.run import BATCH_TOKENS  # loads trl
+
     monkeypatch.setitem(BATCH_TOKENS, method, 4096)
     model = save_model(kind, tmp_path / "model")
     trainer = Trainer(model, SETTINGS[method] | {"weights": weights})

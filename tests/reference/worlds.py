@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from reference.loss import Policy, shaped
 
 Json = dict[str, Any]
 VOCABULARY = 40
+# An untied head and a tied one; norms of queries and keys; scaled logits; capped logits.
+KINDS: dict[str, Json] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
+    "granite": {"tie_word_embeddings": True, "logits_scaling": 2.0},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 7, "final_logit_softcapping": 3.0, "sliding_window": 4096},
+}
 SAMPLING: dict[str, Json] = {
     "plain": {},
     "warm": {"temperature": 0.7},
@@ -27,20 +35,16 @@ SAMPLING: dict[str, Json] = {
 
 
 def save_model(kind: str, directory: Path) -> Path:
-    """Write a model of two layers with random weights: `llama`, or `qwen2` with tied embeddings."""
+    """Write a model of two layers with random weights."""
     torch.manual_seed(7)
-    shape: Json = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.25,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
-    }  # fmt: skip
-    if kind == "llama":
-        LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
-    else:
-        Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **shape)).save_pretrained(directory)
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.25, bos_token_id=0, eos_token_id=1,
+        pad_token_id=1, **KINDS[kind],
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w1")
-    tokenizer.save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1").save_pretrained(directory)
     return directory
 
 

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from support.ranks import batch, shared_out
-from support.training import learner
+from support.ranks import batch, learner, shared_out
 
 OWN = {"writer": ["writer", "rewriter"], "checker": ["checker"]}
 
@@ -39,49 +37,32 @@ def test_vllm_has_room_for_every_adapter_of_as_many_versions(base: Path) -> None
     assert argv[argv.index("--max-loras") + 1] == "12"
 
 
-async def test_calls_go_to_the_adapters_of_their_agents_or_else_the_shared_one(running: Any, tmp_path: Path) -> None:
+async def test_calls_go_to_the_adapters_of_their_agents_or_else_the_shared_one(start: Any, tmp_path: Path) -> None:
     async def ask(rollout: str, agent: str | None, model: str = "policy") -> str:
         named = {} if agent is None else {"X_Agent_Name": agent}
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
-        _, answer = await system.call("POST", f"/rollouts/{rollout}/v1/chat/completions", body, **named)
+        answer = await system.post(f"/rollouts/{rollout}/v1/chat/completions", body, **named)
         return str(answer["choices"][0]["message"]["content"]).split()[1]
 
-    async with running(tmp_path, publish="lora", adapters=OWN) as system, system.store() as store:
+    async with start(publish="lora", adapters=OWN) as system, system.store() as store:
         version = await system.earlier_version(store, tmp_path)  # with no agent's adapter
-        await system.call("POST", "/policy/promote", {"version": version})
+        await system.post("/policy/promote", {"version": version})
         found = [await ask("early", "planner", "base"), await ask("early", "planner"), await ask("early", "writer")]
         assert found == ["base", "policy-v1", "policy-v1"], "who asks for the base model gets it"
         version = await system.earlier_version(store, tmp_path, ["writer", "checker"])
-        await system.call("POST", "/policy/promote", {"version": version})
+        await system.post("/policy/promote", {"version": version})
         found = [await ask("r", agent) for agent in ("writer", "rewriter", "checker", "planner", None)]
         assert found == ["policy-v2.writer", "policy-v2.writer", "policy-v2.checker", "policy-v2", "policy-v2"]
         assert await ask("early", "writer") == "policy-v1", "a rollout keeps the version that it began with"
         for name, versions in (("early", [0, 1, 1, 1]), ("r", [2] * 5)):
-            _, rollout = await system.call("GET", f"/rollouts/{name}")
-            assert [call["policy_version"] for call in rollout["calls"]] == versions
+            assert [call["policy_version"] for call in (await system.get(f"/rollouts/{name}"))["calls"]] == versions
         served = {"writer": "policy-v2.writer", "checker": "policy-v2.checker"}
-        _, live = await system.call("GET", "/policy")
+        live, listed = await system.get("/policy"), await system.get("/policy/versions")
         assert (live["served_model"], live["adapters"]) == ("policy-v2", served)
-        _, listed = await system.call("GET", "/policy/versions")
         assert [v["adapters"] for v in listed["data"]] == [{}, {}, served]
 
 
-def test_all_adapters_and_their_optimizer_states_are_resumed_exactly(directory: Path, tmp_path: Path) -> None:
-    given = [shared_out(batch(step), ("default", "writer")) for step in (1, 2, 3)]
-    first = learner(directory / "model", tmp_path / "a", OWN)
-    for one in given[:2]:
-        first.step(one)
-    first.save(tmp_path / "2")
-    in_another_order = {name: OWN[name] for name in reversed(OWN)}
-    again = learner(directory / "model", tmp_path / "b", in_another_order, seed=7)
-    assert again.load(tmp_path / "2") == 2
-    assert first.step(given[2])["loss"] == again.step(given[2])["loss"]
-    for name in first.weight_sets.names:
-        expected, found = first.adapter(name), again.adapter(name)
-        assert expected.keys() == found.keys() and all(torch.equal(expected[key], found[key]) for key in expected)
-
-
-@pytest.mark.parametrize("adapters", [{}, {"writer": ["writer"]}, {"editor": ["writer"], "checker": ["checker"]}])
+@pytest.mark.parametrize("adapters", [{}, {"editor": ["writer"], "checker": ["checker"]}])
 def test_a_checkpoint_of_other_adapters_is_refused(base: Path, tmp_path: Path, adapters: dict[str, list[str]]) -> None:
     learner(base, tmp_path / "a", OWN).save(tmp_path / "1")
     other = learner(base, tmp_path / "b", adapters)
