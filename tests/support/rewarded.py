@@ -68,7 +68,8 @@ class Traffic:
     async def rollout(
         self, name: str, task: str | None, final: float | None, calls: Sequence[float] = (0.0,), *,
         status: str | None = None, reward_name: str = "reward", finish: str = "stop", tool: bool = False,
-        version: int | list[int | None] | None = 0, **end: Any,
+        version: int | list[int | None] | None = 0, agents: Sequence[str | None] | None = None,
+        prompts: Sequence[tuple[int, ...]] | None = None, **end: Any,
     ) -> str:  # fmt: skip
         """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i.
 
@@ -79,11 +80,11 @@ class Traffic:
                 call_id, request = f"{name}-{i}", {"messages": [{"role": "user", "content": f"step {i} of {name}"}]}
                 request["messages"] += [RESULT] * (tool and i > 0)
                 by = version[i] if isinstance(version, list) else version
-                of, at = RolloutName(name, task), time.time()
+                of, at = RolloutName(name, task, agents[i] if agents else None), time.time()
                 await recorder.start(CallStart(call_id, of, "chat/completions", "policy", by, request, at))
                 choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
                 answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
-                prompt = (0, 5) + (3, 4, 7) * i if tool else (0, 5 + i)
+                prompt = prompts[i] if prompts else (0, 5) + (3, 4, 7) * i if tool else (0, 5 + i)
                 ended = CallEnd(call_id, name, "ok", answer, 200, prompt, (choice,))
                 await recorder.end(ended._replace(**({"tool_calls": (CALL,)} if tool else {}), **end))
                 if value:

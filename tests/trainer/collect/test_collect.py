@@ -1,15 +1,12 @@
 """Which rollouts a step takes, and what their calls' advantages are: on a real store, without a trainer."""
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
-from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.core.records import Choice, Reward, RolloutName
 from support.rewarded import Traffic, advantages
 from support.sections import TrainerConfig
 
@@ -72,9 +69,6 @@ async def test_with_dynamic_sampling_a_step_waits_for_groups_that_teach_somethin
     batch = await collector.next_batch(0)
     assert batch is not None and set(batch.rollout_ids) == {"a0", "a1", "b0", "b1"}
     assert (batch.metrics["groups"], batch.metrics["groups_equal"], batch.compared) == (3, 1, 4)
-    await traffic.rollouts("c", {"c0": 0.0, "c1": 1.0})
-    batch = await traffic.collector(tasks_per_step=2, dynamic_sampling=True, **AT_ONCE).next_batch(0)
-    assert batch is not None and set(batch.rollout_ids) == {"c0", "c1"}, "after a time it takes fewer"
 
 
 async def test_automatic_rewards_add_to_posted_ones(traffic: Traffic) -> None:
@@ -85,15 +79,13 @@ async def test_automatic_rewards_add_to_posted_ones(traffic: Traffic) -> None:
     assert batch.metrics["reward_mean"] == 1.0  # what was posted
 
 
-@pytest.mark.parametrize(("failed", "reward"), [("zero", 0.0), (-1.0, -1.0)])
-async def test_failed_rollouts_may_have_a_reward(traffic: Traffic, failed: Any, reward: float) -> None:
+async def test_failed_rollouts_may_have_a_reward(traffic: Traffic) -> None:
     await traffic.rollout("a", "t", 1.0)
     await traffic.rollout("b", "t", None, status="failed")
     await traffic.rollout("c", "t", None, status="discarded")
-    batch = await traffic.taken(failed_rollouts=failed)
-    mean = fmean([1.0, reward])
-    assert advantages(batch) == {"a-0": 1.0 - mean, "b-0": reward - mean}
-    assert (batch.metrics["rollouts_failed"], batch.metrics["reward_mean"]) == (1.0, mean)
+    batch = await traffic.taken(failed_rollouts=-0.5)
+    assert advantages(batch) == {"a-0": 0.75, "b-0": -0.75}
+    assert (batch.metrics["rollouts_failed"], batch.metrics["reward_mean"]) == (1.0, 0.25)
     assert await traffic.dropped("c") == ["failed or discarded"]
 
 
@@ -122,21 +114,14 @@ async def test_a_step_that_was_not_finished_gives_back_what_it_dropped_too(traff
     assert None not in await traffic.dropped("equal0", "equal1")
 
 
-async def test_a_late_sibling_is_compared_with_its_whole_group(traffic: Traffic) -> None:
-    await traffic.open("t", "a", "b", "c", "late")
-    await traffic.rollouts("t", {"a": 0.0, "b": 0.0, "c": 0.99})
-    first = await traffic.batch(group_size=4, **AT_ONCE)  # the mean of three is 0.33
-    assert advantages(first) == pytest.approx({"a-0": -0.33, "b-0": -0.33, "c-0": 0.66})
-    await traffic.rollout("late", "t", 0.9)
-    found = await traffic.taken(group_size=4)
-    assert found.rollout_ids == ("late",), "only it becomes a row"
-    assert advantages(found) == pytest.approx({"late-0": 0.9 - fmean([0.0, 0.0, 0.99, 0.9])})
-    assert (found.compared, found.metrics["groups_incomplete"]) == (1, 0.0)
-    await traffic.open("u", "equal 0", "equal 1", "later")
-    await traffic.rollouts("u", {"equal 0": 1.0, "equal 1": 1.0})
+async def test_a_late_sibling_is_compared_with_its_group_also_where_that_taught_nothing(traffic: Traffic) -> None:
+    await traffic.open("t", "equal 0", "equal 1", "later")
+    await traffic.rollouts("t", {"equal 0": 1.0, "equal 1": 1.0})
     assert await traffic.batch(group_size=3, **AT_ONCE) is None, "they teach nothing alone"
-    await traffic.rollout("later", "u", 0.0)
-    assert advantages(await traffic.batch(group_size=3)) == pytest.approx({"later-0": -2 / 3})
+    await traffic.rollout("later", "t", 0.0)
+    found = await traffic.taken(group_size=3)
+    assert advantages(found) == pytest.approx({"later-0": -2 / 3}), "only it becomes a row"
+    assert (found.compared, found.metrics["groups_incomplete"]) == (1, 0.0)
 
 
 async def test_a_late_sibling_takes_no_place_of_a_group_and_is_compared_with_its_own(traffic: Traffic) -> None:
@@ -153,15 +138,11 @@ async def test_a_late_sibling_takes_no_place_of_a_group_and_is_compared_with_its
 
 
 @pytest.mark.parametrize("baseline", TrainerConfig.known("baseline"))
-async def test_no_baseline_decides_which_rollouts_are_compared(traffic: Traffic, baseline: str) -> None:
+async def test_with_any_baseline_a_step_compares_all_rollouts_if_so_configured(traffic: Traffic, baseline: str) -> None:
     for task, value in (("t", 0.0), ("u", 1.0)):  # within each task they are equal
         await traffic.rollouts(task, {f"{task}0": value, f"{task}1": value})
     found = advantages(await traffic.batch(baseline=baseline, compare="step", tasks_per_step=2))
     assert found.keys() == {"t0-0", "t1-0", "u0-0", "u1-0"} and found["t0-0"] < 0 < found["u0-0"]
-    for task, value in (("v0", 0.0), ("v1", 1.0)):
-        await traffic.rollouts(task, {f"{task}-0": value, f"{task}-1": value})
-    assert await traffic.batch(baseline=baseline, tasks_per_step=2) is None
-    assert await traffic.dropped("v0-0", "v1-0") == [EQUAL] * 2
 
 
 async def test_a_step_compares_no_rollouts_that_only_a_teacher_keeps(traffic: Traffic) -> None:
@@ -197,11 +178,9 @@ async def test_a_rollout_alone_in_its_task_is_compared_with_earlier_ones_of_it(t
     assert advantages(found) == {"first-0": 104.0 - fmean([104.0, 3.0, *[0.0, 1.0] * 2, *[100.0] * 8])}
 
 
-NOTHING_SAID = {"choices": (Choice(0, (), (), "stop"),), "untrainable_reason": "the answer is empty"}
 NO_LOGPROBS = {"choices": (Choice(0, (3,), (), "stop"),), "untrainable_reason": "no log-probabilities"}
 TWO_ANSWERS = {"choices": (Choice(0, (3,), (-1.0,), "stop"), Choice(1, (4,), (-1.0,), "stop"))}
 UNUSABLE: list[tuple[dict[str, Any], str, str]] = [
-    (NOTHING_SAID, "calls_untrainable", "no trainable calls"),
     (NO_LOGPROBS, "calls_untrainable", "no trainable calls"),
     (TWO_ANSWERS, "calls_ambiguous", "several answers"),
     ({"prompt_token_ids": tuple(range(60))}, "rows_too_long", "longer than"),
@@ -232,29 +211,22 @@ PAIR = (("a", 1.0), ("b", 0.0))
 
 
 async def talk(
-    traffic: Traffic, name: str, final: float, calls: Sequence[tuple[str | None, tuple[int, ...]]],
-    versions: Mapping[str | None, int] | None = None,
-) -> None:  # fmt: skip
-    """A rollout of (agent, prompt) calls, each answered by the tokens 8 9; `versions` by agent, 0 by default."""
-    async with Recorder(traffic.store, merged=False) as recorder:
-        for i, (agent, prompt) in enumerate(calls):
-            request = {"messages": [{"role": "user", "content": f"{i}"}]}
-            rollout, version = RolloutName(name, "t", agent), (versions or {}).get(agent, 0)
-            start = CallStart(f"{name}-{i}", rollout, "chat/completions", "policy", version, request, time.time())
-            await recorder.start(start)
-            choice = Choice(0, (8, 9), (-1.0, -1.0), "stop")
-            await recorder.end(CallEnd(f"{name}-{i}", name, "ok", {}, 200, prompt, (choice,)))
-    await traffic.post(Reward(name, final))
+    traffic: Traffic, name: str, final: float, *calls: tuple[str | None, tuple[int, ...]], **versions: int
+) -> None:
+    """A rollout of (agent, prompt) calls, each answered by the tokens 3 4; `versions` by agent, 0 by default."""
+    agents, prompts = zip(*calls, strict=True)
+    by = [versions.get(str(agent), 0) for agent in agents]
+    await traffic.rollout(name, "t", final, [0.0] * len(calls), version=by, agents=agents, prompts=prompts)
 
 
 async def test_what_other_agents_said_is_context_of_a_trained_agents_row(traffic: Traffic) -> None:
-    calls = [("planner", (0, 1)), ("executor", (0, 1, 8, 9, 2)), ("planner", (0, 1, 8, 9, 2, 8, 9, 3))]
+    calls = [("planner", (0, 1)), ("executor", (0, 1, 3, 4, 2)), ("planner", (0, 1, 3, 4, 2, 3, 4, 3))]
     for name, final in PAIR:
-        await talk(traffic, name, final, calls)
+        await talk(traffic, name, final, *calls)
     batch = await traffic.taken(agents=["planner"])
     row = batch.samples[0]
     assert len(batch.samples) == 2 and row.call_ids == ("a-0", "a-2")
-    assert row.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
+    assert row.token_ids == (0, 1, 3, 4, 2, 3, 4, 3, 3, 4)
     assert row.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
     assert row.advantages == (0, 0, 0.5, 0.5, 0, 0, 0, 0, 0.5, 0.5)
     assert batch.metrics["calls_of_others"] == 2
@@ -262,14 +234,14 @@ async def test_what_other_agents_said_is_context_of_a_trained_agents_row(traffic
 
 async def test_how_stale_a_rollout_is_its_trained_agents_calls_say(traffic: Traffic) -> None:
     for name, final in PAIR:  # the executor asks for the base model, by its own name
-        await talk(traffic, name, final, [("planner", (0, 1)), ("executor", (0, 2))], {"planner": 49})
+        await talk(traffic, name, final, ("planner", (0, 1)), ("executor", (0, 2)), planner=49)
     batch = await traffic.taken(50, agents=["planner"])
     assert (batch.metrics["staleness_mean"], batch.metrics["staleness_max"]) == (1, 1)
 
 
 async def test_rollouts_without_a_trained_agent_are_dropped(traffic: Traffic, caplog: pytest.LogCaptureFixture) -> None:
     for name, final in PAIR:
-        await talk(traffic, name, final, [("planner", (0, 1)), (None, (0, 2))])
+        await talk(traffic, name, final, ("planner", (0, 1)), (None, (0, 2)))
     with caplog.at_level(logging.WARNING):
         assert await traffic.batch(agents=["planer"]) is None
     assert await traffic.dropped("a") == ["trainer.agents names none of its agents"]
@@ -278,23 +250,23 @@ async def test_rollouts_without_a_trained_agent_are_dropped(traffic: Traffic, ca
 
 
 async def test_a_group_in_which_no_agent_has_a_sibling_is_dropped_for_that(traffic: Traffic) -> None:
-    await talk(traffic, "a", 1.0, [("planner", (0, 1))])
-    await talk(traffic, "b", 0.0, [("writer", (0, 1))])
+    await talk(traffic, "a", 1.0, ("planner", (0, 1)))
+    await talk(traffic, "b", 0.0, ("writer", (0, 1)))
     assert await traffic.batch(agents=["planner", "writer"]) is None
     assert await traffic.dropped("a") == ["no siblings with calls of the same agent"]
 
 
 async def test_rows_of_a_rollout_are_parted_by_adapter_and_others_answers_are_context(traffic: Traffic) -> None:
     """Each asks with all that was said before: one row where they share an adapter, two where they do not."""
-    calls = [("writer", (0, 1)), ("checker", (0, 1, 8, 9, 2)), ("rewriter", (0, 1, 8, 9, 2, 8, 9, 3))]
+    calls = [("writer", (0, 1)), ("checker", (0, 1, 3, 4, 2)), ("rewriter", (0, 1, 3, 4, 2, 3, 4, 3))]
     for name, last, final in (("a", 3, 1.0), ("b", 3, 0.0), ("c", 1, 0.0)):
-        await talk(traffic, name, final, calls[:last])
+        await talk(traffic, name, final, *calls[:last])
     found = await traffic.taken(adapters={"writer": ["writer", "rewriter"], "checker": ["checker"]}, group_size=3)
     assert {(s.adapter, s.call_ids) for s in found.samples} == {
         ("writer", ("a-0", "a-2")), ("checker", ("a-1",)), ("writer", ("b-0", "b-2")), ("checker", ("b-1",)),
         ("writer", ("c-0",)),
     }  # fmt: skip
     (whole,) = (s for s in found.samples if s.call_ids == ("a-0", "a-2"))
-    assert whole.token_ids == (0, 1, 8, 9, 2, 8, 9, 3, 8, 9)
+    assert whole.token_ids == (0, 1, 3, 4, 2, 3, 4, 3, 3, 4)
     assert whole.mask == (0, 0, 1, 1, 0, 0, 0, 0, 1, 1)
     assert (found.compared, found.compared_by_adapter) == (3, {"writer": 3, "checker": 2})

@@ -2,12 +2,14 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from traffic.server import serving
 
+from contract.system import listening
+from contract.vllm import PlayedVllm
 from lightning_proxy.core.errors import UpstreamUnreachable
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.proxy.dialects.as_chat.recorded import as_chat
@@ -19,27 +21,23 @@ from support.calls import call
 CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
 
 
-class RenderingServer:
+class RenderingServer(PlayedVllm):
     """Says how it samples: as it is asked, and else by its own defaults."""
 
     def __init__(self, defaults: dict[str, Any], **more: Any) -> None:
-        self.defaults, self.more, self.path = defaults, more, ""
+        super().__init__(Path("base"))
+        self.defaults, self.more = defaults, more
 
-    async def handle(self, request: web.Request) -> web.Response:
-        if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": "base", "parent": None}]})
-        body, self.path = await request.json(), request.path
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await request.json()
         shown = {"structured_outputs", "temperature", "top_p"} & body.keys()
         parameters = self.defaults | {name: body[name] for name in shown}
         return web.json_response({"token_ids": [1], "sampling_params": parameters, **self.more})
 
 
 @asynccontextmanager
-async def asked_of(server: RenderingServer | None) -> AsyncIterator[Sampled]:
-    application = web.Application()
-    if server is not None:
-        application.router.add_route("*", "/{path:.*}", server.handle)
-    async with serving(application) as url, operator_session() as session:
+async def asked_of(server: RenderingServer) -> AsyncIterator[Sampled]:
+    async with listening(server.app) as url, operator_session() as session:
         yield Sampled(VllmServer(session, f"{url}/v1", {}), as_chat)
 
 
@@ -57,24 +55,19 @@ async def test_the_servers_own_defaults_count_where_the_request_is_silent() -> N
 
 
 async def test_a_call_for_messages_is_asked_for_as_the_chat_that_it_was_sent_as() -> None:
-    server = RenderingServer({})
     said = [{"role": "user", "content": "hi"}, {"role": "system", "content": "Be brief."}]
     asked = {"model": "m", "max_tokens": 5, "messages": said, "tools": [], "thinking": {"type": "disabled"}}
-    async with asked_of(server) as sampled:
-        await sampled.look([call("c", request=asked, endpoint="messages")])
-    assert server.path == "/v1/chat/completions/render"
+    message = call("c", request=asked, endpoint="messages")
+    async with asked_of(RenderingServer({"top_k": 7})) as sampled:  # which renders nothing but chats
+        await sampled.look([message])
+        assert sampled.of(message) == Sampling(top_k=7)
 
 
-async def test_a_grammar_is_vllms_own_and_is_not_guessed_without_it() -> None:
+async def test_a_grammar_is_vllms_own() -> None:
     async with asked_of(RenderingServer({})) as sampled:
         await sampled.look([asking(**CHOICE)])
         found = sampled.of(asking(**CHOICE))
         assert found is not None and found.grammar == '{"choice": ["yes", "no"]}'
-    async with asked_of(None) as sampled:
-        await sampled.look([asking(**CHOICE)])
-        assert sampled.of(asking(**CHOICE)) is None
-        assert "structured_outputs" in (sampled.why_not(asking(**CHOICE)) or "")
-        assert sampled.of(asking(top_p=0.5)) == Sampling(top_p=0.5)
 
 
 async def test_a_grammar_that_cannot_be_replayed_says_why() -> None:
@@ -101,3 +94,4 @@ async def test_a_grammar_waits_for_a_vllm_that_is_away_and_other_calls_do_not() 
         assert sampled.of(asking(top_p=0.5)) == Sampling(top_p=0.5)
         with pytest.raises(UpstreamUnreachable):
             await sampled.look([asking(**CHOICE)])
+        assert "structured_outputs: only vLLM knows its grammar" in str(sampled.why_not(asking(**CHOICE)))
