@@ -115,22 +115,19 @@ def _move(model: nn.Module) -> None:
 
 
 TOKENS = 8192
-SLOW = pytest.mark.long
 SOME = "Qwen2.5-1.5B"
 ON_CPU, FULL = {"width": FLOAT32}, {"full": True}
+CASES: list[tuple[str, bool, dict[str, Any]]] = [
+    *((name, on, {}) for name in SIZES for on in (True, False)),
+    *((SOME, on, what) for what in (ON_CPU, FULL) for on in (True, False)),
+]
+QUICK = ((SOME, True, {}), (SOME, True, FULL))
 
 
 # Each takes half a minute, so most are for test-all.
 @pytest.mark.parametrize(
     ("name", "checkpointing", "what"),
-    [(SOME, True, {}), (SOME, True, FULL)]
-    + [
-        pytest.param(name, on, what, marks=SLOW)
-        for what in ({}, ON_CPU, FULL)
-        for name in SIZES
-        for on in (True, False)
-        if (name == SOME or not what) and not (name == SOME and on and what is not ON_CPU)
-    ],
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.long) for case in CASES],
 )
 def test_a_pass_takes_what_the_plan_says(
     name: str, checkpointing: bool, what: dict[str, Any], monkeypatch: pytest.MonkeyPatch

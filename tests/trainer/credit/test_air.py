@@ -37,9 +37,7 @@ def test_tool_errors_and_truncation_count() -> None:
     ("content", "is_error"),
     [
         ("Error: no such city\n Please fix your mistakes.", True),  # LangGraph, AG2, Agent Framework
-        ("An error occurred while running the tool. Please try again. Error: 1", True),  # OpenAI Agents SDK
         ("\nError executing tool. coworker mentioned not found", True),  # CrewAI
-        ("Error invoking tool 'f' with kwargs {} with error:\n n: Field required", True),
         ("ValueError: n must be at least 0", True),
         ("Traceback (most recent call last):\n  File", True),
         ('{"error": "no such city"}', True),
@@ -47,7 +45,6 @@ def test_tool_errors_and_truncation_count() -> None:
         ([{"type": "text", "text": "Error: no such city"}], True),
         ('{"error": null, "rows": 3}', False),
         ('{"error', False),
-        ("12 errors: see below", False),
         ("Errors and how to handle them", False),
         ("42", False),
         (None, False),

@@ -105,19 +105,15 @@ def test_every_answer_is_trained_once_after_exactly_what_the_model_saw(seed: int
         )
         calls.append(call(prompt, some(), name=str(i)))
     made = rows(*calls, max_tokens=10_000)
-    found = {}
     for sample in made.samples:
-        starts = [i for i in range(1, len(sample.mask)) if sample.advantages[i] != sample.advantages[i - 1]]
-        for start in (i for i in starts if sample.mask[i]):
-            number = int(sample.advantages[start]) - 1  # call i has the advantage i + 1
-            stop = start + len(calls[number].response_token_ids)
-            assert sample.token_ids[:start] == calls[number].prompt_token_ids
-            assert sample.token_ids[start:stop] == calls[number].response_token_ids
-            assert set(sample.advantages[start:stop]) == {number + 1.0}
-            assert str(number) not in found
-            found[str(number)] = sample
-    assert found.keys() == {c.call_id for c in calls} == {n for s in made.samples for n in s.call_ids}
-    assert sum(s.trained_tokens for s in made.samples) == sum(len(c.response_token_ids) for c in calls)
+        trained = [0.0] * len(sample.mask)
+        for number in map(int, sample.call_ids):
+            whole = calls[number].prompt_token_ids + calls[number].response_token_ids
+            assert sample.token_ids[: len(whole)] == whole
+            for place in range(len(calls[number].prompt_token_ids), len(whole)):
+                trained[place] += number + 1.0
+        assert sample.advantages == tuple(trained) and sample.mask == tuple(map(bool, trained))
+    assert sorted(int(name) for sample in made.samples for name in sample.call_ids) == [*range(25)]
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, -9999.0])

@@ -30,10 +30,9 @@ def test_what_a_guide_says_is_measured(directory: Path) -> None:
 def test_a_skipped_step_says_what_was_not_finite_and_where(directory: Path) -> None:
     trained = trainer(directory)
     first, *others = batch(1).samples
-    for field, place in (("logprobs", "captured log-probabilities"), ("advantages", "advantages")):
-        fields: Any = {field: tuple(math.nan if m else 0.0 for m in first.mask)}
-        assert trained.step(Batch(1, (replace(first, **fields), *others), ()))["skipped"] == 1.0
-        assert trained.skipped_because == f"{place} not finite in rollout {first.rollout_id}"
+    bad = replace(first, logprobs=tuple(math.nan if m else 0.0 for m in first.mask))
+    assert trained.step(Batch(1, (bad, *others), ()))["skipped"] == 1.0
+    assert trained.skipped_because == f"captured log-probabilities not finite in rollout {first.rollout_id}"
     parameter = next(p for p in trained.model.parameters() if p.requires_grad)
     handle = parameter.register_hook(lambda slope: slope * math.inf)
     assert trained.step(batch(1))["skipped"] == 1.0

@@ -98,7 +98,7 @@ def test_a_grammar_allows_at_each_token_what_fits_and_ends_where_the_answer_leav
 
     def allowed(answer: list[int]) -> list[list[int]]:
         bits = shaper.masks(Sampling(grammar=choice), answer)
-        return [[t for t in range(VOCABULARY) if int(row[t // 32]) >> (t % 32) & 1] for row in bits]
+        return [[t for t in range(VOCABULARY) if int(word) >> t & 1] for (word,) in bits]
 
     assert allowed([3, 5, END]) == [[3], [4, 5], [END]]
     assert allowed([3, 9, 4]) == [[3], [4, 5]]
