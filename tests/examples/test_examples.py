@@ -148,8 +148,8 @@ def test_the_best_planner_loses_to_nothing_but_the_verifier() -> None:
         steps = (flow.tasks.legal(task["counts"], [])[0][0], f"rhyme {next(iter(task['counts']))}")
         assert [flow.tasks.progress(task["counts"], [], step) for step in steps] == [1, 0]
     for line, result in {
-        "facts cats": "4", "facts dragons": "unknown", "calc 3 * 8 + 2 * 4": "32", "calc 3 + 8": "11",
-        "calc 3 **8": "error", "calc __import__": "error", "rhyme cats": "nothing rhymes with cats", "dance": "error",
+        "facts cats": "4", "facts dragons": "unknown", "calc 3 * 8 + 2 * 4": "32", "calc 3 **8": "error",
+        "calc __import__": "error", "rhyme cats": "nothing rhymes with cats", "dance": "error",
     }.items():  # fmt: skip
         assert flow.agent.execute(line) == result
 
