@@ -26,6 +26,7 @@ class WaitingGroups:
         self._order = order or (lambda group: group.oldest)
         self._cursor: int | None = None
         self._tasks: dict[str | None, list[Group]] = {}
+        self._compares_with_earlier = config.lone_rollouts == "running"
 
     async def next(self, *, fewer: bool, since: float | None) -> list[Group]:
         """Return the groups of the next step, in order; empty while there are too few (`Collector.next_batch`)."""
@@ -79,15 +80,20 @@ class WaitingGroups:
 
     def _is_complete(self, group: Group) -> bool:
         """Whether no siblings are awaited: all have ended, or were compared before."""
-        return group.complete or (group.pool is None and group.ended >= self._config.group_size)
+        if group.pool is None:
+            return self._compares_with_earlier or group.ended >= self._config.group_size
+        return group.complete
 
     def _has_waited(self, group: Group, now: float) -> bool:
         return now - group.oldest >= self._config.group_timeout_s
 
     def _places(self, group: Group) -> int:
-        """How many groups it counts as: 1; rollouts without a task 1 per `group_size`; late siblings 0."""
+        """How many groups it counts as: 1, or 0 if its siblings are late.
+
+        Rollouts without a task are a group each if they are compared with earlier ones, else one per `group_size`.
+        """
         if group.pool is None:
-            return max(1, group.rewarded // self._config.group_size)
+            return group.rewarded if self._compares_with_earlier else max(1, group.rewarded // self._config.group_size)
         return int(not group.late or group.ended >= self._config.group_size)
 
 
