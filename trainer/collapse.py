@@ -235,7 +235,10 @@ class Monitor:
                 await self._store.steps.update_metrics(last.step, metrics)
                 found = Collapse.of(replace(last, metrics=metrics), live)
         if found not in (None, self._logged):
-            log.error("publication is stopped: %s", found.story)
+            if self._config.action == "rollback" and found.go_back_to < live.version:
+                log.warning("going back to policy version %d: %s", found.go_back_to, found.what)
+            else:
+                log.error("publication is stopped: %s", found.story)
         self._logged = found
         return found
 

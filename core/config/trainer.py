@@ -9,7 +9,15 @@ from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 from cronsim import CronSim, CronSimError
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from .rollouts import DEFAULT_RANGE
 from .section import (
@@ -172,6 +180,15 @@ class TrainerConfig(WithFeatures):
         """Return the names of functions of one kind: the core's, then the installed features'."""
         added = (section.functions for section in feature_sections().values())
         return [name for functions in (cls.functions, *added) for name in functions.get(kind, ())]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _live_traffic_goes_back(cls, value: Any) -> Any:
+        """Set `collapse.action` for live traffic: users may want something else from one day to the next."""
+        if isinstance(value, dict) and value.get("lone_rollouts") == "running":
+            collapse = value.get("collapse") or {}
+            return value | {"collapse": {"action": "rollback"} | collapse} if isinstance(collapse, dict) else value
+        return value
 
     @field_validator("credit", "baseline", "loss", "context_loss", mode="before")
     @classmethod

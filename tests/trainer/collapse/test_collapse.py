@@ -285,6 +285,15 @@ async def test_a_smaller_drop_is_said_once_and_kept_with_the_step(
     assert caplog.text.count("may be collapsing") == 1
 
 
+def test_live_traffic_goes_back_unless_told_otherwise_as_users_may_change_their_minds() -> None:
+    def action(**section: Any) -> str:
+        return TrainerConfig.model_validate(section).collapse.action
+
+    assert action() == action(collapse={"min_drop": 0.5}) == "stop"
+    assert action(lone_rollouts="running") == action(lone_rollouts="running", collapse={"min_drop": 0.5}) == "rollback"
+    assert action(lone_rollouts="running", collapse={"action": "warn"}) == "warn"
+
+
 @pytest.mark.parametrize("action", ["stop", "rollback", "warn", "off"])
 async def test_what_is_done_is_configured(run: Run, action: str) -> None:
     await run.versions(GOOD, BAD)
