@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +205,19 @@ async def test_calls_are_rewarded_and_their_sum_is_the_return(start: Any) -> Non
         assert first["comment"] == "No, shorter" and first["source"].startswith("next_message@")
         assert (await system.get("/rollouts/r"))["reward"] == 0.0
         assert await conversation(system, "single", REQUEST) == [{}]
+
+
+async def test_users_of_the_example_reward_an_agent_by_what_they_say(start: Any, tmp_path: Path) -> None:
+    async with start(rewards={"use": [{"kind": "next_message"}]}) as system:
+        env = {**os.environ, "OPENAI_BASE_URL": f"{system.url}/v1", "OPENAI_API_KEY": "none"}
+        argv = [ROOT / "examples/stream/users.py", "--sessions", "4", "--out", tmp_path / "sessions.jsonl"]
+        users = await asyncio.create_subprocess_exec(sys.executable, *argv, env=env, stdout=asyncio.subprocess.PIPE)
+        shown, _ = await users.communicate()
+        held = [json.loads(line) for line in (tmp_path / "sessions.jsonl").read_text().splitlines()]
+        given = [(await ended(system, f"session-0-{number}"))[0]["reward"] for number in range(4)]
+    assert given == [1.0 if one["said"] == "Thanks!" else -1.0 for one in held]
+    assert [one["accepted"] for one in held] == [True, True, False, False], "the rule changes after half of them"
+    assert b"a single word: 0% accepted" in shown
 
 
 async def test_a_judge_may_read_the_message_which_is_data(start: Any, judge: ScriptedJudge) -> None:
