@@ -19,7 +19,7 @@ import pytest
 
 from lightning_proxy.features.optimize.search import BudgetSpent, Reflection, between, lesson_of
 from support.command_line import lightning
-from support.judging import ScriptedJudge, judging, until
+from support.judging import ScriptedJudge, judging
 
 WORDS = "amber birch cedar delta ember frost grove hazel".split()  # noqa: SIM905
 AGENT = """
@@ -114,7 +114,8 @@ async def test_a_search_that_was_killed_goes_on(
     command = [sys.executable, "-m", "lightning_proxy", "--config", str(tmp_path / "system.yaml"), *search(method)]
     monkeypatch.setenv("PAUSE", "0.1")
     killed = await asyncio.create_subprocess_exec(*command)
-    await until(lambda: len(model.asked) > 2)
+    while len(model.asked) < 3:
+        await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)
     killed.send_signal(signal.SIGKILL)
     await killed.wait()
