@@ -39,12 +39,18 @@ class Faulty(Enum):
     WRONG = auto()  # it loads others
 
 
+def weights_in(path: Path | str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
 def fingerprint(model: Any) -> str:
     return sha256(b"".join(weight.numpy().tobytes() for weight in model.state_dict().values())).hexdigest()
 
 
 class ModelVllm(PlayedVllm):
     """Samples from the model in a directory, and from each adapter and each weights that were loaded."""
+
+    finish_reason = "length"
 
     def __init__(self, root: Path) -> None:
         self.fault: Faulty | None = None
@@ -54,14 +60,13 @@ class ModelVllm(PlayedVllm):
         self.app.router.add_post("/v1/unload_lora_adapter", self._unload)
 
     def _open(self, path: str) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
+        model = weights_in(self.root)
         if path == str(self.root) or self.fault is Faulty.STALE:
             return model
         if (Path(path) / "adapter_config.json").exists():
-            new = PeftModel.from_pretrained(model, path).merge_and_unload()
-            model = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
+            new = PeftModel.from_pretrained(weights_in(self.root), path).merge_and_unload()
         else:
-            new = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            new = weights_in(path)
         with torch.no_grad():
             for i, (old, weight) in enumerate(zip(model.parameters(), new.parameters(), strict=True)):
                 if self.fault is Faulty.WRONG:
@@ -106,18 +111,13 @@ class ModelVllm(PlayedVllm):
         ids, logprobs = await asyncio.to_thread(self._sample, body["model"], body["prompt"], body["max_tokens"])
         return web.json_response({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]})
 
-    def _whole(self, body: Json) -> Json:
+    def _sampled(self, body: Json) -> tuple[Json, list[int], list[int], list[float]]:
         prompt = [0, *(token for message in body["messages"] for token in _tokens(message))]
-        heat = body.get("temperature", 1.0)
-        ids, logprobs = self._sample(body["model"], prompt, body.get("max_tokens") or 4, heat)
-        both = zip(ids, logprobs, strict=True)
-        content = [{"token": f"w{i}", "logprob": value, "top_logprobs": []} for i, value in both]
-        message = {"role": "assistant", "content": " ".join(f"w{i}" for i in ids)}
-        choice = {"index": 0, "message": message, "finish_reason": "length", "token_ids": ids}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
-        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
-        answer["system_fingerprint"] = fingerprint(self._loaded[body["model"]])
-        return answer | {"choices": [choice | {"logprobs": {"content": content}}], "prompt_token_ids": prompt}
+        ids, logprobs = self._sample(body["model"], prompt, body.get("max_tokens") or 4, body.get("temperature", 1.0))
+        return {"role": "assistant", "content": " ".join(f"w{i}" for i in ids)}, prompt, ids, logprobs
+
+    def _whole(self, body: Json) -> Json:
+        return super()._whole(body) | {"system_fingerprint": fingerprint(self._loaded[body["model"]])}
 
     @torch.no_grad()
     def _sample(self, name: str, prompt: list[int], tokens: int, heat: float = 1.0) -> tuple[list[int], list[float]]:
@@ -146,14 +146,14 @@ def learning(directory: Path, base: Path, publish: str, *, trainer: Json = TRAIN
 
 
 class Agents:
-    """Agents that ask without a pause, in a block; `renewed`: ten times a second, each time in a new rollout."""
+    """Agents that ask without a pause, in a block; `renewed`: three times a second, each time in a new rollout."""
 
     def __init__(self, proxy: Proxy, *names: str, renewed: bool = False) -> None:
         self.proxy, self.renewed, self.stopped, self.statuses = proxy, renewed, threading.Event(), list[int]()
         self.threads = [threading.Thread(target=self._work, args=[name]) for name in names]
 
     def _work(self, name: str) -> None:
-        while not self.stopped.wait(0.1 * self.renewed):
+        while not self.stopped.wait(0.3 * self.renewed):
             rollout = f"{name}-{len(self.statuses)}" if self.renewed else name
             self.statuses.append(ask(self.proxy, rollout, name, mode="eval").status)
 

@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -25,6 +26,36 @@ except ImportError:
 
 STATUS_LINE = b"HTTP/1.1 "
 HOST = b"Host: 127.0.0.1\r\n"
+
+
+@dataclass
+class Wire:
+    """An answer as it goes over the wire: each piece in a packet of its own."""
+
+    pieces: list[bytes]
+    content_type: str | None = "text/event-stream"
+    status: int = 200
+    breaks: bool = False  # after the last piece
+    gate: threading.Event | None = None  # what the last piece waits for
+    was_held: bool = field(default=False, init=False)  # it waited in vain
+    headers: dict[str, str] = field(default_factory=dict)
+    pause_s: float = 0  # after each piece
+
+
+async def write(request: web.Request, wire: Wire) -> web.StreamResponse:
+    answer = web.StreamResponse(status=wire.status, headers=wire.headers)
+    if wire.content_type is not None:
+        answer.headers.setdefault("Content-Type", wire.content_type)
+    await answer.prepare(request)
+    for place, piece in enumerate(wire.pieces, 1):
+        if place == len(wire.pieces) and wire.gate is not None:
+            wire.was_held = not await asyncio.to_thread(wire.gate.wait, 20)
+        await answer.write(piece)
+        await asyncio.sleep(wire.pause_s)
+    if wire.breaks:
+        assert request.transport is not None
+        request.transport.abort()
+    return answer
 
 
 class Seen(NamedTuple):
@@ -45,19 +76,13 @@ class Upstream:
     def reset(self) -> None:
         """Forget what reached it, and answer `{}`."""
         self.seen: list[Seen] = []
-        self.status, self.headers, self.pieces, self.breaks = 200, dict[str, str](), [b"{}"], False
+        self.status, self.headers, self.pieces = 200, dict[str, str](), [b"{}"]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         headers = {name.lower(): value for name, value in request.headers.items()}
         self.seen.append(Seen(request.method, request.raw_path, headers, await request.read()))
-        response = web.StreamResponse(status=self.status, headers={"Content-Type": "application/json"} | self.headers)
-        await response.prepare(request)
-        for piece in self.pieces:
-            await response.write(piece)
-            await asyncio.sleep(0.001)
-        if self.breaks and request.transport is not None:
-            request.transport.abort()
-        return response
+        wire = Wire(self.pieces, "application/json", self.status, headers=self.headers, pause_s=0.001)
+        return await write(request, wire)
 
 
 class RawServer(socketserver.ThreadingTCPServer):
@@ -80,13 +105,14 @@ class RawServer(socketserver.ThreadingTCPServer):
 
 
 def _read_request(one: Connection) -> bytes:
-    data = b""
-    while not (head := re.search(rb"(?is)content-length: (\d+).*?\r\n\r\n", data)) or len(data) - head.end() < int(
-        head[1]
-    ):
+    data, missing = b"", 1
+    while missing > 0:
         if not (piece := one.recv(2**20)):
             return b""
         data += piece
+        head, ended, body = data.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        missing = int(length[1]) - len(body) if length and ended else not ended
     return data
 
 

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import itertools
 import json
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,10 @@ from typing import Any
 import httpx
 from aiohttp import web
 
+from contract.raw import Wire as Wire
+from contract.raw import write
 from contract.system import Answer, Proxy, in_this_process
-from contract.vllm import PlayedVllm
+from contract.vllm import PlayedVllm, chat_answer
 
 Json = dict[str, Any]
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -39,9 +40,11 @@ def said(content: Any, **more: Any) -> Json:
 
 def calls(*made: tuple[str | None, Any], name: str = "f", text: str | None = None) -> Json:
     """An answer with these calls: their ids and arguments."""
-    functions = [{"name": name, "arguments": json.dumps(given)} for _, given in made]
-    ids = [{} if call_id is None else {"id": call_id} for call_id, _ in made]
-    tools = [{"type": "function", "function": f} | i for f, i in zip(functions, ids, strict=True)]
+    tools = []
+    for call_id, given in made:
+        tools.append({"type": "function", "function": {"name": name, "arguments": json.dumps(given)}})
+        if call_id is not None:
+            tools[-1]["id"] = call_id
     return said(text, tool_calls=tools)
 
 
@@ -49,25 +52,9 @@ def told(call_id: str | None, text: str, **more: Any) -> Json:
     return {"role": "tool", "content": text} | ({} if call_id is None else {"tool_call_id": call_id}) | more
 
 
-@dataclass
-class Wire:
-    """An answer as it goes over the wire: each piece in a packet of its own."""
-
-    pieces: list[bytes]
-    content_type: str | None = "text/event-stream"
-    status: int = 200
-    breaks: bool = False  # after the last piece
-    gate: threading.Event | None = None  # what the last piece waits for
-    was_held: bool = field(default=False, init=False)  # it waited in vain
-
-
 def sampled(message: Json, prompt: list[int], ids: list[int]) -> Wire:
     """The message as vLLM answers with it, with tokens."""
-    logprobs = {"content": [{"token": "", "logprob": -0.5}] * len(ids)}
-    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
-    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
-    body = {"id": "c1", "created": 1, "model": "base", "choices": [choice], "usage": usage, "prompt_token_ids": prompt}
-    return Wire([json.dumps(body).encode()], "application/json")
+    return Wire([json.dumps(chat_answer(message, prompt, ids, [-0.5] * len(ids))).encode()], "application/json")
 
 
 class ScriptedVllm(PlayedVllm):
@@ -92,7 +79,7 @@ class ScriptedVllm(PlayedVllm):
         script = script(self.asked[name]) if callable(script) else script
         script = await script if inspect.isawaitable(script) else script
         if isinstance(script, Wire):
-            return await _write(request, script)
+            return await write(request, script)
         if isinstance(script, int):
             return web.json_response({"error": {"message": "busy"}}, status=script)
         head = {"id": f"answer_{next(self._ids)}_of_the_server", "model": body["model"]}
@@ -113,22 +100,6 @@ def _shaped(path: str, content: Any) -> Json:
         return {"type": "message", "role": "assistant", "content": content, "stop_reason": "end_turn"}
     name = "text" if path == COMPLETIONS else "message"
     return {"choices": [{"index": 0, name: content, "finish_reason": "stop"}]}
-
-
-async def _write(request: web.Request, wire: Wire) -> web.StreamResponse:
-    answer = web.StreamResponse(status=wire.status)
-    if wire.content_type is not None:
-        answer.headers["Content-Type"] = wire.content_type
-    await answer.prepare(request)
-    for place, piece in enumerate(wire.pieces, 1):
-        if place == len(wire.pieces) and wire.gate is not None:
-            wire.was_held = not await asyncio.to_thread(wire.gate.wait, 20)
-        await answer.write(piece)
-        await asyncio.sleep(0)
-    if wire.breaks:
-        assert request.transport is not None
-        request.transport.abort()
-    return answer
 
 
 async def _without_type(_: web.Request, answer: web.StreamResponse) -> None:

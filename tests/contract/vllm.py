@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ PROMPT, ANSWER, LOGPROBS = [1, 2, 3], [5, 6], [-0.5, -1.5]
 class PlayedVllm:
     """vLLM as an agent and the proxy's policy see it, served by `app`."""
 
+    finish_reason = "stop"
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.answer: Callable[[Json], Json] = self._by_model  # the message, from the request
@@ -35,7 +37,6 @@ class PlayedVllm:
         self.guarded = False  # operator routes need a key
         self.refuses: dict[str, int] = {}  # paths, with a status
         self.odd: bytes | Handler | None = None  # every answer's body, or how models answer
-        self.renders, self.takes_tokens = True, True
         self.defaults: Json = {}  # its own sampling parameters
         self.delay_s = 0.0  # before an answer, and before each later chunk of a stream
         self.held: threading.Event | None = None  # an answer waits for it
@@ -43,15 +44,15 @@ class PlayedVllm:
         self.before: Callable[[str], None] = lambda path: None  # what a trainer asks is answered
         self.restart()
         self.app = web.Application(middlewares=[self._refuse])
-        self.app.router.add_get("/v1/models", self._models)
-        self.app.router.add_get("/weight_info", self._weight_info)
-        self.app.router.add_get("/is_paused", self._is_paused)
-        self.app.router.add_post("/v1/chat/completions", self._chat)
-        self.app.router.add_post("/v1/chat/completions/render", self._render)
-        self.app.router.add_post("/tokenize", self._tokenize)
-        self.app.router.add_post("/v1/load_lora_adapter", self._load)
+        add = self.app.router.add_route
+        for path in ("/v1/models", "/weight_info", "/is_paused"):
+            add("GET", path, self._state)
+        add("POST", "/v1/chat/completions", self._chat)
+        add("POST", "/v1/chat/completions/render", self._render)
+        add("POST", "/tokenize", self._tokenize)
+        add("POST", "/v1/load_lora_adapter", self._load)
         for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
-            self.app.router.add_post(f"/{path}", self._operate)
+            add("POST", f"/{path}", self._operate)
 
     def restart(self) -> None:
         """Forget everything, as vLLM does when it is started again."""
@@ -79,16 +80,12 @@ class PlayedVllm:
         while self.paused:
             await asyncio.sleep(0.01)
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _state(self, _: web.Request) -> web.Response:
+        """What any of its routes says that are only read."""
         base = {"id": "base", "object": "model", "parent": None, "root": str(self.root), "max_model_len": 512}
         adapters = [{"id": n, "object": "model", "parent": "base", "root": p} for n, p in self.adapters.items()]
-        return web.json_response({"object": "list", "data": [base, *adapters]})
-
-    async def _weight_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.label})
-
-    async def _is_paused(self, _: web.Request) -> web.Response:
-        return web.json_response({"is_paused": self.paused})
+        view = {"object": "list", "data": [base, *adapters], "weight_version": self.label, "is_paused": self.paused}
+        return web.json_response(view)
 
     async def _operate(self, request: web.Request) -> web.Response:
         self.before(request.path)
@@ -137,44 +134,33 @@ class PlayedVllm:
             return await self._stream(request, body)
         return web.json_response(self._whole(body))
 
+    def _sampled(self, body: Json) -> tuple[Json, list[int], list[int], list[float]]:
+        """The message, the prompt's tokens, the answer's tokens, and their log-probabilities."""
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        return self.answer(body), given or PROMPT, ANSWER, LOGPROBS
+
     def _whole(self, body: Json) -> Json:
-        choice: Json = {"index": 0, "message": self.answer(body), "finish_reason": "stop", "token_ids": ANSWER}
-        choice["logprobs"] = {"content": [_logprob(value) for value in LOGPROBS]}
+        message, prompt, ids, logprobs = self._sampled(body)
+        answer = chat_answer(message, prompt, ids, logprobs) | {"id": f"x{len(self.requests)}", "model": body["model"]}
+        (choice,) = answer["choices"]
+        choice["finish_reason"] = self.finish_reason
         if body.get("top_logprobs", 0) > 1:
-            temperature = body.get("temperature", 1.0) if self.processed_logprobs else 1.0
-            top = [{"token": token, "logprob": value / temperature} for token, value in (("a", -0.5), ("b", -1.5))]
-            choice["logprobs"] = {"content": [_logprob(value) | {"top_logprobs": top} for value in LOGPROBS]}
-        usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ANSWER), "total_tokens": 5}
+            heat = body.get("temperature", 1.0) if self.processed_logprobs else 1.0
+            top = [{"token": token, "logprob": value / heat} for token, value in (("a", -0.5), ("b", -1.5))]
+            for entry in choice["logprobs"]["content"]:
+                entry["top_logprobs"] = top
         if body.get("stop"):
             choice["stop_reason"] = body["stop"][0]
-        answer = {"id": f"x{len(self.requests)}", "object": "chat.completion", "created": 0, "model": body["model"]}
-        answer["usage"] = usage
         if not self.returns_token_ids:
-            return answer | {"choices": [{k: v for k, v in choice.items() if k != "token_ids"}]}
-        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
-        choices = [choice | {"index": i} for i in range(body.get("n") or 1)]
-        return answer | {"choices": choices, "prompt_token_ids": given or PROMPT}
-
-    def _chunks(self, body: Json) -> Iterator[Json]:
-        whole = self._whole(body)
-        (choice,) = whole["choices"]
-        head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
-        text = choice["message"]["content"] or ""
-        pieces = [text[: len(text) // 2], text[len(text) // 2 :]]
-        for i, token in enumerate(choice.get("token_ids", ANSWER)):
-            delta = {"content": pieces[i]} | ({"role": "assistant"} if i == 0 else {})
-            one = {"index": 0, "delta": delta, "logprobs": {"content": [_logprob(LOGPROBS[i])]}, "finish_reason": None}
-            if self.returns_token_ids:
-                one["token_ids"] = [token]
-            yield head | {"choices": [one]} | ({"prompt_token_ids": PROMPT} if i == 0 else {})
-        yield head | {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]}
-        if (body.get("stream_options") or {}).get("include_usage"):
-            yield head | {"choices": [], "usage": whole["usage"]}
+            del choice["token_ids"], answer["prompt_token_ids"]
+        return answer | {"choices": [choice | {"index": i} for i in range(body.get("n") or 1)]}
 
     async def _stream(self, request: web.Request, body: Json) -> web.StreamResponse:
+        from traffic.server import chat_events  # imports this folder
+
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for chunk in self._chunks(body):
+        for chunk in chat_events(self._whole(body), body):
             await self._unfrozen()
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             await asyncio.sleep(body.get("pause_s", self.delay_s))
@@ -182,8 +168,6 @@ class PlayedVllm:
         return response
 
     async def _render(self, request: web.Request) -> web.Response:
-        if not self.renders:
-            return web.json_response({}, status=403)
         body = await request.json()
         parameters = {name: body[name] for name in ("max_tokens", "temperature") if body.get(name) is not None}
         parameters = self.defaults | {"max_tokens": 500} | parameters
@@ -201,8 +185,13 @@ class PlayedVllm:
         return web.json_response({"tokens": list(text.encode())})
 
 
-def _logprob(value: float) -> Json:
-    return {"token": "x", "logprob": value, "bytes": [120], "top_logprobs": [{"token": "x", "logprob": value}]}
+def chat_answer(message: Json, prompt: list[int], ids: list[int], logprobs: list[float]) -> Json:
+    """As vLLM answers with its tokens."""
+    logged = {"content": [{"token": "x", "logprob": v, "bytes": [120], "top_logprobs": []} for v in logprobs]}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids, "logprobs": logged}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+    top = {"id": "c1", "object": "chat.completion", "created": 1, "model": "base", "usage": usage}
+    return top | {"choices": [choice], "prompt_token_ids": prompt}
 
 
 def _refusal(status: int, message: str) -> web.Response:
