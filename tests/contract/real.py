@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ post(os.environ["LIGHTNING_URL"] + "/reward", reward)
 
 class System(Served):
     def __init__(
-        self, directory: Path, model: Path, publish: str, *, others: Callable[[int], list[Json]] = lambda port: [],
+        self, directory: Path, model: Path, publish: str, *,
         policy: Json | None = None, trainer: Json | None = None, vllm: Json | None = None, **sections: Json,
     ) -> None:  # fmt: skip
         self.port, self.vllm_port = free_port(), free_port()
@@ -57,7 +57,6 @@ class System(Served):
         own = f"http://127.0.0.1:{self.vllm_port}/v1"
         write_config(
             directory, own, self.port,
-            upstreams=[{"name": "policy", "kind": "vllm", "base_url": own}, *others(self.vllm_port)],
             policy={"model": str(model), "publish": publish} | (policy or {}),
             vllm={"port": self.vllm_port, "max_model_len": 256, "kv_cache_gib": 1} | (vllm or {}),
             trainer={
@@ -85,7 +84,7 @@ class System(Served):
 
     def run_program(self, agent: Path, tasks: Path, *options: str) -> Any:
         options = ("--tasks", str(tasks), "--group-size", str(GROUP), "--json", "--concurrency", "16", *options)
-        return ok(self.process("run", *options, "--", sys.executable, agent, seconds=800)).json
+        return ok(self.run("run", *options, "--", sys.executable, agent)).json
 
     def waiting(self) -> list[Json]:
         """Rollouts that have ended and wait for the end of their step: vLLM on a CPU mixes adapters in a batch."""
@@ -127,12 +126,11 @@ def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
     template = directory / "template.jinja"
     template.write_text(TEMPLATE.strip())
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
-    more: Json = {"others": _through_litellm} if has("litellm") else {}
+    more: Json = {}
     if publish == "merged" and has("evaluation"):  # of new versions, between steps
-        agent, held_out = directory / "evaluated.py", directory / "held_out.jsonl"
-        agent.write_text(AGENT)
-        held_out.write_text("\n".join(json.dumps({"prompt": letter * 3}) for letter in "wxyz"))
-        command = f"{sys.executable} {agent}"
+        held_out = directory / "held_out.jsonl"
+        held_out.write_text("".join(f'{{"prompt": "{letter * 3}"}}\n' for letter in "wxyz"))
+        command = f"{sys.executable} {directory / 'agent.py'}"
         more["evaluation"] = {"tasks": str(held_out), "command": command, "every_steps": 2, "samples": 2}
     system = System(directory, model, publish, vllm={"max_model_len": 1024, "extra_args": tools}, **more)
     try:
@@ -140,14 +138,3 @@ def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
         yield system
     finally:
         system.stop()
-
-
-def _through_litellm(vllm_port: int) -> list[Json]:
-    """The same vLLM as other providers' models."""
-    return [
-        {
-            "name": provider, "kind": "litellm", "base_url": f"http://127.0.0.1:{vllm_port}{path}",
-            "api_key": "unused", "model_map": {provider: f"{provider}/{NAME}"},
-        }
-        for provider, path in (("hosted_vllm", "/v1"), ("anthropic", ""))
-    ]  # fmt: skip
