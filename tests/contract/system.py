@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,10 +127,10 @@ class Proxy:
         """Run a command of the command line with this proxy's configuration, in its directory, in this process."""
         return lightning("--config", self.config, *arguments, cwd=self.directory)
 
-    def process(self, *arguments: str | Path, seconds: float = 240) -> Done:
+    def process(self, *arguments: str | Path) -> Done:
         """Run a command as `run` does, in a process of its own: seconds, for its imports."""
-        argv, env = [*CLI, "--config", self.config, *map(str, arguments)], os.environ | {"COLUMNS": "80"}
-        done = subprocess.run(argv, cwd=self.directory, timeout=seconds, capture_output=True, text=True, env=env)
+        argv = [*CLI, "--config", self.config, *arguments]
+        done = subprocess.run(argv, cwd=self.directory, timeout=240, capture_output=True, text=True)
         return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -213,15 +213,15 @@ def played(server: PlayedVllm | Upstream, port: int = 0) -> Any:
 class Process:
     """`lightning-proxy COMMAND` in a directory with a configuration, in a session of its own."""
 
-    def __init__(self, directory: Path, command: str, *options: str) -> None:
-        self.directory, self.argv = directory, [*CLI, "--config", str(directory / "config.yaml"), command, *options]
+    def __init__(self, directory: Path, command: str, *options: str, program: Sequence[str] = CLI) -> None:
+        self.directory, self.argv = directory, [*program, "--config", str(directory / "config.yaml"), command, *options]
         self.log = directory / f"{command}.log"
         self.process: Any = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            more: Any = {"cwd": self.directory, "start_new_session": True}
-            self.process = subprocess.Popen(self.argv, stdout=log, stderr=log, **more)
+            where: Any = {"stdout": log, "stderr": log, "cwd": self.directory, "start_new_session": True}
+            self.process = subprocess.Popen(self.argv, **where)
 
     @property
     def running(self) -> bool:
@@ -248,8 +248,7 @@ class Forked:
         self._forks.set_forkserver_preload(PRELOADED)
         argv = ["--config", str(proxy.config), *arguments]
         self._process = self._forks.Process(target=_forked, args=(proxy.directory, argv, killed_at), daemon=True)
-        path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(path)}):
+        with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
             self._process.start()
 
     def signal(self, number: signal.Signals) -> None:
@@ -259,17 +258,15 @@ class Forked:
     def wait(self) -> Done:
         """Its end; of a killed one, -9. All that it said is in `stderr`."""
         self._process.join(120)
-        code = self._process.exitcode
-        if code is None:
-            self.signal(signal.SIGKILL)
-            raise AssertionError(f"it does not end: {self.log.read_text()}")
-        return Done(code, "", self.log.read_text())
+        code, said = self._process.exitcode, self.log.read_text()
+        assert code is not None, f"it does not end: {said}"
+        return Done(code, "", said)
 
 
 def _forked(directory: Path, argv: list[str], killed_at: int) -> None:
     with (directory / "forked.log").open("wb") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     watched, changes = str(directory / "policy"), itertools.count(1)
 
     def look(event: str, given: tuple[Any, ...]) -> None:
@@ -304,12 +301,15 @@ class Served(Proxy):
 
 
 @contextmanager
-def served(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> Iterator[Served]:
+def served(
+    directory: Path, vllm: PlayedVllm | None = None, program: Sequence[str] = CLI, **sections: Any
+) -> Iterator[Served]:
     vllm = vllm or PlayedVllm(directory)
     with played(vllm) as upstream:
         port = free_port()
         write_config(directory, f"{upstream}/v1", port, **sections)
-        proxy = Served(f"http://127.0.0.1:{port}", directory, vllm, server=Process(directory, "serve"))
+        server = Process(directory, "serve", program=program)
+        proxy = Served(f"http://127.0.0.1:{port}", directory, vllm, server=server)
         try:
             proxy.start()
             yield proxy
