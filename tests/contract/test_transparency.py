@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,9 +31,13 @@ NOT_COMPARED = frozenset(
     b" x-rollout-id x-call-id x-policy-version".split()
 )
 INJECTED = {"return_token_ids", "logprobs", "stream_options", "enable_response_messages", "include"}
-TEXTS = ["a", "é😀", "", '"logprob":-1,"bytes":', '"}]}', "\\", "\n\n", '"choices":[', "data: [DONE]", "\u2028"]
-Token = tuple[str, int, float]
-DELTAS = ["content", "content", "content", "reasoning", ""]
+TOP: Json = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "base"}
+# The texts of each chunk's tokens, and where they are; "": held back, as parsers of tools do.
+CHUNKS: list[tuple[str, list[str]]] = [
+    ("reasoning", ["a", "\\"]), ("content", ["é😀"]), ("content", []), ("", ['"logprob":-1,"bytes":']), ("", []),
+    ("content", ["", '"}]}', "\n\n"]), ("reasoning", ["\u2028"]), ("content", ['"choices":[', "data: [DONE]"]),
+]  # fmt: skip
+LOGPROBS = [-0.5, 0.0, -1e-7, -12.25, -99.5, -0.25, -1e-5, -3.0, -7.125, -0.75]
 
 
 @dataclass
@@ -64,11 +68,9 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize("most", [20, pytest.param(10_000, marks=pytest.mark.long)])
 async def test_the_agent_sees_no_difference(pair: Between, most: int) -> None:
-    failed: list[str] = []
     for cases in (*FAMILIES.values(), frameworks()):
         for case in cases[:: 1 + len(cases) // most]:
-            failed += [f"{case.name}: {found}" for found in await differences(case, pair)]
-    assert failed == []
+            await see_the_same(case, pair)
 
 
 def frameworks() -> list[Case]:
@@ -85,152 +87,115 @@ def frameworks() -> list[Case]:
 
 @pytest.mark.parametrize("streams", [40, pytest.param(400, marks=pytest.mark.long)])
 async def test_streams_of_tokens_reach_agent_and_record_however_they_are_cut(pair: Between, streams: int) -> None:
-    """Their chunks are as vLLM writes them, with odd texts and odd chunks among them."""
     for seed in range(streams):
-        found = await differences(Case("", post(body={"messages": [], "stream": True}), partial(tokens, seed)), pair)
-        assert found == [], seed
+        await see_the_same(Case(f"{seed}", post(body={"messages": [], "stream": True}), partial(tokens, seed)), pair)
         (call,) = pair.proxy.rollout(f"r{pair.rollouts}")["calls"]
         message = call["response"]["choices"][0]["message"]
         for name in ("content", "reasoning"):
-            text = "".join(text for part, said in chunks_of(seed) for text, _, _ in said if part == name)
-            assert (message.get(name) or "") == text, seed
+            assert message[name] == "".join("".join(texts) for part, texts in CHUNKS if part == name), seed
         if pair.kind == "vllm":
-            said = [token for _, chunk in chunks_of(seed) for token in chunk]
-            assert call["response_token_ids"] == [number for _, number, _ in said], seed
-            assert call["logprobs"] == pytest.approx([value for _, _, value in said]), seed
-
-
-def chunks_of(seed: int) -> list[tuple[str, list[Token]]]:
-    """The tokens of each chunk of a stream, and where its text is; "": held back, as parsers of tools do."""
-    source = random.Random(seed)
-
-    def token() -> Token:
-        return source.choice(TEXTS), source.randrange(150_000), source.choice([-0.5, 0.0, -1e-7, -12.25, -99.5])
-
-    return [
-        (source.choice(DELTAS), [token() for _ in range(source.choice([0, 1, 1, 1, 2, 3]))])
-        for _ in range(source.randint(1, 12))
-    ]
+            assert call["response_token_ids"] == [*range(len(LOGPROBS))], seed
+            assert call["logprobs"] == pytest.approx(LOGPROBS), seed
 
 
 def tokens(seed: int, asked: Asked) -> list[Step]:
-    body, source = json.loads(asked.body), random.Random(seed)
-    top = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "base"}
-    has_ids, count = bool(body.get("return_token_ids")), sum(len(said) for _, said in chunks_of(seed))
+    """A stream as vLLM writes it, with pings among the chunks, cut at any places."""
+    body, source, numbers = json.loads(asked.body), random.Random(seed), itertools.count()
+    has_ids = bool(body.get("return_token_ids"))
 
-    def event(delta: Json, tokens: list[Token], finish: str | None = None, **more: Any) -> bytes:
-        choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def event(delta: Json, texts: Sequence[str] = (), finish: str | None = None, **more: Any) -> bytes:
+        choice: Json = {"index": 0, "delta": delta, "logprobs": None, "token_ids": None, "finish_reason": finish}
+        ids = [next(numbers) for _ in texts]
         if body.get("logprobs"):
-            entries = [{"token": t, "logprob": v, "bytes": list(t.encode()), "top_logprobs": []} for t, _, v in tokens]
+            both = zip(texts, [LOGPROBS[number] for number in ids], strict=True)
+            entries = [{"token": t, "logprob": v, "bytes": list(t.encode()), "top_logprobs": []} for t, v in both]
             choice["logprobs"] = {"content": entries}
-        choice["token_ids"] = [number for _, number, _ in tokens] if has_ids else None
-        return sse(top | {"choices": [choice | more]})
+        if has_ids:
+            choice["token_ids"] = ids
+        return sse(TOP | {"choices": [choice]} | more)
 
-    first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    events = [sse(top | {"choices": [first], "prompt_token_ids": [7, 8] if has_ids else None})]
-    for name, said in chunks_of(seed):
-        odd: Json = source.choice([{}, {}, {}, {"stop_reason": None}, {"unknown": [1.5]}])
-        if name:
-            events.append(event({name: "".join(text for text, _, _ in said)}, said, **odd))
-        elif has_ids:
-            events.append(event({}, said))
+    events = [event({"role": "assistant", "content": ""}, prompt_token_ids=[7, 8] if has_ids else None)]
+    for name, texts in CHUNKS:
+        if name or has_ids:
+            events += [event({name: "".join(texts)} if name else {}, texts, unknown=[1.5])]
         events += [b": ping\n\n"] * (source.random() < 0.1)
-    events.append(event({}, [], "stop"))
+    events.append(event({}, finish="stop"))
     if body.get("stream_options"):
-        usage = {"prompt_tokens": 2, "completion_tokens": count, "total_tokens": 2}
-        events.append(sse(top | {"choices": [], "usage": usage}))
+        usage = {"prompt_tokens": 2, "completion_tokens": len(LOGPROBS), "total_tokens": 2}
+        events.append(sse(TOP | {"choices": [], "usage": usage}))
     whole_stream = b"".join(events) + b"data: [DONE]\n\n"
-    cuts = sorted({0, *(source.randrange(len(whole_stream)) for _ in range(source.randint(0, 6))), len(whole_stream)})
+    cuts = sorted({0, *source.choices(range(len(whole_stream)), k=source.randint(0, 6)), len(whole_stream)})
     return streamed(*(whole_stream[a:b] for a, b in itertools.pairwise(cuts)))
 
 
-async def differences(case: Case, pair: Between) -> list[str]:
+async def see_the_same(case: Case, pair: Between) -> None:
+    """Ask directly and through the proxy, and compare what the agent gets, what is asked for, and the record."""
     pair.rollouts += 1
     pair.played.script, pair.played.asked, rollout = case.script, [], f"r{pair.rollouts}"
     line, rest = case.request.split(b"\r\n", 1)
     request = line + b"\r\nX-Rollout-Id: " + rollout.encode() + b"\r\n" + rest
     expected = await ask(pair.direct, case.request, pair.played.seen)
     got = await ask(pair.proxy.url, request, pair.played.seen)
-    found = in_answers(expected, got) + ["the agent waits for ever"] * got.waits
-    direct_asked, *asked = pair.played.asked
+    assert not got.waits, case.name
+    if expected.complete:
+        compare_answers(case.name, expected, got)
+    else:
+        compare_broken_answers(case.name, expected, got)
+    direct, *asked = pair.played.asked
     method, target, _ = line.decode().split(" ")
     recorded = method == "POST" and target in RECORDED
     injects = recorded and pair.kind == "vllm"
     if len(asked) == 2 and injects and expected.status in (400, 422):
-        found += in_requests(direct_asked, asked[1], recorded, injects=False)  # again, without our additions
-    elif len(asked) == 2 and expected.status is None:
-        pass  # a GET that nothing came back for, on a connection that was used before, is sent once more
-    elif len(asked) != 1:
-        found.append(f"the upstream was asked {len(asked)} times")
-    else:
-        found += in_requests(direct_asked, asked[0], recorded, injects)
-    return found + await in_record(pair.proxy, rollout, got, recorded)
+        compare_requests(case.name, direct, asked[1], recorded, injects=False)  # again, without our additions
+    elif len(asked) != 2 or expected.status is not None:  # a GET without an answer is sent again on a new connection
+        assert len(asked) == 1, case.name
+        compare_requests(case.name, direct, asked[0], recorded, injects)
+    await compare_record(case.name, pair.proxy, rollout, got, recorded)
 
 
-def in_answers(expected: Got, got: Got) -> list[str]:
-    if not expected.complete:
-        return in_broken_answers(expected, got)
-    found = []
-    if not got.complete:
-        found.append("the answer is not complete")
-    if got.status != expected.status:
-        found.append(f"status {got.status}, not {expected.status}: {got.body[:200]!r}")
-    decoded = value(expected.headers, b"content-encoding") and not value(got.headers, b"content-encoding")
-    extra = frozenset((b"content-encoding",)) if decoded else frozenset()
-    if compared(got.headers) != compared(expected.headers, extra):
-        found.append(f"headers {compared(got.headers)}, not {compared(expected.headers, extra)}")
-    body = UNPACK[value(expected.headers, b"content-encoding").decode()](expected.body) if decoded else expected.body
-    if got.body != body:
-        found.append(f"body {got.body[:3000]!r}, not {body[:3000]!r}")
-    if value(got.headers, b"content-length") is not None and got.status == 204:
-        found.append("204 with a length")
-    return found
+def compare_answers(name: str, expected: Got, got: Got) -> None:
+    encoding, body, left_out = value(expected.headers, b"content-encoding"), expected.body, frozenset[bytes]()
+    if encoding and not value(got.headers, b"content-encoding"):
+        body, left_out = UNPACK[encoding.decode()](body), frozenset([b"content-encoding"])
+    assert (got.complete, got.status, got.body) == (True, expected.status, body), name
+    assert compared(got.headers) == compared(expected.headers, left_out), name
+    assert got.status != 204 or value(got.headers, b"content-length") is None, name
 
 
-def in_broken_answers(expected: Got, got: Got) -> list[str]:
+def compare_broken_answers(name: str, expected: Got, got: Got) -> None:
     """Broken is what the agent must see: an answer without its end, or an error in place of it."""
     if got.complete:
-        ours = b'"upstream_error"' in got.body or b'"api_error"' in got.body
-        return [] if got.status in (502, 504) and ours else [f"a clean end: {got.status} {got.body[:200]!r}"]
-    if got.status != expected.status or not expected.body.startswith(got.body):
-        return [f"{got.status} {got.body[:300]!r}, not {expected.status} {expected.body[:300]!r}"]
-    whole_events = expected.body[: expected.body.rfind(b"\n\n") + 2] if b"\n\n" in expected.body else b""
-    terminal = whole_events.rfind(b"data: [DONE]")
-    must = whole_events if terminal < 0 else whole_events[:terminal]
-    return [] if got.body.startswith(must) else [f"events are missing: {got.body[-300:]!r}, not {must[-300:]!r}"]
+        assert got.status in (502, 504) and (b'"upstream_error"' in got.body or b'"api_error"' in got.body), name
+        return
+    assert got.status == expected.status and expected.body.startswith(got.body), name
+    events = expected.body[: expected.body.rfind(b"\n\n") + 2] if b"\n\n" in expected.body else b""
+    assert got.body.startswith(events.rsplit(b"data: [DONE]", 1)[0]), name
 
 
-def in_requests(direct: Asked, proxied: Asked, recorded: bool, injects: bool) -> list[str]:
-    found = []
-    if (direct.method, direct.target) != (proxied.method, proxied.target):
-        found.append(f"asked {proxied.method!r} {proxied.target!r}, not {direct.method!r} {direct.target!r}")
+def compare_requests(name: str, direct: Asked, proxied: Asked, recorded: bool, injects: bool) -> None:
     is_read = recorded or direct.target.startswith(b"/v1/responses/")  # a background response's end is recorded
     own = frozenset((b"accept-encoding",)) if is_read else frozenset()
-    if compared(proxied.headers, own) != compared(direct.headers, own):
-        found.append(f"asked with {compared(proxied.headers, own)}, not {compared(direct.headers, own)}")
-    if is_read and value(proxied.headers, b"accept-encoding") != b"identity":
-        found.append("a recorded call must be asked for without an encoding")
+    asked, expected = (
+        (one.method, one.target, compared(one.headers, own), b"" if injects else one.body) for one in (proxied, direct)
+    )
+    assert asked == expected, name
+    if is_read:
+        assert value(proxied.headers, b"accept-encoding") == b"identity", name
     if injects:
         before, after = json.loads(direct.body), json.loads(proxied.body)
-        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        if not changed <= INJECTED:
-            found.append(f"asked for {after}, not {before}")
-    elif direct.body != proxied.body:
-        found.append(f"asked with the body {proxied.body[:300]!r}, not {direct.body[:300]!r}")
-    return found
+        assert {key for key in before | after if before.get(key) != after.get(key)} <= INJECTED, name
 
 
-async def in_record(proxy: Proxy, rollout: str, got: Got, recorded: bool) -> list[str]:
+async def compare_record(name: str, proxy: Proxy, rollout: str, got: Got, recorded: bool) -> None:
     """A call is in the record, once, and ended well only if the agent had all of it."""
     if not recorded:
         answer = proxy.call("GET", f"/rollouts/{rollout}")
-        return [] if answer.status == 404 or answer.json["calls"] == [] else ["it is recorded"]
+        assert answer.status == 404 or answer.json["calls"] == [], name
+        return
     while "incomplete" in (statuses := [call["status"] for call in proxy.rollout(rollout)["calls"]]):
         await asyncio.sleep(0.01)
-    if len(statuses) != 1:
-        return [f"{len(statuses)} calls recorded"]
     ended_well = (got.status or 500) < 300 and (got.complete or b"data: [DONE]" in got.body)
-    return ["recorded as ok"] if statuses == ["ok"] and not ended_well else []
+    assert len(statuses) == 1 and (ended_well or statuses != ["ok"]), name
 
 
 def compared(headers: Headers, but: frozenset[bytes] = frozenset()) -> list[tuple[bytes, bytes]]:
