@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -19,62 +19,61 @@ SECRETS = ("b-task", "SECRET", str(REWARD))  # what tells of the other tenant
 TRAINER = {"group_size": 2, "tasks_per_step": 1, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
 
 
+# The feature that has a route, the status for an own-scoped key, for one of all rollouts, an admin's, and a rollout's
+# own key; yes: keys that see all find the other tenant in the answer; then a query or a body, in which `"{}"` is its
+# rollout. open: to everybody.
+TABLE = """
+get /healthz                                                  -       200 200 200 200 open
+get /readyz                                                   -       200 200 200 200 open
+get /metrics                                                  -       200 200 200 200 open
+post /reward                        -       404 200 200 403 no {"rollout_id": "{}", "reward": 0.1234, "final": false}
+post /rollouts                                                -       200 200 200 403 no {}
+get /rollouts                                                 -       200 200 200 403 yes
+get /rollouts/{rollout_id}                                    -       404 200 200 403 yes
+delete /rollouts/{rollout_id}                                 -       401 401 404 401 no
+get /rollouts/{rollout_id}/transitions                        -       404 200 200 403 yes
+get /rollouts/{rollout_id}/rows                               -       404 200 200 403 yes
+get /rollouts/{rollout_id}/tokens                             page    404 200 200 403 no
+post /rollouts/{rollout_id}/events                  -       404 200 200 403 no {"kind": "note", "value": "SECRET"}
+post /agl/api/rollouts/{rollout_id}/attempt/0/events agl 404 200 200 403 no {"event_type":"note","data":{"a":"SECRET"}}
+delete /rollouts/{rollout_id}/rewards/{reward_id}             judge   404 404 404 403 no
+get /people/queue                                             judge   200 200 200 403 yes ?person=anna
+post /rollouts/{rollout_id}/end                               -       404 409 409 403 no {"status": "discarded"}
+get /costs                                                    costs   200 200 200 403 yes ?by=task
+get /tasks                                                    -       200 200 200 403 yes
+get /policy                                                   -       200 200 200 403 yes
+get /policy/versions                                          -       200 200 200 403 yes
+get /policy/steps                                             -       200 200 200 403 yes
+get /policy/compare                                           -       200 200 200 403 yes ?a=0&b=0
+post /policy/promote                                          -       401 401 404 401 no {"version": 99}
+post /policy/rollback                                         -       401 401 200 401 no
+get /status                                                   -       200 200 200 403 no
+get /prompts                                                  prompts 200 200 200 403 yes
+post /prompts                                       prompts 401 401 200 401 no {"name": "writer", "text": "Be brief."}
+get /prompts/{name}                                           prompts 200 200 200 200 yes
+get /prompts/{name}/rollouts                                  prompts 200 200 200 403 no ?run=run
+post /prompts/{name}/promote                                  prompts 401 401 404 401 no {"version": 99}
+post /prompts/{name}/rollback                                 prompts 401 401 409 401 no
+get /feed                                                     page    200 200 200 403 yes ?cursor=0
+"""
+
+
 class Route(NamedTuple):
-    """The status for an own-scoped key, for one of all rollouts, an admin's, and a rollout's own key.
+    """A line of the table."""
 
-    `shows`: keys that see all find the other tenant in the answer. `{}` in the body is its rollout. `feature` has the
-    route.
-    """
-
-    own: int
-    all: int
-    admin: int
-    rollout: int
-    shows: bool = False
-    body: Any = None
-    query: str = ""
-    feature: str = ""
+    method: str
+    path: str
+    feature: str
+    own: str
+    all: str
+    admin: str
+    rollout: str
+    shows: str
+    more: str = ""
 
 
-OPEN = Route(200, 200, 200, 200)
-VERSION = {"version": 99}
-ROUTES: dict[str, Route] = {
-    "get /healthz": OPEN,
-    "get /readyz": OPEN,
-    "get /metrics": OPEN,
-    "post /reward": Route(404, 200, 200, 403, body={"rollout_id": "{}", "reward": REWARD, "final": False}),
-    "post /rollouts": Route(200, 200, 200, 403, body={}),
-    "get /rollouts": Route(200, 200, 200, 403, True),
-    "get /rollouts/{rollout_id}": Route(404, 200, 200, 403, True),
-    "delete /rollouts/{rollout_id}": Route(401, 401, 404, 401),  # one that is not there
-    "get /rollouts/{rollout_id}/transitions": Route(404, 200, 200, 403, True),
-    "get /rollouts/{rollout_id}/rows": Route(404, 200, 200, 403, True),
-    "get /rollouts/{rollout_id}/tokens": Route(404, 200, 200, 403, feature="page"),
-    "post /rollouts/{rollout_id}/events": Route(404, 200, 200, 403, body={"kind": "note", "value": "SECRET"}),
-    "post /agl/api/rollouts/{rollout_id}/attempt/0/events": Route(
-        404, 200, 200, 403, body={"event_type": "note", "data": {"text": "SECRET"}}, feature="agl"
-    ),
-    "delete /rollouts/{rollout_id}/rewards/{reward_id}": Route(404, 404, 404, 403, feature="judge"),
-    "get /people/queue": Route(200, 200, 200, 403, True, query="?person=anna", feature="judge"),
-    "post /rollouts/{rollout_id}/end": Route(404, 409, 409, 403, body={"status": "discarded"}),
-    "get /costs": Route(200, 200, 200, 403, True, query="?by=task", feature="costs"),
-    "get /tasks": Route(200, 200, 200, 403, True),
-    "get /policy": Route(200, 200, 200, 403, True),
-    "get /policy/versions": Route(200, 200, 200, 403, True),
-    "get /policy/steps": Route(200, 200, 200, 403, True),
-    "get /policy/compare": Route(200, 200, 200, 403, True, query="?a=0&b=0"),
-    "post /policy/promote": Route(401, 401, 404, 401, body=VERSION),
-    "post /policy/rollback": Route(401, 401, 200, 401),
-    "get /status": Route(200, 200, 200, 403),
-    "get /prompts": Route(200, 200, 200, 403, True, feature="prompts"),
-    "post /prompts": Route(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}, feature="prompts"),
-    "get /prompts/{name}": Route(200, 200, 200, 200, True, feature="prompts"),
-    "get /prompts/{name}/rollouts": Route(200, 200, 200, 403, query="?run=run", feature="prompts"),
-    "post /prompts/{name}/promote": Route(401, 401, 404, 401, body=VERSION, feature="prompts"),
-    "post /prompts/{name}/rollback": Route(401, 401, 409, 401, feature="prompts"),
-    "get /feed": Route(200, 200, 200, 403, True, query="?cursor=0", feature="page"),
-}
-ROUTES = {name: route for name, route in ROUTES.items() if not route.feature or has(route.feature)}
+ROUTES = [Route(*line.split(maxsplit=8)) for line in TABLE.strip().splitlines()]
+ROUTES = [route for route in ROUTES if route.feature == "-" or has(route.feature)]
 
 
 @dataclass
@@ -97,8 +96,7 @@ def live(proxy: Proxy, key: str, task: str, sibling: int) -> str:
     name: str = opened["rollout_id"]
     text = "SECRET" if theirs else "mine"
     assert proxy.chat(name, {"role": "user", "content": text}, key=key, max_tokens=4).status == 200
-    reward = {"rollout_id": name, "reward": REWARD if theirs else 0.5 + sibling, "comment": text}
-    assert proxy.post("/reward", reward, key).status == 200
+    proxy.reward(name, REWARD if theirs else 0.5 + sibling, key, comment=text)
     return name
 
 
@@ -108,7 +106,7 @@ def go_wrong(proxy: Proxy) -> None:
         for i, reward in enumerate(rewards):
             name = f"{task}-{i}"
             assert proxy.chat(f"{name}/tasks/{task}", key="admin", max_tokens=4).status == 200
-            assert proxy.post("/reward", {"rollout_id": name, "reward": reward}, "admin").status == 200
+            proxy.reward(name, reward, "admin")
         proxy.vllm.fault = Faulty.STALE if task == "c" else None
         proxy.run("train", "--once")
     proxy.chat("e", key="admin", max_tokens=4, top_k=1)
@@ -125,43 +123,42 @@ def tenants(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Te
         own, other = proxy.new_key("own", "--scope", "own"), proxy.new_key("other", "--scope", "own")
         mine, same_task = live(proxy, own, "a-task", 0), live(proxy, other, "a-task", 1)
         theirs = live(proxy, other, "b-task", 0)
-        second = live(proxy, other, "b-task", 1)
-        proxy.post("/reward", {"rollout_id": second, "reward": 1}, other)
-        evaluated = {"rollout_id": theirs, "reward": REWARD, "final": False}  # acts on all: /policy/compare shows it
-        assert proxy.post("/reward", evaluated, "admin").status == 200
-        trained = proxy.run("train", "--once")
-        assert trained.returncode == 0, trained.stderr
+        proxy.reward(live(proxy, other, "b-task", 1), 1, other)
+        proxy.reward(theirs, REWARD, "admin", final=False)  # acts on all: /policy/compare shows it
+        ok(proxy.run("train", "--once"))
         go_wrong(proxy)
-        keys: dict[str, str | None] = {"none": None, "wrong": "lpk-x", "own": own, "all": "agent", "admin": "admin"}
-        for kind, may_reward in (("rollout", True), ("rollout, calls only", False)):
-            (opened,) = proxy.post("/rollouts", {"may_reward": may_reward}, own).json
-            keys[kind] = opened["api_key"]
-        keys["own evaluator"] = proxy.new_key("own-judge", "--scope", "own", "--evaluator")
-        keys["evaluator"] = proxy.new_key("judge", "--evaluator")
-        keys["revoked"] = revoked = proxy.new_key("gone")
+        (opened,), (calls,) = (proxy.post("/rollouts", {"may_reward": may}, own).json for may in (True, False))
+        revoked = proxy.new_key("gone")
         ok(proxy.run("keys", "revoke", "gone"))
         wait_until(lambda: proxy.call("GET", "/rollouts", key=revoked).status == 401, 30, "the key is gone")
-        yield Tenants(proxy, mine, theirs, same_task, keys)
+        yield Tenants(proxy, mine, theirs, same_task, {
+            "none": None, "wrong": "lpk-x", "revoked": revoked, "own": own, "all": "agent", "admin": "admin",
+            "rollout": opened["api_key"], "rollout, calls only": calls["api_key"],
+            "own evaluator": proxy.new_key("own-judge", "--scope", "own", "--evaluator"),
+            "evaluator": proxy.new_key("judge", "--evaluator"),
+        })  # fmt: skip
 
 
 def expected(route: Route, kind: str) -> int:
-    if route is OPEN:
+    if route.shows == "open":
         return 200
     if kind in ("none", "wrong", "revoked"):
         return 401
-    if kind.startswith("rollout"):
-        return 403 if kind != "rollout" and route.rollout == 200 else route.rollout
-    return {"admin": route.admin, "own": route.own, "own evaluator": route.own}.get(kind, route.all)
+    if kind == "rollout, calls only" and route.rollout == "200":
+        return 403
+    status = {"admin": route.admin, "own": route.own, "own evaluator": route.own}
+    return int(status.get(kind, route.rollout if kind.startswith("rollout") else route.all))
 
 
-def ask(tenants: Tenants, name: str, route: Route, key: str | None) -> Answer:
-    method, path = name.split()
-    rollout = "gone" if name.startswith("delete /rollouts/{rollout_id}") and path.endswith("}") else tenants.theirs
-    path = path.format(rollout_id=rollout, name="writer", version=2, call_id="c", reward_id=1) + route.query
-    body = None if route.body is None else json.dumps(route.body).replace('"{}"', f'"{tenants.theirs}"').encode()
+def ask(tenants: Tenants, route: Route, key: str | None) -> Answer:
+    deleted = "gone" if route.method == "delete" and route.path.endswith("rollout_id}") else tenants.theirs
+    path = route.path.format(rollout_id=deleted, name="writer", reward_id=1)
+    body = route.more.replace('"{}"', f'"{tenants.theirs}"').encode() or None
+    if route.more.startswith("?"):
+        path, body = path + route.more, None
     if path.startswith("/feed"):
         return read_feed(tenants.proxy, path, key)
-    return tenants.proxy.call(method.upper(), path, body, key)
+    return tenants.proxy.call(route.method.upper(), path, body, key)
 
 
 def read_feed(proxy: Proxy, path: str, key: str | None) -> Answer:
@@ -180,18 +177,17 @@ def read_feed(proxy: Proxy, path: str, key: str | None) -> Answer:
 
 def test_a_route_says_to_each_key_what_the_table_says(tenants: Tenants) -> None:
     paths = tenants.proxy.get("/openapi.json", "admin")["paths"]
-    assert {f"{method} {path}" for path, methods in paths.items() for method in methods} == ROUTES.keys(), "it has all"
-    for name, route in ROUTES.items():
-        for kind, key in tenants.keys.items():
-            answer = ask(tenants, name, route, key)
-            said = answer.body.decode()
-            assert answer.status == expected(route, kind), (name, kind, said[:300])
-            told = [text for text in SECRETS if text in said]
-            sees_all = kind in ("all", "evaluator", "admin") or route is OPEN
-            shown = route.shows and sees_all and answer.status == 200
-            assert told if shown else sees_all or not told, (name, kind, said[:300])
-            if not sees_all and answer.status == 200:
-                assert tenants.theirs not in said, (name, kind)
+    there = {(method, path) for path, methods in paths.items() for method in methods}
+    assert there == {(route.method, route.path) for route in ROUTES}, "it has all"
+    for route, (kind, key) in itertools.product(ROUTES, tenants.keys.items()):
+        answer = ask(tenants, route, key)
+        said, name = answer.body.decode(), f"{route.method} {route.path} with the key {kind}"
+        assert answer.status == expected(route, kind), (name, said[:300])
+        told = [text for text in SECRETS if text in said]
+        sees_all = kind in ("all", "evaluator", "admin") or route.shows == "open"
+        shown = route.shows == "yes" and sees_all and answer.status == 200
+        assert told if shown else sees_all or not told, (name, said[:300])
+        assert sees_all or answer.status != 200 or tenants.theirs not in said, name
 
 
 def test_a_tenant_sees_its_own_rollouts_and_numbers_made_of_these_alone(tenants: Tenants) -> None:
