@@ -10,7 +10,9 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -59,9 +61,8 @@ evil.example 127.0.0.1.evil.example 127.0.0.1@evil.example evil.example@127.0.0.
 localhost.evil.example evil.localhost localhost. [::] [::ffff:8.8.8.8] 127.0.0.1,evil.example
 """.split()
 ECHO = json.dumps({"error": {"message": f"Incorrect API key provided: {KEY}.", "headers": [f"Bearer {KEY}"] * 2}})
-PARTS = [f"key {KEY}", SECRET[:20], SECRET[20:]]
-DELTAS = [{"id": "c", "choices": [{"index": 0, "delta": {"content": text}}]} for text in PARTS]
-STREAM = "".join(f"data: {json.dumps(delta)}\n\n" for delta in DELTAS) + "data: [DONE]\n\n"
+DELTA = 'data: {"id": "c", "choices": [{"index": 0, "delta": {"content": "TEXT"}}]}\n\n'
+STREAM = "".join(DELTA.replace("TEXT", text) for text in (f"key {KEY}", SECRET[:20], SECRET[20:])) + "data: [DONE]\n\n"
 HIDDEN = rb"""
 /v1/load_lora_adapter /v1/../v1/load_lora_adapter /v1/./load_lora_adapter /v1/x/../load_lora_adapter
 /v1/%2e%2e/pause /v1/%2E%2E%2Fpause /v1/..%2fpause /v1/%252e%252e/pause /v1/%25252e%25252e/pause /v1/%2525252e./x
@@ -92,36 +93,33 @@ def upstream(proxy: Proxy) -> Upstream:
     return proxy.vllm
 
 
-def in_front(directory: Path, url: str):  # type: ignore[no-untyped-def]
+def in_front(directory: Path, url: str, **access: Any) -> AbstractContextManager[Proxy]:
     known = {"name": "u", "kind": "openai", "base_url": url, "api_key": KEY}
-    return in_this_process(directory, upstreams=[known], recording={"redact": {"secrets": True}})
+    return in_this_process(directory, upstreams=[known], proxy=access, recording={"redact": {"secrets": True}})
 
 
 def test_what_could_be_read_in_two_ways_is_refused(proxy: Proxy, upstream: Upstream) -> None:
     for name, rest in AMBIGUOUS.items():
-        answers = send(proxy.url, POST + rest)
-        assert statuses(answers)[:1] == [400] and upstream.seen == [], name
-        assert json.loads(answers[0].partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error", name
-    data = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED
-    assert statuses(send(proxy.url, data)) == [400] and upstream.seen == []
-    whole = POST + LENGTH + b"Connection: close\r\n\r\n"
-    for line_end in (b"\n", b"\r"):
-        answers = send(proxy.url, whole.replace(b"\r\n", line_end) + BODY + b"\r\n\r\n")
-        assert statuses(answers) in ([400], []) and upstream.seen == []
+        answer, *_ = send(proxy.url, POST + rest)
+        assert statuses([answer]) == [400] and b"invalid_request_error" in answer and upstream.seen == [], name
+    old = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED
+    assert statuses(send(proxy.url, old)) == [400] and upstream.seen == []
+    for end in (b"\n", b"\r"):
+        whole = (POST + LENGTH + b"Connection: close\r\n\r\n").replace(b"\r\n", end) + BODY + b"\r\n\r\n"
+        assert statuses(send(proxy.url, whole)) in ([400], []) and upstream.seen == []
 
 
 def test_chunks_arrive_as_one_body_and_trailers_are_no_headers(proxy: Proxy, upstream: Upstream) -> None:
-    one = POST + b"Transfer-Encoding: chunked\r\n\r\n"
-    data = one + CHUNKED + one + b"1b;a=b\r\n" + BODY + b"\r\n0\r\n\r\n"
-    assert statuses(send(proxy.url, data, answers=2)) == [200, 200]
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n"
+    one = POST + chunked + CHUNKED
+    assert statuses(send(proxy.url, one + one.replace(b"1b", b"1b;a=b"), answers=2)) == [200, 200]
     for seen in upstream.seen:
         assert (seen.body, seen.headers["content-length"]) == (BODY, "27") and "transfer-encoding" not in seen.headers
     trailers = b"X-Rollout-Id: evil\r\nX-Evil: 1\r\nAuthorization: Bearer evil\r\n\r\n"
-    for piece in (b"", b"\r\n"):
-        data = CHAT + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED.removesuffix(b"\r\n") + trailers + piece
-        answers = send(proxy.url, data)
-        assert statuses(answers) == [200] and b"x-rollout-id: evil" not in answers[0]
-    assert all("x-evil" not in seen.headers for seen in upstream.seen)
+    for more in (b"", b"\r\n"):
+        (answer,) = send(proxy.url, CHAT + chunked + CHUNKED.removesuffix(b"\r\n") + trailers + more)
+        assert statuses([answer]) == [200] and b"x-rollout-id: evil" not in answer
+    assert not [seen for seen in upstream.seen if "x-evil" in seen.headers]
 
 
 def test_a_request_that_asks_for_an_upgrade_is_answered_without_one(proxy: Proxy, upstream: Upstream) -> None:
@@ -139,35 +137,32 @@ def get(path: bytes, headers: bytes) -> bytes:
 
 
 def test_without_keys_no_other_host_and_no_web_page_of_others_is_served(proxy: Proxy, upstream: Upstream) -> None:
-    for host in (*STRANGERS, b""):
-        for path in (b"/v1/files", b"/rollouts"):
-            assert statuses(send(proxy.url, get(path, b"Host: %b\r\n" % host))) == [403], host
-    assert upstream.seen == []
-    for host in (b"127.0.0.1", b"localhost", b"LOCALHOST:8080", b"[::1]:80", b"127.9.9.9"):
-        assert statuses(send(proxy.url, get(b"/v1/files", b"Host: %b\r\n" % host))) == [200], host
-    pages: list[tuple[dict[str, str], int]] = [
-        ({"Host": "[::1]:8080", "Origin": "http://127.0.0.1:3000"}, 200),
-        ({"Origin": "vscode-file://vscode-app"}, 200),
-        ({"Host": "http://["}, 403),
-        ({"Origin": "https://evil.example"}, 403),
-        ({"Origin": "null"}, 403),
-    ]
-    for headers, status in pages:
+    hosts = [(host, 403) for host in (*STRANGERS, b"")]
+    hosts += [(host, 200) for host in (b"127.0.0.1", b"localhost", b"LOCALHOST:8080", b"[::1]:80", b"127.9.9.9")]
+    for (host, status), path in itertools.product(hosts, (b"/v1/files", b"/rollouts")):
+        assert statuses(send(proxy.url, get(path, b"Host: %b\r\n" % host))) == [status], host
+    assert len(upstream.seen) == 5
+    for host, origin, status in (
+        ("[::1]:8080", "http://127.0.0.1:3000", 200),
+        ("localhost", "vscode-file://vscode-app", 200),
+        ("http://[", "http://localhost", 403),
+        ("localhost", "https://evil.example", 403),
+        ("localhost", "null", 403),
+    ):
         for method, path in (("GET", "/rollouts"), ("POST", "/v1/chat/completions")):
-            assert proxy.call(method, path, BODY if method == "POST" else None, **headers).status == status, headers
+            assert proxy.call(method, path, BODY, Host=host, Origin=origin).status == status, (host, origin)
 
 
 def test_a_header_that_decides_is_there_once_and_none_gets_in_by_an_id(proxy: Proxy, upstream: Upstream) -> None:
-    names = ("Host", "Authorization", "X-Api-Key", "X-Rollout-Id", "X-Task-Id", "X-Recording", "Idempotency-Key")
+    names = b"Host Authorization X-Api-Key X-Rollout-Id X-Task-Id X-Recording Idempotency-Key".split()
     for name, path in itertools.product(names, (b"/v1/files", b"/rollouts")):
-        values = ("127.0.0.1", "localhost") if name == "Host" else ("on", "off")
-        twice = "".join(f"{name}: {value}\r\n" for value in values).encode()
-        (answer,) = send(proxy.url, get(path, (b"" if name == "Host" else HOST) + twice))
-        assert statuses([answer]) == [400] and f"{name.lower()} is there more than once".encode() in answer, name
-    for name in ("X-Rollout-Id", "X-Task-Id", "X-Agent-Name", "X-Rollout-Mode"):
-        for value in ("a%0d%0aX-Evil: 1", "a\x0bX-Evil: 1"):
-            (answer,) = send(proxy.url, CHAT + f"{name}: {value}\r\n".encode("latin-1") + LENGTH + b"\r\n" + BODY)
-            assert statuses([answer]) == [400] and b"\nx-evil" not in answer.lower() and upstream.seen == [], name
+        twice = b"%b: 127.0.0.1\r\n%b: localhost\r\n" % (name, name)
+        (answer,) = send(proxy.url, get(path, twice if name == b"Host" else HOST + twice))
+        assert statuses([answer]) == [400] and name.lower() + b" is there more than once" in answer, name
+    names = b"X-Rollout-Id X-Task-Id X-Agent-Name X-Rollout-Mode".split()
+    for name, value in itertools.product(names, (b"a%0d%0aX-Evil: 1", b"a\x0bX-Evil: 1")):
+        (answer,) = send(proxy.url, CHAT + name + b": " + value + b"\r\n" + LENGTH + b"\r\n" + BODY)
+        assert statuses([answer]) == [400] and b"\nx-evil" not in answer.lower() and upstream.seen == [], name
 
 
 def test_headers_of_the_connection_end_here(proxy: Proxy, upstream: Upstream) -> None:
@@ -186,20 +181,27 @@ def test_headers_of_the_connection_end_here(proxy: Proxy, upstream: Upstream) ->
     assert seen.headers["x-forwarded-for"] == "1.2.3.4", "what is no concern of ours is passed on"
 
 
+def stored(proxy: Proxy) -> bytes:
+    return b"".join(path.read_bytes() for path in proxy.directory.glob("*.db*"))
+
+
 def assert_the_key_is_nowhere(proxy: Proxy, caplog: pytest.LogCaptureFixture, answered: bytes) -> None:
-    places = {"answer": answered, "store": b"".join(path.read_bytes() for path in proxy.directory.glob("*.db*"))}
-    places["log"] = "".join(f"{one.getMessage()} {one.exc_text} {one.args}" for one in caplog.records).encode()
+    assert KEY.encode() not in answered + stored(proxy)
+    assert not [one for one in caplog.records if KEY in f"{one.getMessage()} {one.exc_text} {one.args}"]
     for route in ("/metrics", "/rollouts", "/readyz", "/openapi.json", "/policy"):
-        places[route] = proxy.call("GET", route).body
-    assert [name for name, data in places.items() if KEY.encode() in data] == []
+        assert KEY.encode() not in proxy.call("GET", route).body, route
+
+
+def in_pieces(text: str, size: int) -> list[bytes]:
+    return [text[i : i + size].encode() for i in range(0, len(text), size)]
 
 
 def test_an_echoed_key_is_masked(proxy: Proxy, upstream: Upstream, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     upstream.headers = {"WWW-Authenticate": f"Bearer {KEY}", "X-Key": KEY, "Content-Length": str(len(ECHO))}
     paths, answered = ("/v1/chat/completions", "/v1/messages", "/v1/files", "/v1/models"), b""
-    for path, size, status in itertools.product(paths, (1, 10_000), (200, 401)):
-        upstream.status, upstream.pieces = status, [ECHO[i : i + size].encode() for i in range(0, len(ECHO), size)]
+    for path, size, status in itertools.product(paths, (7, 10_000), (200, 401)):
+        upstream.status, upstream.pieces = status, in_pieces(ECHO, size)
         answer = proxy.post(path, BODY, Accept_Encoding="gzip")
         assert (answer.status, answer.body) == (status, ECHO.replace(KEY, MASK).encode()), (path, size)
         assert answer.headers["x-key"] == MASK
@@ -210,12 +212,12 @@ def test_an_echoed_key_is_masked(proxy: Proxy, upstream: Upstream, caplog: pytes
     assert_the_key_is_nowhere(proxy, caplog, answered)
     upstream.status, upstream.headers = 200, {"Content-Type": "text/event-stream"}
     for size in (7, 10_000):
-        upstream.pieces = [STREAM[i : i + size].encode() for i in range(0, len(STREAM), size)]
+        upstream.pieces = in_pieces(STREAM, size)
         answer = proxy.post("/v1/chat/completions", {"model": "m", "stream": True, "messages": []})
         assert answer.body == STREAM.replace(KEY, MASK).encode(), "the agent has its own secret; only the key is masked"
         (call,) = proxy.rollout(answer.headers["x-rollout-id"])["calls"]
         assert call["response"]["choices"][0]["message"]["content"] == f"key {MASK}[redacted]"
-        assert all(SECRET.encode() not in path.read_bytes() for path in proxy.directory.glob("*.db*"))
+        assert SECRET.encode() not in stored(proxy)
         assert_the_key_is_nowhere(proxy, caplog, answer.body)
 
 
@@ -283,26 +285,24 @@ def test_no_spelling_of_an_operators_route_reaches_it(tmp_path: Path) -> None:
 
 def test_other_routes_are_only_forwarded(proxy: Proxy, upstream: Upstream, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lightning_proxy")
-    upstream.status, upstream.headers, upstream.pieces = 207, {"X-Up": "1"}, [b'{"input_tokens": 12}']
-    for path in ("messages/count_tokens", "embeddings?a=b%20c", "images/generations", "audio/speech"):
-        answer = proxy.post(f"/rollouts/other/v1/{path}", {"model": "m", "x": 2.5})
-        assert (answer.status, answer.headers["x-up"], answer.body) == (207, "1", upstream.pieces[0])
-        assert (upstream.seen[-1].target, upstream.seen[-1].body) == (f"/v1/{path}", b'{"model": "m", "x": 2.5}')
-        name = path.partition("?")[0]
-        assert [line for line in caplog.messages if f"POST /v1/{name}" in line and "207" in line], path
+    upstream.status = 207
+    for path in ("messages/count_tokens", "images/generations", "audio/speech"):
+        answer = proxy.post(f"/rollouts/other/v1/{path}", BODY)
+        seen = upstream.seen[-1]
+        assert (answer.status, answer.body, seen.target, seen.body) == (207, b"{}", f"/v1/{path}", BODY)
+        assert [line for line in caplog.messages if f"POST /v1/{path}" in line and "207" in line], path
     assert proxy.call("GET", "/rollouts/other").status == 404
-    assert KEY not in caplog.text
 
 
 def test_a_redirect_is_the_agents_to_follow_and_does_not_lead_past_the_proxy(proxy: Proxy, upstream: Upstream) -> None:
     """vLLM's server answers to a slash too many with its own address."""
     elsewhere = ("http://elsewhere/v1/x", "https://elsewhere/", "//elsewhere/v1/x", "y", "../y", "http://[")
-    for status, to in zip((301, 302, 303, 307, 308, 302), elsewhere, strict=True):
-        upstream.status, upstream.headers = status, {"Location": to}
+    for upstream.status, to in zip((301, 302, 303, 307, 308, 302), elsewhere, strict=True):
+        upstream.headers = {"Location": to}
         for path in ("/v1/files", "/v1/chat/completions"):
-            upstream.seen.clear()
+            upstream.seen = []
             answer = proxy.post(path, {"model": "m"})
-            assert (answer.status, answer.headers["location"], len(upstream.seen)) == (status, to, 1)
+            assert (answer.status, answer.headers["location"], len(upstream.seen)) == (upstream.status, to, 1)
     host, path = upstream.seen[0].headers["host"], "/v1/files/a%20b?x=%2F&y"
     for to in (path, f"http://{host}{path}", f"https://{host}{path}"):  # whoever ends TLS did not tell the server
         upstream.status, upstream.headers = 307, {"Location": to}
@@ -312,8 +312,7 @@ def test_a_redirect_is_the_agents_to_follow_and_does_not_lead_past_the_proxy(pro
 
 
 def test_no_url_in_a_request_is_called(proxy: Proxy, upstream: Upstream) -> None:
-    trap = Upstream()
-    with played(trap) as root:
+    with played(trap := Upstream()) as root:
         url = f"{root}/v1"
         picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
         body = {"model": url, "base_url": url, "api_base": url, "messages": [picture], "webhook": url}
@@ -325,15 +324,14 @@ def test_no_url_in_a_request_is_called(proxy: Proxy, upstream: Upstream) -> None
 
 
 def test_a_browser_may_ask_beforehand_without_a_key_and_spends_none(tmp_path: Path) -> None:
-    asks = {"Origin": "https://app.example", "Access_Control_Request_Method": "POST"}
-    upstream = Upstream()
-    with played(upstream) as url:
-        known = {"name": "u", "kind": "openai", "base_url": f"{url}/v1", "api_key": KEY}
-        with in_this_process(tmp_path, upstreams=[known], proxy={"api_keys": ["ours"]}) as proxy:
-            assert proxy.call("OPTIONS", "/rollouts/r/v1/chat/completions", key="wrong", **asks).status == 200
-            assert upstream.seen[0].headers["origin"] == asks["Origin"]
-            assert "authorization" not in upstream.seen[0].headers
-            assert proxy.call("OPTIONS", "/v1/load_lora_adapter", key="wrong", **asks).status == 404
-            assert proxy.post("/v1/embeddings", {}, "wrong", **asks).status == 401
-            assert proxy.call("OPTIONS", "/v1/embeddings", key="wrong", Origin=asks["Origin"]).status == 401
-    assert len(upstream.seen) == 1
+    origin, asks = {"Origin": "https://app.example"}, {"Access_Control_Request_Method": "POST"}
+    with played(upstream := Upstream()) as url, in_front(tmp_path, f"{url}/v1", api_keys=["ours"]) as proxy:
+        for method, path, more, status in (
+            ("OPTIONS", "/rollouts/r/v1/chat/completions", asks, 200),
+            ("OPTIONS", "/v1/load_lora_adapter", asks, 404),
+            ("POST", "/v1/embeddings", asks, 401),
+            ("OPTIONS", "/v1/embeddings", {}, 401),
+        ):
+            assert proxy.call(method, path, key="wrong", **origin, **more).status == status, path
+    (seen,) = upstream.seen
+    assert seen.headers["origin"] == origin["Origin"] and "authorization" not in seen.headers
