@@ -6,95 +6,74 @@ import itertools
 import random
 import signal
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from contract.model import TRAINER, Agents, Faulty, ask, by_weights, learning, play, versions
 from contract.system import Forked, Proxy, in_this_process, ok, served, wait_until
-from contract.vllm import PlayedVllm
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETIONS = "/v1/completions"
 Kill = Callable[[Proxy, int], bool]
 
 
-class Agent(threading.Thread):
-    """Calls and rewards until the proxy is gone; remembers what it received whole."""
-
-    def __init__(self, url: str, name: str) -> None:
-        super().__init__()
-        self.url, self.name_ = url, name
-        self.calls: list[tuple[str, str]] = []  # rollout and call
-        self.rewards: dict[str, int] = {}
-
-    def run(self) -> None:
-        with suppress(httpx.HTTPError), httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
-            for turn in range(10_000):
-                stream, rollout = turn % 2 == 0, f"{self.name_}-{turn}"
-                answer = client.post(f"/rollouts/{rollout}/v1/chat/completions", json=CHAT | {"stream": stream})
-                assert answer.status_code == 200
-                if not stream or answer.content.endswith(b"data: [DONE]\n\n"):
-                    self.calls.append((rollout, answer.headers["x-call-id"]))
-                    reward = client.post("/reward", json={"rollout_id": rollout, "reward": 1})
-                    self.rewards[rollout] = reward.json()["reward_id"]
+def work(url: str, name: str) -> list[Any]:
+    """Call and reward until the proxy is gone; return what was received whole: rollout, call and reward."""
+    received = list[Any]()
+    with suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+        for turn in range(10_000):
+            stream, rollout = turn % 2 == 0, f"{name}-{turn}"
+            answer = client.post(f"/rollouts/{rollout}/v1/chat/completions", json=CHAT | {"stream": stream})
+            assert answer.status_code == 200
+            if not stream or answer.content.endswith(b"data: [DONE]\n\n"):
+                received.append([rollout, answer.headers["x-call-id"], None])
+                reward = client.post("/reward", json={"rollout_id": rollout, "reward": 1})
+                received[-1][2] = reward.json()["reward_id"]
+    return received
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_proxy_has_lost_no_answer_and_no_reward(tmp_path: Path, workers: int) -> None:
-    with served(tmp_path, proxy={"workers": workers}) as proxy:
-        agents: list[Agent] = []
+    received = list[Any]()
+    with served(tmp_path, proxy={"workers": workers}) as proxy, ThreadPoolExecutor(8) as pool:
         for round_ in range(2):
-            agents += (mine := [Agent(proxy.url, f"a{round_}-{i}") for i in range(8)])
-            for agent in mine:
-                agent.start()
+            working = [pool.submit(work, proxy.url, f"a{round_}-{i}") for i in range(8)]
             time.sleep(0.5 + random.random())
             proxy.server.end(signal.SIGKILL)
-            for agent in mine:
-                agent.join()
+            received += itertools.chain(*(agent.result() for agent in working))
             proxy.start()
-        assert sum(len(agent.calls) for agent in agents) > 20
-        statuses = set()
-        for agent in agents:
-            for rollout, call_id in agent.calls:
-                found = proxy.rollout(rollout)
-                assert [call["call_id"] for call in found["calls"]] == [call_id]
-                assert found["calls"][0]["response"] and found["calls"][0]["status"] == "ok"
-                if rollout in agent.rewards:
-                    assert [one["reward_id"] for one in found["rewards"]] == [agent.rewards[rollout]]
-            statuses |= {one["status"] for one in proxy.get("/rollouts?limit=1000")["data"]}
-        assert statuses <= {"running", "completed"}
+        assert len(received) > 20
+        for rollout, call_id, reward_id in received:
+            found = proxy.rollout(rollout)
+            (call,) = found["calls"]
+            assert (call["call_id"], call["status"], bool(call["response"])) == (call_id, "ok", True)
+            assert not reward_id or [one["reward_id"] for one in found["rewards"]] == [reward_id]
+        assert {one["status"] for one in proxy.get("/rollouts?limit=1000")["data"]} <= {"running", "completed"}
 
 
-def test_a_call_that_was_under_way_is_there_as_incomplete(tmp_path: Path) -> None:
-    vllm = PlayedVllm(tmp_path)
-    vllm.delay_s = 30
-    with served(tmp_path, vllm) as proxy, ThreadPoolExecutor() as agents:
-        asked = agents.submit(proxy.chat, "r1")
-        wait_until(lambda: vllm.requests, 30, "the call is under way")
-        proxy.server.end(signal.SIGKILL)
-        assert isinstance(asked.exception(), httpx.HTTPError)
-        proxy.start()
-        (call,) = proxy.rollout("r1")["calls"]
-        assert call["status"] == "incomplete" and not call["trainable"]
-
-
-def test_stopped_in_good_order_it_finishes_what_is_under_way(tmp_path: Path) -> None:
-    vllm = PlayedVllm(tmp_path)
-    vllm.delay_s = 1.0
-    with served(tmp_path, vllm) as proxy, ThreadPoolExecutor() as agents:
-        asked = agents.submit(proxy.chat, "r1")
-        wait_until(lambda: vllm.requests, 30, "the call is under way")
-        assert proxy.server.end(signal.SIGTERM) == 0
-        assert asked.result().status == 200 and "not written" not in proxy.server.log.read_text()
-        proxy.start()
-        assert proxy.rollout("r1")["calls"][0]["status"] == "ok"
+def test_a_call_that_was_under_way_is_finished_by_a_stop_and_incomplete_after_a_kill(tmp_path: Path) -> None:
+    with served(tmp_path) as proxy, ThreadPoolExecutor() as agents:
+        proxy.vllm.delay_s = 1.0
+        for name, number in (("ok", signal.SIGTERM), ("incomplete", signal.SIGKILL)):
+            proxy.vllm.requests.clear()
+            asked = agents.submit(proxy.chat, name)
+            wait_until(lambda: proxy.vllm.requests, 30, "the call is under way")
+            code = proxy.server.end(number)
+            if name == "ok":
+                assert (code, asked.result().status) == (0, 200)
+                assert "not written" not in proxy.server.log.read_text()
+            else:
+                assert isinstance(asked.exception(), httpx.HTTPError)
+            proxy.start()
+            (call,) = proxy.rollout(name)["calls"]
+            assert (call["status"], call["trainable"]) == (name, name == "ok")
 
 
 @pytest.mark.sqlite
@@ -168,9 +147,9 @@ def test_after_a_kill_each_rollout_is_trained_on_once(proxy: Proxy, kill: Kill, 
             (last, *earlier) = proxy.get("/policy/steps?limit=1000")["data"]
             assert (last["step"], last["metrics"]["rollouts_trained"], len(earlier)) == (step, len(names), step - 1)
             assert "publish_s" in last["metrics"]
-            live = proxy.get("/policy")["live_version"]
-            assert (versions(proxy)[live]["step"], versions(proxy)[live]["verified"]) == (step, True)
-            assert {version["status"] for version in versions(proxy).values()} <= {"live", "ready", "failed"}
+            live, there = proxy.get("/policy")["live_version"], versions(proxy)
+            assert (there[live]["step"], there[live]["verified"]) == (step, True)
+            assert {version["status"] for version in there.values()} <= {"live", "ready", "failed"}
             assert ask(proxy, f"after-{step}", "after", mode="eval").headers["x-policy-version"] == str(live)
             if not killed:
                 break
