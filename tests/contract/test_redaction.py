@@ -9,27 +9,41 @@ from typing import Any
 
 import pytest
 
-from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, said, sampled, scripted, user
+from contract.scripted import (
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Json,
+    Scripted,
+    Wire,
+    calls,
+    said,
+    sampled,
+    scripted,
+    told,
+    user,
+)  # fmt: skip
 
 pytestmark = pytest.mark.sqlite  # the store's bytes are read
 MASK = "[redacted]"
 RANDOM = "Zx81kQpLmN0vBt7RyWc3HdJf5GsA2eUo9Ii6Tq4XbVnMlKjHgFdSaPoIuYtReWq1Zz2Xx3Cc4Vv5Bb6Nn7Mm8Ll9Kk0JjQ7"
+AWS = "Q7ZX2KQPLMNOVBTR"
 OPENAI = f"sk-proj-{RANDOM[:40]}"
-# Each with the part of it that must not be found anywhere.
-SECRETS = [
-    (f"sk-{RANDOM[:48]}", RANDOM[:48]),
-    (f"sk-ant-api03-{RANDOM[:93]}", RANDOM[:93]),
-    ("AKIAQ7ZX2KQPLMNOVBTR", "Q7ZX2KQPLMNOVBTR"),
-    (f"aws_secret_access_key = {RANDOM[:38]}/Q", RANDOM[:38]),
-    (f'"SecretAccessKey": "{RANDOM[5:43]}+Q"', RANDOM[5:43]),
-    (f"ghp_{RANDOM[:36]}", RANDOM[:36]),
-    (f"github_pat_11AAAAAAA0{RANDOM[:60]}", RANDOM[:60]),
-    (f"xoxb-2345678901-2345678901-{RANDOM[:24]}", RANDOM[:24]),
-    (f"Authorization: Bearer {RANDOM[:30]}", RANDOM[:30]),
-    (f"lpk-agent-{RANDOM[:43]}", RANDOM[:43]),
-    (f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{RANDOM[:43]}", RANDOM[:43]),
-    (f"-----BEGIN RSA PRIVATE KEY-----\n{RANDOM}\n-----END RSA PRIVATE KEY-----", RANDOM),
-]
+# Each with so many letters of RANDOM in the place of X.
+SECRETS = {
+    "sk-X": 48,
+    "sk-ant-api03-X": 93,
+    "AKIAX": 0,
+    "aws_secret_access_key = X/Q": 38,
+    '"SecretAccessKey": "X+Q"': 38,
+    "ghp_X": 36,
+    "github_pat_11AAAAAAA0X": 60,
+    "xoxb-2345678901-2345678901-X": 24,
+    "Authorization: Bearer X": 30,
+    "lpk-agent-X": 43,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.X": 43,
+    "-----BEGIN RSA PRIVATE KEY-----\nX\n-----END RSA PRIVATE KEY-----": 97,
+}
 NO_SECRETS = [
     "sk-" + "word-after-word-" * 20,
     "a risk-assessment-and-mitigation-plan-2024 for the task-force-on-long-words",
@@ -54,19 +68,17 @@ def ask(model: Scripted, answer: Any, path: str = CHAT, /, **request: Any) -> Js
 
 def places(text: str) -> list[tuple[Json, Any]]:
     """Requests and answers with a text in each place where a record may have it."""
-    arguments = json.dumps({"command": f"export KEY={text}", "note": f"\n{text}"})
-    tool = [{"id": "call_1", "type": "function", "function": {"name": "sh", "arguments": arguments}}]
+    used = calls(("call_1", {"command": f"export KEY={text}", "note": f"\n{text}"}))
     return [
         ({"messages": [user(f"use {text}")]}, said("done")),
         ({"messages": [user([{"type": "text", "text": f"it is {text}"}])]}, said("done")),
-        ({"messages": [user("hi"), said(None, tool_calls=tool), {"role": "tool", "tool_call_id": "call_1",
-                                                                 "content": text}]}, said("done")),
+        ({"messages": [user("hi"), used, told("call_1", text)]}, said("done")),
         ({"metadata": {text: 1}}, said("done")),
         ({}, said(text)),
-        ({}, said(None, tool_calls=tool)),
+        ({}, used),
         ({}, Wire([f"<html>{text}</html>".encode()], "text/html")),
-        ({}, Wire([b'data: {"error": {"message": ' + json.dumps(text).encode() + b"}}\n\n"])),
-    ]  # fmt: skip
+        ({}, Wire([f'data: {{"error": {{"message": {json.dumps(text)}}}}}\n\n'.encode()])),
+    ]
 
 
 def stored(model: Scripted) -> bytes:
@@ -76,12 +88,12 @@ def stored(model: Scripted) -> bytes:
 
 def test_no_secret_is_in_any_byte_of_the_store(tmp_path: Path) -> None:
     with redacting(tmp_path, secrets=True) as model:
-        for secret, _ in SECRETS:
+        for form, size in SECRETS.items():
+            secret = form.replace("X", RANDOM[:size] or AWS)
             for i, (request, answer) in enumerate(places(f"(é {secret}\n")):
                 model.ask(f"/rollouts/r{i}{CHAT}", {"messages": [user("hi")], "stream": i == 7} | request, answer)
         found = stored(model)
-        assert b"chat/completions" in found
-        assert [core for _, core in SECRETS if core[:20].encode() in found] == []
+        assert b"chat/completions" in found and RANDOM[:20].encode() not in found and AWS.encode() not in found
         call = ask(model, said("\n".join(NO_SECRETS)), messages=[*map(user, NO_SECRETS)])
         assert [message["content"] for message in call["request"]["messages"]] == NO_SECRETS
         assert call["response"]["choices"][0]["message"]["content"] == "\n".join(NO_SECRETS)
@@ -100,15 +112,13 @@ def test_chosen_fields_are_masked_wherever_their_path_leads(tmp_path: Path) -> N
 
 
 def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(tmp_path: Path) -> None:
-    asked: list[tuple[Json, str, bool]] = [
-        ({"user": "ada", "metadata": {"a": "b"}}, "fine", True), ({"messages": [user("zzz")]}, "fine", False),
-        ({}, "zzz", False),
-    ]  # fmt: skip
+    asked = [({"user": "ada", "metadata": {"a": "b"}}, "fine"), ({"messages": [user("zzz")]}, "fine"), ({}, "zzz")]
     with redacting(tmp_path, patterns=["zzz"], fields=["request.user", "request.metadata.*"]) as model:
-        for request, text, kept in asked:
+        for request, text in asked:
             call = ask(model, sampled(said(text), [1, 2], [7]), model="policy", **request)
-            assert (call["prompt_token_ids"], call["response_token_ids"]) == (([1, 2], [7]) if kept else ([], []))
-            assert call["untrainable_reason"] == (None if kept else "redacted") and "zzz" not in json.dumps(call)
+            found = (call["prompt_token_ids"], call["response_token_ids"], call["untrainable_reason"])
+            assert found == (([1, 2], [7], None) if "user" in request else ([], [], "redacted"))
+            assert "zzz" not in json.dumps(call)
         first = ask(model, sampled(said("fine"), [1, 2], [7]), RESPONSES, model="policy", input="zzz")
         more = {"model": "policy", "input": "and?", "previous_response_id": first["response"]["id"]}
         assert ask(model, sampled(said("fine"), [1, 2], [7]), RESPONSES, **more)["prompt_token_ids"] == []
@@ -128,18 +138,17 @@ def test_a_number_that_a_model_wrote_for_a_tool_is_looked_at_as_its_text_would_b
 def test_every_door_redacts_and_nothing_changes_for_the_agent(tmp_path: Path) -> None:
     name, mail = "Rumpelstiltskin", "ada@example.org"
     with redacting(tmp_path, secrets=True, patterns=[name], fields=["request.user", "metadata.email"]) as model:
-        opened = model.proxy.post("/rollouts", {"metadata": {"email": mail, "note": OPENAI}}).json[0]["rollout_id"]
-        tool = {"id": "call_1", "type": "function", "function": {"name": "use", "arguments": json.dumps({"k": OPENAI})}}
-        message, path = said(name, tool_calls=[tool]), f"/rollouts/{opened}{CHAT}"
-        body: Json = {"user": mail, "messages": [user(f"my {OPENAI}")]}
+        (opened,) = model.proxy.post("/rollouts", {"metadata": {"email": mail, "note": OPENAI}}).json
+        message, rollout = calls(("call_1", {"k": OPENAI}), text=name), opened["rollout_id"]
+        path, messages = f"/rollouts/{rollout}{CHAT}", [user(f"my {OPENAI}")]
+        body = {"user": mail, "messages": messages}
         assert model.ask(path, body, message).json["choices"][0]["message"] == message
-        assert (model.asked["messages"], model.asked["user"]) == (body["messages"], mail)
-        body["messages"] += [message, {"role": "tool", "tool_call_id": "call_1", "content": f"{OPENAI} is valid"}]
+        assert (model.asked["messages"], model.asked["user"]) == (messages, mail)
+        messages += [message, told("call_1", f"{OPENAI} is valid")]
         model.ask(path, body, said("done"))
         model.ask(path, body, said("done"), x_stainless_retry_count="1")
-        reward = {"rollout_id": opened, "reward": 1, "comment": f"{name} used {OPENAI}"}
-        assert model.proxy.post("/reward", reward).status == 200
-        shown = model.proxy.rollout(opened)
+        model.proxy.reward(rollout, 1, comment=f"{name} used {OPENAI}")
+        shown = model.proxy.rollout(rollout)
         first, second, third = shown["calls"]
         assert second["superseded_by"] == third["call_id"], "redacted requests are compared with redacted ones"
         assert first["tool_calls"][0]["result"] == f"{MASK} is valid"
@@ -148,6 +157,6 @@ def test_every_door_redacts_and_nothing_changes_for_the_agent(tmp_path: Path) ->
         assert shown["rewards"][0]["comment"] == f"{MASK} used {MASK}"
         twice = b'{"model": "m", "messages": "%s", "messages": [{"role": "user", "content": "hi"}]}' % OPENAI.encode()
         with model.script(said("x")) as headers:
-            assert model.proxy.post(f"/rollouts/twice{CHAT}", twice, **headers).status == 200
+            assert model.proxy.post(CHAT, twice, **headers).status == 200
         assert [text for text in (OPENAI, name, mail) if text.encode() in stored(model)] == []
     assert OPENAI.encode() not in stored(model)
