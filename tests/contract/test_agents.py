@@ -46,7 +46,7 @@ def test_headers_or_a_url_name_the_rollout_its_task_and_its_agent(proxy: Proxy, 
 
 
 def test_an_id_of_other_characters_or_too_long_is_400(proxy: Proxy) -> None:
-    def refuses(path: str, method: str = "POST", **headers: Any) -> None:
+    def refuses(path: str, method: str = "POST", /, **headers: Any) -> None:
         answer = proxy.call(method, path, CHAT if method == "POST" else None, **headers)
         assert answer.status == 400 and answer.error["message"], (method, path, headers)
 

@@ -142,7 +142,7 @@ def test_without_keys_no_other_host_and_no_web_page_of_others_is_served(proxy: P
     for (host, status), path in itertools.product(hosts, (b"/v1/files", b"/rollouts")):
         assert statuses(send(proxy.url, get(path, b"Host: %b\r\n" % host))) == [status], host
     assert len(upstream.seen) == 5
-    for host, origin, status in (
+    for named, origin, status in (
         ("[::1]:8080", "http://127.0.0.1:3000", 200),
         ("localhost", "vscode-file://vscode-app", 200),
         ("http://[", "http://localhost", 403),
@@ -150,7 +150,7 @@ def test_without_keys_no_other_host_and_no_web_page_of_others_is_served(proxy: P
         ("localhost", "null", 403),
     ):
         for method, path in (("GET", "/rollouts"), ("POST", "/v1/chat/completions")):
-            assert proxy.call(method, path, BODY, Host=host, Origin=origin).status == status, (host, origin)
+            assert proxy.call(method, path, BODY, Host=named, Origin=origin).status == status, (named, origin)
 
 
 def test_a_header_that_decides_is_there_once_and_none_gets_in_by_an_id(proxy: Proxy, upstream: Upstream) -> None:

@@ -112,7 +112,9 @@ def test_chosen_fields_are_masked_wherever_their_path_leads(tmp_path: Path) -> N
 
 
 def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(tmp_path: Path) -> None:
-    asked = [({"user": "ada", "metadata": {"a": "b"}}, "fine"), ({"messages": [user("zzz")]}, "fine"), ({}, "zzz")]
+    asked: list[tuple[Json, str]] = [
+        ({"user": "ada", "metadata": {"a": "b"}}, "fine"), ({"messages": [user("zzz")]}, "fine"), ({}, "zzz"),
+    ]  # fmt: skip
     with redacting(tmp_path, patterns=["zzz"], fields=["request.user", "request.metadata.*"]) as model:
         for request, text in asked:
             call = ask(model, sampled(said(text), [1, 2], [7]), model="policy", **request)

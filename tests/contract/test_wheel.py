@@ -76,8 +76,8 @@ def test_a_fresh_environment_serves_and_records_a_call(fresh: Path, tmp_path: Pa
     with served(tmp_path, program=[program]) as proxy:
         assert proxy.chat("r1", stream=True).status == 200
         proxy.reward("r1", 1)
-        command = [program, "--config", str(proxy.config), "rollouts", "list", "--json"]
-        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+        listing = [program, "--config", str(proxy.config), "rollouts", "list", "--json"]
+        listed = subprocess.run(listing, capture_output=True, text=True, check=True)
     (rollout,) = json.loads(listed.stdout)["data"]
     assert (rollout["rollout_id"], rollout["reward"], rollout["calls"]) == ("r1", 1, 1)
     for command, extras in (("train", "[train]"), ("vllm", "[vllm]"), ("up", "[vllm]")):
