@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class PlayedVllm:
     """vLLM as an agent and the proxy's policy see it, served by `app`."""
 
     finish_reason = "stop"
+    takes_tokens = True
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -136,7 +137,7 @@ class PlayedVllm:
 
     def _sampled(self, body: Json) -> tuple[Json, list[int], list[int], list[float]]:
         """The message, the prompt's tokens, the answer's tokens, and their log-probabilities."""
-        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
         return self.answer(body), given or PROMPT, ANSWER, LOGPROBS
 
     def _whole(self, body: Json) -> Json:
@@ -155,12 +156,15 @@ class PlayedVllm:
             del choice["token_ids"], answer["prompt_token_ids"]
         return answer | {"choices": [choice | {"index": i} for i in range(body.get("n") or 1)]}
 
-    async def _stream(self, request: web.Request, body: Json) -> web.StreamResponse:
+    def _chunks(self, body: Json) -> Iterator[Json]:
         from traffic.server import chat_events  # imports this folder
 
+        return chat_events(self._whole(body), body)
+
+    async def _stream(self, request: web.Request, body: Json) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for chunk in chat_events(self._whole(body), body):
+        for chunk in self._chunks(body):
             await self._unfrozen()
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             await asyncio.sleep(body.get("pause_s", self.delay_s))
