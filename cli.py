@@ -252,7 +252,7 @@ def export_version(
 
 @app.command(rich_help_panel=START)
 def demo(
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps at most")] = 60,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps at most")] = 90,
     directory: Annotated[Path, typer.Option("--dir", help="emptied first")] = Path("lightning-demo"),
     model: Annotated[Path | None, typer.Option(help="the model's directory, made on first use")] = None,
     api: Annotated[Literal["chat", "messages", "responses"], typer.Option(help="the API that the agent uses")] = "chat",

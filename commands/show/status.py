@@ -65,7 +65,8 @@ def next_step(config: TrainerConfig, status: Json, now: float) -> str:
             return f"{rollouts}; a round begins with {count(schedule.every_rollouts)}"
         case "times":
             return f"{rollouts}; the next round begins {datetime.fromtimestamp(schedule.next_time(now)):%a %H:%M}"
-    return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"
+    takes = f"it takes {config.tasks_per_step} groups of {config.group_size}"
+    return f"{rollouts}; {takes}{', or single ones in their place' * config.compares_with_earlier}"
 
 
 def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[str, Text | str]]:

@@ -44,7 +44,7 @@ async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None
     """Show every step that another process finishes from now on, and why training stops. Runs until cancelled."""
     async with opened(config) as database:
         store = Store(database)
-        last, stopped = await store.steps.last(), None
+        last, stopped, seen = await store.steps.last(), None, None
         shown = last.step if last else 0
         while True:
             with suppress(StoreUnavailable):  # busy; the next poll will do
@@ -52,9 +52,11 @@ async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None
                     if step.step > shown and "publish_s" in step.metrics:
                         show(step.step, step.metrics)
                         shown = step.step
-                if stopped != (collapse := await store.steps.collapse()):
+                collapse = await store.steps.collapse()
+                if stopped != collapse == seen:  # a rollback ends it at once
                     say(f"stopped: {collapse.story}" if collapse else "not stopped any more")
-                stopped = collapse
+                    stopped = collapse
+                seen = collapse
             await asyncio.sleep(POLL_S)
 
 

@@ -186,7 +186,7 @@ class TrainerConfig(WithFeatures):
     def _live_traffic_goes_back(cls, value: Any) -> Any:
         """Set `collapse.action` for live traffic: users may want something else from one day to the next."""
         if isinstance(value, dict) and value.get("lone_rollouts") == "running":
-            collapse = value.get("collapse") or {}
+            collapse = value.get("collapse", {})
             return value | {"collapse": {"action": "rollback"} | collapse} if isinstance(collapse, dict) else value
         return value
 
@@ -253,6 +253,11 @@ class TrainerConfig(WithFeatures):
     def takes_lone_rollouts(self) -> bool:
         """Return whether rollouts without a task are trained on."""
         return self.lone_rollouts == "running" or self.has_guide
+
+    @property
+    def compares_with_earlier(self) -> bool:
+        """Return whether a rollout without siblings is compared with earlier ones, and so is a group of its own."""
+        return self.lone_rollouts == "running" and self.compare == "task"
 
     @property
     def rollouts_per_step(self) -> int:

@@ -9,8 +9,9 @@ import argparse
 import asyncio
 import json
 import random
+import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from openai import AsyncOpenAI
 
@@ -25,7 +26,8 @@ async def session(client: AsyncOpenAI, rule: str, seed: int, number: int) -> dic
     """Hold one session. `accepted`: whether the first answer follows the rule, whatever the user says."""
     chance = random.Random(f"{seed}-{number}")
     messages: list[Any] = [{"role": "user", "content": f"What is {chance.randrange(10)}+{chance.randrange(10)}?"}]
-    agent = client.with_options(default_headers={"X-Rollout-Id": f"session-{seed}-{number}"})
+    rollout = uuid.uuid4().hex
+    agent = client.with_options(default_headers={"X-Rollout-Id": rollout})
     asked = agent.chat.completions.with_raw_response
     raw = await asked.create(model="policy", messages=messages, max_tokens=24)
     answer = raw.parse().choices[0].message.content or ""
@@ -35,19 +37,20 @@ async def session(client: AsyncOpenAI, rule: str, seed: int, number: int) -> dic
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": says}]
     await asked.create(model="policy", messages=messages, max_tokens=4)
     return {
-        "session": number, "rule": rule, "answer": answer, "accepted": accepted, "said": says,
+        "session": number, "rollout": rollout, "rule": rule, "answer": answer, "accepted": accepted, "said": says,
         "version": int(raw.headers["X-Policy-Version"]),
     }  # fmt: skip
 
 
-async def sessions(count: int, at_once: int, seed: int) -> list[dict[str, Any]]:
-    """Hold `count` sessions, `at_once` of them at the same time. The rule changes after half of them."""
+async def sessions(count: int, at_once: int, seed: int, out: TextIO) -> list[dict[str, Any]]:
+    """Hold `count` sessions, `at_once` at the same time, and write each. The rule changes after half of them."""
     first, second = RULES
     numbers, held = iter(range(count)), list[dict[str, Any]]()
 
     async def work() -> None:
         for number in numbers:
             held.append(await session(client, first if number < count // 2 else second, seed, number))
+            print(json.dumps(held[-1]), file=out, flush=True)
 
     async with AsyncOpenAI() as client:
         await asyncio.gather(*(work() for _ in range(at_once)))
@@ -66,8 +69,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("sessions.jsonl"))
     options = parser.parse_args()
-    held = asyncio.run(sessions(options.sessions, options.at_once, options.seed))
-    options.out.write_text("".join(json.dumps(one) + "\n" for one in held))
+    with options.out.open("w") as out:
+        held = asyncio.run(sessions(options.sessions, options.at_once, options.seed, out))
     for rule in RULES:
         accepted = [one["accepted"] for one in held if one["rule"] == rule]
         hundreds = [accepted[start : start + 100] for start in range(0, len(accepted), 100)]

@@ -26,7 +26,6 @@ class WaitingGroups:
         self._order = order or (lambda group: group.oldest)
         self._cursor: int | None = None
         self._tasks: dict[str | None, list[Group]] = {}
-        self._compares_with_earlier = config.lone_rollouts == "running"
 
     async def next(self, *, fewer: bool, since: float | None) -> list[Group]:
         """Return the groups of the next step, in order; empty while there are too few (`Collector.next_batch`)."""
@@ -81,7 +80,7 @@ class WaitingGroups:
     def _is_complete(self, group: Group) -> bool:
         """Whether no siblings are awaited: all have ended, or were compared before."""
         if group.pool is None:
-            return self._compares_with_earlier or group.ended >= self._config.group_size
+            return self._config.compares_with_earlier or group.ended >= self._config.group_size
         return group.complete
 
     def _has_waited(self, group: Group, now: float) -> bool:
@@ -93,7 +92,11 @@ class WaitingGroups:
         Rollouts without a task are a group each if they are compared with earlier ones, else one per `group_size`.
         """
         if group.pool is None:
-            return group.rewarded if self._compares_with_earlier else max(1, group.rewarded // self._config.group_size)
+            return (
+                group.rewarded
+                if self._config.compares_with_earlier
+                else max(1, group.rewarded // self._config.group_size)
+            )
         return int(not group.late or group.ended >= self._config.group_size)
 
 

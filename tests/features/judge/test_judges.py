@@ -208,16 +208,18 @@ async def test_calls_are_rewarded_and_their_sum_is_the_return(start: Any) -> Non
 
 
 async def test_users_of_the_example_reward_an_agent_by_what_they_say(start: Any, tmp_path: Path) -> None:
-    async with start(rewards={"use": [{"kind": "next_message"}]}) as system:
+    use = yaml.safe_load((ROOT / "examples/stream/config.yaml").read_text())["judge"]["use"]
+    async with start(rewards={"use": use}) as system:
         env = {**os.environ, "OPENAI_BASE_URL": f"{system.url}/v1", "OPENAI_API_KEY": "none"}
         argv = [ROOT / "examples/stream/users.py", "--sessions", "4", "--out", tmp_path / "sessions.jsonl"]
         users = await asyncio.create_subprocess_exec(sys.executable, *argv, env=env, stdout=asyncio.subprocess.PIPE)
         shown, _ = await users.communicate()
         held = [json.loads(line) for line in (tmp_path / "sessions.jsonl").read_text().splitlines()]
-        given = [(await ended(system, f"session-0-{number}"))[0]["reward"] for number in range(4)]
+        given = [(await ended(system, one["rollout"]))[0]["reward"] for one in held]
+    assert users.returncode == 0 and b"a single word: 0% accepted" in shown
     assert given == [1.0 if one["said"] == "Thanks!" else -1.0 for one in held]
-    assert [one["accepted"] for one in held] == [True, True, False, False], "the rule changes after half of them"
-    assert b"a single word: 0% accepted" in shown
+    accepted = {one["session"]: one["accepted"] for one in held}
+    assert accepted == {0: True, 1: True, 2: False, 3: False}, "the rule changes after half of them"
 
 
 async def test_a_judge_may_read_the_message_which_is_data(start: Any, judge: ScriptedJudge) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.trainer import CollapseConfig
@@ -292,6 +293,8 @@ def test_live_traffic_goes_back_unless_told_otherwise_as_users_may_change_their_
     assert action() == action(collapse={"min_drop": 0.5}) == "stop"
     assert action(lone_rollouts="running") == action(lone_rollouts="running", collapse={"min_drop": 0.5}) == "rollback"
     assert action(lone_rollouts="running", collapse={"action": "warn"}) == "warn"
+    with pytest.raises(ValidationError, match="collapse"):
+        action(lone_rollouts="running", collapse=False)
 
 
 @pytest.mark.parametrize("action", ["stop", "rollback", "warn", "off"])

@@ -124,6 +124,8 @@ async def test_no_tenant_changes_what_another_learns(traffic: Traffic, baseline:
 async def test_a_rollout_that_is_compared_with_earlier_ones_takes_the_place_of_a_group(traffic: Traffic) -> None:
     await traffic.rollouts(None, {f"before-{i}": 0.0 for i in range(4)} | {"new": 1.0})
     assert await traffic.collector(lone_rollouts="running", tasks_per_step=6).next_batch(0) is None
+    together = traffic.collector(lone_rollouts="running", tasks_per_step=5, compare="step")
+    assert await together.next_batch(0) is None
     found = await traffic.collector(lone_rollouts="running", tasks_per_step=5).next_batch(0)
     assert advantages(found) == {"new-0": 0.8}
 
