@@ -442,7 +442,8 @@ async def _tool_user(r: Recorded, name: str, good: bool) -> None:
     asked: list[Any] = [{"role": "user", "content": "hi"}]
     called = {"role": "assistant", "content": None, "tool_calls": [made]}
     told = {"role": "tool", "tool_call_id": "t", "content": "3" if good else "Error: no such city"}
-    answers = [(asked, called, "tool_calls"), ([*asked, called, told], {"role": "assistant", "content": "3"}, "length")]
+    said, end = {"role": "assistant", "content": "3"}, "length" if good else "stop"
+    answers = [(asked, called, "tool_calls"), ([*asked, called, told], said, end)]
     for i, (messages, message, finish) in enumerate(answers):
         request = {"messages": messages, "tools": TOOLS}
         response = {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
@@ -471,7 +472,9 @@ async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are
             batch = await Collector(TrainerConfig.model_validate(settings), Store(database)).next_batch(0, fewer=True)
             calls = await Store(database).calls.of("good")
         assert batch is not None
-        found.append(([answer_in(call.response) for call in calls], {one.call_ids: one for one in batch.samples}))
+        ends = [(call.finish_reason, call.response["choices"][0]["finish_reason"]) for call in calls]
+        said = [answer_in(call.response) for call in calls]
+        found.append((said, ends, {one.call_ids: one for one in batch.samples}))
     assert found[0] == found[1]
 
 

@@ -261,12 +261,15 @@ def test_a_limit_is_told_also_where_chat_only_tells_of_calls() -> None:
 def test_what_chat_cannot_do_is_left_to_its_own_route() -> None:
     bodies: list[Json] = [
         {"background": True},
+        {"prompt": {"id": "p"}},
         {"input": []},
         {"input": [{"type": "mcp_call", "id": "x"}]},
         {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
         {"input": [{"type": "item_reference", "id": "unknown"}]},
         {"previous_response_id": "resp_1"},
+        {"tool_choice": "required"},
         {"tools": [ADD], "tool_choice": {"type": "web_search_preview"}},
+        {"tools": [ADD], "tool_choice": {"type": "function", "name": "subtract"}},
         {"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "structured_outputs": {"choice": ["a"]}},
         {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
     ]
