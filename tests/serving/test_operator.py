@@ -31,7 +31,7 @@ OPERATORS = (
     "/pause", "/collective_rpc", "/invocations", "/tokenize", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 )  # fmt: skip
 AGENTS = ("/v1/chat/completions", "/v1/chat/completions/render")
-READABLE = ("/health", "/version")
+READABLE = ("/health", "/ping", "/version", "/load")
 PAGE = {"Origin": "https://evil.example"}
 REBOUND = {"Host": "evil.example"}
 
@@ -98,7 +98,8 @@ def test_without_the_key_only_the_agents_routes_answer_programs_here(guarded: An
             for path in (*OPERATORS, *AGENTS):
                 assert [status(path, foreign, method) for method in ("POST", "OPTIONS")] == [403, 403], (path, foreign)
         for path in (*READABLE, "/metrics/"):
-            assert [status(path, {}, method) for method in ("GET", "POST")] == [200, 401], path
+            for headers in ({}, relayed | PAGE):
+                assert [status(path, headers, method) for method in ("GET", "POST")] == [200, 401], path
         for path in ("/v1/models", "/v1/models/org%2Fname", "/v1/models/org/na%20me"):
             assert status(path, {}, "GET") == 200, path
         assert status("/v1/responses/resp_1/cancel", {}) == 200

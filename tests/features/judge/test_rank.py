@@ -70,7 +70,8 @@ async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_one_that_is
 ) -> None:
     judge.status = 503
     groups = [await group(system, "worth 1", "worth 2") for i in range(6)]
-    await system.post("/reward", [{"rollout_id": rollout_id, "reward": 0.5} for rollout_id in groups[0]])
+    given = zip(groups[0], (0.25, 0.75), strict=True)
+    await system.post("/reward", [{"rollout_id": rollout_id, "reward": reward} for rollout_id, reward in given])
     await until(lambda: "wait for it" in caplog.text)
     await asyncio.sleep(0.3)  # the first look is at all
     judge.asked.clear()
@@ -80,9 +81,10 @@ async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_one_that_is
     async with system.store() as store:
         collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1), store)
         assert await collector.next_batch(0, fewer=True) is None
-    judge.status = 200
-    for ids in groups:
-        assert await values(system, ids) == [0.0, 1.0]
+        judge.status = 200
+        for ids in groups:
+            assert await values(system, ids) == [0.0, 1.0]
+        assert await collector.next_batch(0, fewer=True) is not None
     (line,) = [r.getMessage() for r in caplog.records if "wait for it" in r.getMessage()]
     assert line.startswith("judge.use: rank: openai/m gives no answer: HTTP 503")
 

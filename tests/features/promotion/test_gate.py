@@ -197,13 +197,14 @@ async def test_a_test_is_shown_while_it_is_under_way_and_after_it(start: Any, tm
         version = await candidate(system)
         policy = await system.get("/policy")
         assert (policy["promotion"], policy["test"]["version"]) == ("gated", version)
-        await rewarded(system, 2, lambda _: 0.5)
+        await rewarded(system, 2, lambda version: 0.5 + version / 4)
         while (evidence := (await system.get("/policy"))["test"]["evidence"]).get("groups") != 2:
             pass
-        shown = f"testing version {version} against 0: 8 of at most 40 rollouts; reward +0.00 (2 pairs, undecided)"
+        shown = f"testing version {version} against 0: 8 of at most 40 rollouts; reward +0.25 (2 pairs, undecided)"
         assert shown in await told("policy", "list") and shown in await told("status")
         (page,) = await drawn(system, tmp_path, "versions")
-        for words in (f"Version {version} is tested against 0", "8 of at most 40 rollouts", "undecided"):
+        row = "reward margin 0.120.50.75+0.25−"  # 2 pairs, 0.5 and 0.75
+        for words in (f"Version {version} is tested against 0", "8 of at most 40 rollouts", row, "undecided"):
             assert words in page["text"]
         assert (await system.call("POST", "/policy/rollback"))[0] == 409
         await system.post("/policy/promote", {"version": 0})
