@@ -195,7 +195,7 @@ def test_what_is_sent_is_sent_again_until_it_is_recorded_and_counts_once(way: st
         else:
             assert rollout_at(server).reward(1.0) == 7
     keys = [re.search(rb"(?i)idempotency-key: \S+", asked) for asked in server.asked]
-    assert len(keys) == 4 and len({key and key[0] for key in keys} - {None}) == 1
+    assert len(keys) == 4 and len({key and key[0] for key in keys}) == 1 and all(keys)
 
 
 def test_a_reward_without_patience_waits_for_its_answer_and_is_a_number_of_any_kind() -> None:
