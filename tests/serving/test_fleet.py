@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +125,9 @@ async def test_what_one_replica_refuses_goes_live_nowhere_and_one_that_was_not_r
             status, answer = await system.call("POST", "/policy/promote", {"version": version})
             assert (status, "collective_rpc" in answer["error"]["message"]) == (502, True)
             second.refuses = {}
-            while system.vllm.paused or second.paused:
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(60):
+                while system.vllm.paused or second.paused:
+                    await asyncio.sleep(0.02)
             assert await answers(system) == before
             await swap_of(system, store, session, 1).activate(await store.versions.get(version))
             assert second.weights == str(tmp_path), "only the publisher did not reach it"
@@ -134,8 +135,9 @@ async def test_what_one_replica_refuses_goes_live_nowhere_and_one_that_was_not_r
             assert second.weights == system.vllm.weights
 
 
+@pytest.mark.parametrize("servers", [1, 2])
 async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
-    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int
 ) -> None:
     load, seen = VllmServer.load_weights, set[int]()
 
@@ -146,8 +148,13 @@ async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
 
     monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.MENDED_S", 0.01)
     monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.WATCH_S", 0.02)
-    async with replicated(start, tmp_path, "merged") as (system, second, port), listening(second.app, port):
-        await second_is(system, is_down=False)
+    async with AsyncExitStack() as stack:
+        if servers == 1:
+            system = await stack.enter_async_context(start(publish="merged"))
+        else:
+            system, second, port = await stack.enter_async_context(replicated(start, tmp_path, "merged"))
+            await stack.enter_async_context(listening(second.app, port))
+            await second_is(system, is_down=False)
         await system.chat("r")
         monkeypatch.setattr(VllmServer, "load_weights", slow)
         promoting = asyncio.create_task(promote(system, tmp_path))
@@ -261,8 +268,9 @@ async def test_what_is_not_found_behind_a_router_is_waited_for_only_if_it_is_a_v
 
 def test_a_router_that_cannot_work_is_refused() -> None:
     router = {"name": "policy", "base_url": "http://a/v1", "servers": ["http://c/v1"]}
-    with pytest.raises(ValidationError, match=r"servers behind a router need policy\.publish lora"):
-        Config.model_validate({"upstreams": [router]})
+    for publish in ("auto", "merged"):
+        with pytest.raises(ValidationError, match=r"servers behind a router need policy\.publish lora"):
+            Config.model_validate({"upstreams": [router], "policy": {"publish": publish}})
     for key, value, told in (
         ("replicas", ["http://b/v1"], "there are no replicas"),
         ("kind", "openai", "kind is vllm"),
