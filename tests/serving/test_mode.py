@@ -133,6 +133,8 @@ def test_only_another_model_is_refused_whatever_has_become_of_its_checkpoint(tra
         check_base_model(second)
     store = tmp_path / "s.db"
     elsewhere = second.model_copy(update={"store": trained.store.model_copy(update={"url": f"sqlite:///{store}"})})
+    check_base_model(elsewhere)
+    assert not store.exists()
     store.write_bytes(b"no store")
     check_base_model(elsewhere)
 
