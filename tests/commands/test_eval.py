@@ -57,6 +57,7 @@ def test_another_model_is_compared_with_the_first_and_rollouts_are_opened_for_it
         answer = proxy.chat(opened["rollout_id"]).json
         assert OTHER in answer["choices"][0]["message"]["content"]
         assert proxy.post("/rollouts", {"policy_version": 0, "model": OTHER}).status == 409
+        assert proxy.post("/rollouts", {"policy_version": 9}).status == 404
         assert proxy.post("/rollouts", {"n": 0}).json == []
     first, other = json.loads(out.read_text())["rows"]
     assert (first["model"], first["mean_reward"], first["policy_versions"]) == ("live", 0.5, [0])
