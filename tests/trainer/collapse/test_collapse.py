@@ -298,10 +298,12 @@ def test_live_traffic_goes_back_unless_told_otherwise_as_users_may_change_their_
 
 
 @pytest.mark.parametrize("action", ["stop", "rollback", "warn", "off"])
-async def test_what_is_done_is_configured(run: Run, action: str) -> None:
+async def test_what_is_done_is_configured(run: Run, action: str, caplog: pytest.LogCaptureFixture) -> None:
     await run.versions(GOOD, BAD)
     assert await run.collapsed(collapse={"action": action}) is (action in ("stop", "rollback"))
     assert ("warnings" in (await run.store.steps.all())[-1].metrics) is (action != "off")
+    assert ("publication is stopped" in caplog.text) is (action == "stop")
+    assert ("going back to policy version" in caplog.text) is (action == "rollback")
 
 
 async def test_a_judges_scores_of_what_was_trained_on_do_not_set_versions_apart(run: Run) -> None:
