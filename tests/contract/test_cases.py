@@ -1,14 +1,16 @@
 """Inputs that must come out right: `tests/cases/`, whose README explains the keys, and sessions of agent programs.
 
 `sessions/real.jsonl` has what real programs sent to a scripted model, with every word replaced by its digest. The edges
-were made by reading the sessions. `sessions/played.jsonl` has played ones. A call `sees` the messages at these places;
-its `answer` is a message, or an error's status. `with_last`: it is asked at the same time as the call before;
-`rejected`: its answer is thrown away; `apart`: calls that nothing in their text ties to the run.
+were made by reading the sessions. `sessions/played.txt` has played ones, and says how they are written. A call `sees`
+the messages at these places; its `answer` is a message, or an error's status. `with_last`: it is asked at the same time
+as the call before; `rejected`: its answer is thrown away; `apart`: calls that nothing in their text ties to the run.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import re
 import threading
 import uuid
 from collections import Counter
@@ -286,13 +288,113 @@ def test_what_was_said_is_read_from_spans_of_others_in_the_order_of_their_times(
 
 
 Edge = tuple[str, int]
-SESSIONS = [
-    json.loads(line)
-    for file in sorted((Path(__file__).parent / "sessions").glob("*.jsonl"))
-    for line in file.read_text(encoding="utf-8").splitlines()
-]
+HERE = Path(__file__).parent / "sessions"
 # How much of it is found at least without a name.
 RECALL = {"one rollout": 0.9, "continues": 1, "delegates": 0.9, "returns": 0.9, "edits": 0.95, "compacts": 0.8}
+WORDS = [
+    "amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur", "mango",
+    "nadir", "ocean", "pearl", "quartz", "river", "summit", "tundra", "umber", "valley", "willow", "yonder", "zephyr",
+]  # fmt: skip
+
+
+def played(text: str) -> list[Json]:
+    text = re.sub("^#.*\n", "", text, flags=re.MULTILINE)
+    return [_session(*block.splitlines()) for block in text.strip().split("\n\n")]
+
+
+def _session(label: str, *lines: str) -> Json:
+    session: Json = {"label": label, "messages": [], "apart": [], "calls": []}
+    for line in lines:
+        session["calls"].append(_Line(session, line).call())
+    return session
+
+
+class _Line:
+    def __init__(self, session: Json, line: str) -> None:
+        self.session, self.calls = session, session["calls"]
+        number, rest = line.split(maxsplit=1)
+        assert int(number) == len(self.calls), line
+        asked, said = rest.split("->")
+        self.asked, (self.said, _, edges) = asked.split(), said.replace("^", "").partition("|")
+        self.edges = sorted([kind, int(place)] for kind, place in re.findall(r"(\w+) (\d+)", edges))
+        self.is_rejected = "^" in said
+
+    def call(self) -> Json:
+        call: Json = {
+            "sees": [], "answer": None, "edges": self.edges, "run": "a", "headers": {}, "with_last": False,
+            "rejected": self.is_rejected,
+        }  # fmt: skip
+        for word in self.asked:
+            match word[0]:
+                case "=":
+                    call["run"] = word[1:]
+                case "%":
+                    call["headers"]["Authorization"] = f"Bearer {word[1:]}"
+                case "@" | "*":
+                    call["headers"]["X-Agent-Name" if word[0] == "@" else "x-openai-subagent"] = word[1:]
+                case "~":
+                    call["headers"]["x-stainless-retry-count"] = "1"
+                case "$":  # as Claude Code names a sub-agent, and who began it
+                    names = ("x-claude-code-agent-id", "x-claude-code-parent-agent-id")
+                    call["headers"] |= dict(zip(names, word[1:].split("<"), strict=False))
+                case "&":
+                    call["with_last"] = True
+                case _:
+                    call["sees"] += map(self.place, self.messages(word))
+        call["answer"] = self.answer(self.said.split())
+        return call
+
+    def place(self, message: Json) -> int:
+        messages = self.session["messages"]
+        if message not in messages:
+            messages.append(message)
+        return int(messages.index(message))
+
+    def messages(self, word: str) -> list[Json]:
+        kind, _, text = word.partition(":")
+        if kind in ("s", "u"):
+            return [{"role": {"s": "system", "u": "user"}[kind], "content": self.text(text)}]
+        place, _, position = kind[1:].partition(".")
+        of = self.calls[int(place)]
+        if kind[0] == "r":
+            called = of["answer"]["tool_calls"][int(position or 0)]
+            return [{"role": "tool", "tool_call_id": called["id"], "content": self.text(text)}]
+        seen = [self.session["messages"][i] for i in of["sees"]]
+        asked = seen[1:] if self.asked[0].startswith("s:") and kind[0] == "x" else seen
+        return [*(asked if kind[0] in "x+" else []), *([of["answer"]] if kind[0] in "a+" else [])]
+
+    def text(self, words: str) -> str:
+        return "\n\n".join(self.piece(*one) for one in re.findall(r"\[(\d+)\]|\(([\d.]+)\)|([\w-]+)", words))
+
+    def piece(self, quoted: str, ordered: str, word: str) -> str:
+        if quoted:
+            return str(self.calls[int(quoted)]["answer"]["content"])
+        if ordered:
+            place, _, position = ordered.partition(".")
+            called = self.calls[int(place)]["answer"]["tool_calls"][int(position or 0)]
+            return str(json.loads(called["function"]["arguments"])["q"])
+        return self.sentence(word)
+
+    def sentence(self, word: str) -> str:
+        source = random.Random(f"{self.session['label']} {word}")
+        return " ".join([word, *source.choices(WORDS, k=8)]) + "."
+
+    def answer(self, words: list[str]) -> Any:
+        if words[0].startswith("!"):
+            return int(words[0][1:])
+        source = len(self.calls)
+        said = " ".join(self.sentence(f"answer-{source}-{i}") for i in range(3)) if words[0] == "say" else None
+        calls = []
+        for position, word in enumerate(words[1:]):
+            name, _, order = word.rstrip(")").partition("(")
+            made = random.Random(f"{self.session['label']} {source} {position} {word}").randbytes(12).hex()
+            function = {"name": name, "arguments": json.dumps({"q": self.text(order)})}
+            calls.append({"id": f"call_{made}", "type": "function", "function": function})
+        return {"role": "assistant", "content": said} | ({"tool_calls": calls} if calls else {})
+
+
+REAL = [json.loads(line) for line in (HERE / "real.jsonl").read_text(encoding="utf-8").splitlines()]
+SESSIONS = [*REAL, *played((HERE / "played.txt").read_text(encoding="utf-8"))]
 
 
 def replay(model: Scripted, session: Json, prefix: str | None = None) -> tuple[list[str], list[set[Edge]], set[int]]:
