@@ -138,7 +138,8 @@ class Scripted:
     def receive(
         self, method: str, path: str, body: Json | None, wire: Wire, until: bytes = b""
     ) -> tuple[httpx.Headers, bytes, bool]:
-        """Ask for an answer as the wire has it; return its headers, what came of it, and whether it came whole.
+        """Ask for an answer as the wire has it; return its headers, what came of it, and whether it came whole,
+        with its status.
 
         The answer's gate opens once `until` has come, or its first byte.
         """
@@ -152,7 +153,7 @@ class Scripted:
                         wire.gate.set()
             except httpx.HTTPError:
                 return answer.headers, got, False
-        return answer.headers, got, True
+        return answer.headers, got, answer.status_code == wire.status
 
     def results(self, rollout: str, turns: list[Any]) -> list[list[Any]]:
         """Ask [messages, answer, agent's name?] one after the other; return the results of each call's tools."""

@@ -78,11 +78,13 @@ def test_the_agent_gets_an_answers_bytes_and_the_record_what_it_said(
         url, played = f"/rollouts/{uuid.uuid4().hex}", wire(case)
         _, got, is_whole = model.receive("POST", url + case["path"], body, played, case.get("until", "").encode())
         (call,) = model.proxy.get(url)["calls"]
+        assert call["request"] == body
         sent = b"".join(played.pieces)
         assert not case.get("clean") or (is_whole and got == sent), got
-        assert is_whole is not case.get("broken", not is_whole)
+        assert is_whole is not case.get("broken", False)
         assert not played.was_held
         assert [text for text in case.get("not_in_answer", ()) if text.encode() in got] == []
+        assert [text for text in case.get("in_answer", ()) if text.encode() not in got] == []
         assert {key: model.asked.get(key) for key in case.get("sent", ())} == case.get("sent", {})
         first = check_record(case, call)
         if call["status"] == "ok" and "response" not in case:
