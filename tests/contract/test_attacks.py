@@ -200,7 +200,8 @@ def test_an_echoed_key_is_masked(proxy: Proxy, upstream: Upstream, caplog: pytes
     caplog.set_level(logging.DEBUG)
     upstream.headers = {"WWW-Authenticate": f"Bearer {KEY}", "X-Key": KEY, "Content-Length": str(len(ECHO))}
     paths, answered = ("/v1/chat/completions", "/v1/messages", "/v1/files", "/v1/models"), b""
-    for path, size, status in itertools.product(paths, (7, 10_000), (200, 401)):
+    sizes = [*itertools.product(paths, (7, 10_000)), (paths[0], 1)]
+    for (path, size), status in itertools.product(sizes, (200, 401)):
         upstream.status, upstream.pieces = status, in_pieces(ECHO, size)
         answer = proxy.post(path, BODY, Accept_Encoding="gzip")
         assert (answer.status, answer.body) == (status, ECHO.replace(KEY, MASK).encode()), (path, size)
