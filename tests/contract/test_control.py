@@ -382,5 +382,6 @@ def test_reading_takes_no_place_of_a_keys_requests_and_does_not_hold_up_the_end_
         feeds = [stack.enter_context(reading(proxy, Authorization="Bearer key")) for _ in range(2)]
         assert [event(feed).kind for feed in feeds] == [None, None]
         assert proxy.chat("r1", key="key").status == 200
+        assert [until(feed, "call").data["rollout_id"] for feed in feeds] == ["r1", "r1"]
         assert proxy.server.end(seconds=60) == 0
-        assert not [line for feed in feeds for line in feed if line.startswith("event: missed")]
+        assert "event: missed" not in [line for feed in feeds for line in feed]
