@@ -401,7 +401,9 @@ def test_an_option_wins_over_a_variable_and_a_file(tmp_path: Path, monkeypatch: 
             section = section.setdefault(name, {})
         section[place[-1]] = {"no": {"such": ["value"]}}
     write(tmp_path, yaml.safe_dump(wrong))
-    assert len(found) > 80 and lightning("keys", "list", cwd=tmp_path).stderr.count("\n") > 80, "a line for each"
+    done = lightning("keys", "list", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(found) > 80 and done.stderr.count("\n") > 80, "a line for each"
     for place, value in found.items():
         monkeypatch.setenv("LIGHTNING_" + "__".join(place).upper(), json.dumps(value))
     assert configuration(tmp_path) == defaults
