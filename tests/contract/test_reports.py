@@ -172,6 +172,8 @@ def test_sums_and_parts_of_returns_are_the_same_everywhere(world: Proxy, monkeyp
         monkeypatch.setenv("LIGHTNING_TUNE__SFT__MIN_REWARD", "2")
         refused = world.run("train", "--method", "sft")
         assert refused.returncode != 0 and "theirs are from 0 to 1.25" in refused.stderr
+    shown = world.run("rollouts", "show", "high").stdout
+    assert "1.25, that of its calls" in shown and "trained         by step 1" in shown
 
 
 def test_steps_come_in_pages_in_brief_and_in_the_feed(world: Proxy) -> None:

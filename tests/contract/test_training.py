@@ -236,6 +236,7 @@ def test_a_version_is_made_live_by_hand_and_training_goes_on_from_it(proxy: Prox
     assert [answer.status for answer in answers] == [200, 200, 200, 409, 404, 200]
     assert [answer.json["version"] for answer in answers[:3]] == [2, 1, 0] and answers[5].json["live"] is True
     assert {len(prints) for prints in by_weights(proxy).values()} == {1}
+    assert [" yes " in line for line in proxy.run("policy", "list").stdout.splitlines()[1:4]] == [False, True, True]
     listed = proxy.run("policy", "list", "--json").json["data"]
     assert [(one["version"], one["live"]) for one in listed] == [(0, False), (1, True), (2, False)]
     play(proxy, "after")
