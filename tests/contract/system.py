@@ -259,6 +259,8 @@ class Forked:
         """Its end; of a killed one, -9. All that it said is in `stderr`."""
         self._process.join(120)
         code, said = self._process.exitcode, self.log.read_text()
+        if code is None:
+            self.signal(signal.SIGKILL)
         assert code is not None, f"it does not end: {said}"
         return Done(code, "", said)
 
