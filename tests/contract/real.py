@@ -54,6 +54,7 @@ class System(Served):
         self.port, self.vllm_port = free_port(), free_port()
         server = Process(directory, "up", "--logs", str(directory / "logs"))
         super().__init__(f"http://127.0.0.1:{self.port}", directory, server=server)
+        (directory / "agent.py").write_text(AGENT)  # once: an evaluation may read it at any time
         own = f"http://127.0.0.1:{self.vllm_port}/v1"
         write_config(
             directory, own, self.port,
@@ -76,11 +77,10 @@ class System(Served):
 
     def run_agents(self, repeat: int, mode: str = "train") -> Json:
         """Let the agent work on every task, `GROUP` siblings each, `repeat` times over."""
-        agent, tasks = self.directory / "agent.py", self.directory / "tasks.jsonl"
-        agent.write_text(AGENT)
+        tasks = self.directory / "tasks.jsonl"
         lines = [{"task_id": f"{mode}-{time.time_ns()}-{i}", "prompt": LETTERS[i] * 3} for i in range(TASKS * repeat)]
         tasks.write_text("\n".join(map(json.dumps, lines)))
-        return self.run_program(agent, tasks, *LIGHT, "--mode", mode)
+        return self.run_program(self.directory / "agent.py", tasks, *LIGHT, "--mode", mode)
 
     def run_program(self, agent: Path, tasks: Path, *options: str) -> Any:
         options = ("--tasks", str(tasks), "--group-size", str(GROUP), "--json", "--concurrency", "16", *options)
