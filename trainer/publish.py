@@ -69,9 +69,9 @@ class Publisher:
         TrainingUnavailable, and forgets the version.
         """
         work = partial(self._publish, step, samples, metrics, base, stop)
-        return await self._until_done(f"publishing step {step}", work, stop)
+        return await self._retry(f"publishing step {step}", work, stop)
 
-    async def _until_done(self, what: str, work: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
+    async def _retry(self, what: str, work: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
         """Do the work; retry while vLLM is away, answers with an internal error, or the disk is full.
 
         Unlike `waiting.until_done`, it undoes the half published version before each retry.
@@ -185,7 +185,7 @@ class Publisher:
             if waits:
                 return {}
             try:
-                await self._until_done(f"verifying policy version {base}", partial(self._ask, self._last, step), stop)
+                await self._retry(f"verifying policy version {base}", partial(self._ask, self._last, step), stop)
             except Superseded as error:
                 log.warning("policy version %d is not verified: %s", base, error)
                 return {}

@@ -166,7 +166,7 @@ class Verification:
             evidence = await self._ask(server, model, adapter, samples)
             if not evidence.is_new and self._agents.is_old:
                 raise PublishError(f"agents got answers from the previous weights as {model}: {self._agents}")
-            by = None if evidence.is_new else await self._look_at_names(server, model, adapter, evidence)
+            by = None if evidence.is_new else await self._check_names(server, model, adapter, evidence)
             self._found.append((evidence, by))
 
     async def by_agents(self, rollouts: Sequence[Rollout], samples_of: SamplesOf) -> bool:
@@ -226,7 +226,7 @@ class Verification:
     def _tolerance(self) -> float:
         return tolerance(self._engine.settings, self._config)
 
-    async def _look_at_names(self, server: VllmServer, model: str, adapter: str, evidence: WeightEvidence) -> str:
+    async def _check_names(self, server: VllmServer, model: str, adapter: str, evidence: WeightEvidence) -> str:
         """If answers prove nothing, check the server's name for the weights, and that the files are the trainer's.
 
         Return what was checked. Raises PublishError if the check fails.

@@ -74,7 +74,7 @@ class Attempts:
             why = "it is down"
             try:
                 if not self.upstreams.health.is_down(self.upstream):
-                    self._answer = await self._asked()
+                    self._answer = await self._ask_with_retries()
                     if self._answer.status != 429 and self._answer.status < 500:
                         return self._answer
                     self._answer.release()
@@ -83,13 +83,13 @@ class Attempts:
                 why = error.message
             log.warning("upstream %s: %s; %s gets the call", self.upstream.name, why, following.upstream.name)
             self.target = self._target(following)
-        self._answer = await self._asked()
+        self._answer = await self._ask_with_retries()
         return self._answer
 
     async def __aexit__(self, *_: object) -> None:
         self._answer.release()
 
-    async def _asked(self) -> Answer:
+    async def _ask_with_retries(self) -> Answer:
         """The answer of the target's upstream, with retries as long as they may help."""
         joins, opened = JOIN_TRIES, None if self.fell_back else self.open_first
         opened = opened or partial(self.upstreams.open, self.upstream)

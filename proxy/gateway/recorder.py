@@ -129,7 +129,7 @@ class GroupCommit:
             why = "it was cancelled" if isinstance(error, asyncio.CancelledError) else error
             self._ended = f"records are not written any more: {why!s:.200}; start the proxy again"
             log.critical("%s", self._ended, exc_info=error)
-            _settle([*group, *self._waiting], StoreUnavailable(self._ended))
+            _resolve([*group, *self._waiting], StoreUnavailable(self._ended))
             self._waiting.clear()
 
     async def _write(self, group: Sequence[Entry]) -> None:
@@ -146,17 +146,17 @@ class GroupCommit:
             except UnicodeEncodeError:
                 await commit([(statement, [*map(_readable, rows)]) for statement, rows in runs], size)
         except StoreUnavailable as error:
-            _settle(group, error)
+            _resolve(group, error)
         except Exception as error:
             if len(group) == 1:
                 refused = StoreUnavailable(f"the call could not be recorded: {error!r}")
                 refused.__cause__ = error
-                _settle(group, refused)
+                _resolve(group, refused)
             else:
                 for one in group:  # one of them cannot be stored at all; the others must not suffer for it
                     await self._write([one])
         else:
-            _settle(group)
+            _resolve(group)
 
 
 class Recorder(GroupCommit):
@@ -371,7 +371,7 @@ def _readable(row: Json) -> Json:
     return {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
 
 
-def _settle(group: Sequence[Entry], error: StoreUnavailable | None = None) -> None:
+def _resolve(group: Sequence[Entry], error: StoreUnavailable | None = None) -> None:
     """Set the futures of a group's records to the outcome of its commit."""
     for entry in group:
         if not entry.done.done():  # cancelled: the agent left, and nobody waits any more

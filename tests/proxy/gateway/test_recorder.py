@@ -158,8 +158,8 @@ async def test_where_the_writing_task_failed_calls_are_refused_and_the_proxy_is_
     async with running(tmp_path) as system:
         assert (await system.chat("before"))[0] == 200
         with monkeypatch.context() as patched:
-            settle, told = recording._settle, []
-            patched.setattr(recording, "_settle", lambda *a: settle(*a) if told else (told.append(1), broken()))
+            settle, told = recording._resolve, []
+            patched.setattr(recording, "_resolve", lambda *a: settle(*a) if told else (told.append(1), broken()))
             async with asyncio.timeout(20):
                 answers = await asyncio.gather(*(system.chat(f"r{n}") for n in range(3)))
         assert {status for status, _ in [*answers, await system.chat("after")]} == {503}
