@@ -168,7 +168,8 @@ class Case(NamedTuple):
 
 def unnamed(request: bytes, answer: Sequence[Step] | Script) -> Case:
     """A case that says by itself what it is."""
-    return Case(f"{request[:80]!r}: {str(answer)[:80]}", request, answer)
+    line, said = request.partition(b"\r\n")[0], answer.__name__ if callable(answer) else str(answer)
+    return Case(f"{line!r} … {request[-80:]!r}: {said[:40]} … {said[-80:]}", request, answer)
 
 
 def post(path: str = "chat/completions", body: Any = None, *headers: str, method: str = "POST") -> bytes:
@@ -198,6 +199,7 @@ def whole(body: bytes, *headers: str, status: int = 200, kind: str = "applicatio
 
 
 SSE_HEAD = head(200, "Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
+CHUNKS = head(200, "Transfer-Encoding: chunked")
 LAST = b"0\r\n\r\n"
 
 
@@ -495,7 +497,7 @@ def in_time() -> Iterable[Case]:
     for name, text in EVENTS.items():
         steps = [step for piece in (text, sse(delta("b")), b": ping\n\n") for step in (chunk(piece), Do.UNTIL_SEEN)]
         yield Case(name, STREAM, [SSE_HEAD, *steps, chunk(DONE), Do.UNTIL_SEEN, LAST])
-    raw = [head(200, "Transfer-Encoding: chunked"), chunk(b"a"), Do.UNTIL_SEEN, chunk(b"b"), Do.UNTIL_SEEN, LAST]
+    raw = [CHUNKS, chunk(b"a"), Do.UNTIL_SEEN, chunk(b"b"), Do.UNTIL_SEEN, LAST]
     yield Case("a route that is not recorded", post("audio/speech"), raw)
 
 
@@ -512,7 +514,7 @@ POINTS: list[tuple[str, bytes, list[Step]]] = [  # where an answer ends
     ("before [DONE]", STREAM, [SSE_HEAD, chunk(HELLO[: -len(DONE)]), Do.UNTIL_SEEN]),
     ("in [DONE]", STREAM, [SSE_HEAD, chunk(HELLO[:-6]), Do.UNTIL_SEEN]),
     ("after [DONE], without the last chunk", STREAM, [SSE_HEAD, chunk(HELLO), Do.UNTIL_SEEN]),
-    ("in a route that is not recorded", post("embeddings"), [whole(b"x" * 99)[:-9]]),
+    ("in a route that is not recorded", post("embeddings"), [CHUNKS, chunk(b"x" * 99), Do.UNTIL_SEEN]),
 ]
 
 
