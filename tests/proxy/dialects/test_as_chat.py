@@ -220,8 +220,10 @@ def test_an_answer_comes_back_as_the_message_that_was_said_and_a_stream_ends_wit
     ]
     for message in messages:
         said = {"role": "assistant", **message}
-        calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls", ()))]
-        deltas = [{name: value} for name, value in (message | {"tool_calls": calls}).items()]
+        deltas = [{name: letter} for name in ("reasoning", "content") for letter in message.get(name, "")]
+        for i, call in enumerate(message.get("tool_calls", ())):
+            begin, rest = ({"function": {"name": "add", "arguments": part}} for part in ('{"a"', ": 1}"))
+            deltas += [{"tool_calls": [call | begin | {"index": i}]}, {"tool_calls": [rest | {"index": i}]}]
         whole = responses(request_id="r", tools=[ADD]).answer(answer(**message))
         last = streamed(responses(request_id="r", tools=[ADD]), *deltas)[-1]
         assert last["type"] == "response.completed"
@@ -247,10 +249,9 @@ def test_what_goes_before_is_shown_as_it_was_said() -> None:
     call = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'}
     (_, said) = shown(input=[SAY, text | {"content": "a"}, call, text])
     assert said == {"role": "assistant", "content": "ab", "tool_calls": [CALL]}
-    referred = shown(
-        [SAY | {"id": "msg_1"}], previous_response_id="r", input=[{"type": "item_reference", "id": "msg_1"}]
-    )
-    assert referred[-1] == SAY
+    reference = [{"type": "item_reference", "id": "msg_1"}]
+    referred = shown([SAY | {"id": "msg_1"}], previous_response_id="r", input=reference, instructions="Be brief.")
+    assert (referred[0]["role"], referred[-1]) == ("system", SAY)
 
 
 def test_a_limit_is_told_also_where_chat_only_tells_of_calls() -> None:
