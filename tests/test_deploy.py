@@ -138,6 +138,7 @@ def test_the_pod_runs_the_image_has_time_to_end_and_nobody_shares_its_store(
     require_command(container["args"])
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {one("proxy", "WORKDIR"), str(Path(container["args"][1]).parent)} <= mounts
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod()["volumes"]}
     (tmp_path / "config.yaml").write_text(manifests()["ConfigMap"]["data"]["config.yaml"])
     config = load_config(tmp_path / "config.yaml")
     assert [config.proxy.port] == [port["containerPort"] for port in container["ports"]]
@@ -160,7 +161,7 @@ PANELS = [panel for panel in json.loads((DEPLOY / "grafana.json").read_text())["
 SHOWN = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-def test_every_alert_is_played_firing_and_quiet_and_prometheus_takes_the_files() -> None:
+def test_every_alert_is_played_firing_and_quiet_and_prometheus_takes_the_files(tmp_path: Path) -> None:
     played = [one for test in yaml.safe_load(PLAYED.read_text())["tests"] for one in test["alert_rule_test"]]
     for fires in (True, False):
         alerts = {one["alertname"] for one in played if ("exp_alerts" in one) == fires}
@@ -169,6 +170,10 @@ def test_every_alert_is_played_firing_and_quiet_and_prometheus_takes_the_files()
         pytest.skip("no promtool (Debian's prometheus) on PATH")
     subprocess.run(["promtool", "check", "config", "--lint-fatal", DEPLOY / "prometheus.yml"], check=True)
     subprocess.run(["promtool", "test", "rules", PLAYED], check=True)
+    asked = [expression.replace("$__rate_interval", "1m").replace("$job", ".*") for expression in SHOWN]
+    rules = [{"record": f"shown:{n}", "expr": expression} for n, expression in enumerate(asked)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": rules}]}))
+    subprocess.run(["promtool", "check", "rules", tmp_path / "rules.yml"], check=True)
 
 
 def test_the_alerts_and_the_dashboard_name_metrics_and_labels_that_are_there(tmp_path: Path) -> None:
