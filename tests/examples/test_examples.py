@@ -78,11 +78,15 @@ def test_the_corpus_that_ships_is_the_one_that_is_made_and_a_file_gives_texts_in
 ) -> None:
     rag, lines = modules("rag").tasks, (EXAMPLES / "rag" / "corpus.jsonl").read_text().splitlines()
     assert rag.corpus() == [json.loads(line)["text"] for line in lines]
+    with pytest.raises(ValueError, match="for training"):
+        rag.split(0, 240, 32)  # more questions than there are
     tasks, file = modules("reverse_text").tasks, tmp_path / "texts.txt"
     file.write_text("one\n\ntwo\none\nthree\n")
     monkeypatch.setenv("REVERSE_TEXTS", str(file))
     train, held_out = tasks.split(0, 200, 1)
     assert sorted(task["question"] for task in (*train, *held_out)) == ["one", "three", "two"]
+    with pytest.raises(SystemExit, match="3 different lines; 4 are needed"):
+        tasks.split(0, 200, 3)
 
 
 # text_to_sql: what is right scores, what is wrong does not, and no SQL does harm
@@ -110,6 +114,8 @@ def test_rows_are_compared_in_their_order_only_where_it_was_asked_for() -> None:
     turned = ordered["sql"] + " DESC"
     assert SQL.score(unordered, ordered["sql"])[0] == SQL.score(unordered, turned)[0] == 1
     assert SQL.score(ordered, turned)[0] == SQL.score(ordered, unordered["sql"])[0] == 0
+    endless = "SELECT a.name FROM singer AS a, singer AS b, singer AS c"
+    assert len(modules("text_to_sql").database.run("concerts", endless)) == 100
 
 
 HARMLESS = [
