@@ -94,7 +94,8 @@ def _python(package: str) -> tuple[str, ...]:
 
 def _javascript(name: str, package: str, root: str) -> Client:
     command = (str(NODE), str(HERE / "js/client.mjs"), package)
-    return Client(name, "", command, root, (NODE, HERE / "js/node_modules" / package))
+    version = json.loads((HERE / "js/package.json").read_text())["dependencies"][package]
+    return Client(name, version, command, root, (NODE, HERE / "js/node_modules" / package))
 
 
 CLIENTS = [
@@ -103,7 +104,7 @@ CLIENTS = [
         "openai-python 3", "3.", _python("openai"), needs=(OPENAI_3 / "openai",),
         environment={"PYTHONPATH": str(OPENAI_3)},
     ),
-    Client("anthropic-python", "", _python("anthropic"), root=""),
+    Client("anthropic-python", "2.", _python("anthropic"), root=""),
     _javascript("openai-js", "openai", "/v1"),
     _javascript("anthropic-js", "@anthropic-ai/sdk", ""),
 ]  # fmt: skip
