@@ -1,8 +1,9 @@
-"""Adapters on a real vLLM: a conversation with one, and an exported one."""
+"""Adapters on a real vLLM: a conversation with one, an exported one, and `doctor --learn` beside a running system."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import yaml
 
 from contract.real import System
-from lightning_proxy.serving.operator import operator_headers
+from contract.system import free_port, write_config
+from lightning_proxy.serving.operator import key_file, operator_headers
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from support.command_line import lightning
 from support.token_continuity import Served, converse, two_proxies
@@ -75,3 +77,17 @@ def test_a_conversation_with_an_adapter_is_one_row_too(served: Served, speller: 
     assert {call.policy_version for call in served.calls("exact", "adapted")} == {1}
     after = served.outcomes("exact")
     assert {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k)} == {"first": 1, "exact": 3}
+
+
+async def test_a_real_vllm_learns_and_is_left_as_it_was(lora: System, speller: Path, tmp_path: Path) -> None:
+    url, policy = f"http://127.0.0.1:{lora.vllm_port}/v1", tmp_path / "policy"
+    policy.mkdir()
+    shutil.copy(key_file(lora.directory / "policy"), key_file(policy))
+    own = {"model": str(speller), "publish": "lora"}
+    write_config(tmp_path, url, free_port(), policy=own, trainer={"learning_rate": 1e-3})
+    async with operator_session() as session:
+        server = VllmServer(session, url, {})
+        before = await server.adapters()
+        done = await asyncio.to_thread(lightning, "--config", tmp_path / "config.yaml", "doctor", "--learn", "--json")
+        assert await server.adapters() == before
+    assert [check for check in done.json if check["outcome"] == "failed"] == [], done.stderr

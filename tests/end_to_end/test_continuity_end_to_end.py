@@ -62,15 +62,21 @@ def over_messages(client: openai.OpenAI) -> None:
 
 
 def over_responses(client: openai.OpenAI, *, by_id: bool) -> None:
-    items = list[Any]()
-    more: Json = {"extra_body": {"structured_outputs": {"choice": [SENTENCE]}}, "instructions": "You are brief."}
-    for turn in range(3):
-        items.append({"role": "user", "content": f"Say it again, {turn} times."})
+    items: list[Any] = [{"role": "user", "content": "How is it in Reykjavik?"}]
+    more: Json = {"instructions": "You are brief.", "tools": [{"type": "function", **WEATHER["function"]}]}
+    for text in (CALL, SENTENCE, SENTENCE):
+        more["extra_body"] = {"structured_outputs": {"choice": [text]}}
         *_, last = client.responses.create(model="policy", input=items, stream=True, max_output_tokens=200, **more)
-        assert (last.response.output_text, last.response.status) == (SENTENCE, "completed")
-        items += [item.model_dump(exclude_none=True) for item in last.response.output]
+        (said,) = last.response.output
+        items.append(said.model_dump(exclude_none=True))
         if by_id:
             items, more["previous_response_id"] = [], last.response.id
+        if text == CALL:
+            assert said.name == "get_weather"
+            items.append({"type": "function_call_output", "call_id": said.call_id, "output": "Rain."})
+        else:
+            assert (last.response.output_text, last.response.status) == (SENTENCE, "completed")
+            items.append({"role": "user", "content": "Say it again."})
 
 
 TALKS: dict[str, Callable[[openai.OpenAI], None]] = {

@@ -105,6 +105,15 @@ def test_the_agent_sees_no_difference(served: Served, path: str, body: dict[str,
     assert frames == expected_frames
 
 
+def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:
+    url = served.proxied.replace("/rollouts/r", "/rollouts/sampled")
+    for path, body in ASKED.items():
+        post(f"{url}/v1/{path}", {"model": "policy", "max_tokens": 5, "max_output_tokens": 5} | body)
+    calls = json.loads(urllib.request.urlopen(url + "?requests=whole").read())["calls"]
+    lengths = [(len(call["response_token_ids"]), len(call["logprobs"])) for call in calls if call["trainable"]]
+    assert len(lengths) == len(ASKED) and all(tokens == logprobs > 0 for tokens, logprobs in lengths)
+
+
 @pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_an_official_client_sees_no_difference(served: Served, client: Client) -> None:
     if client.missing:

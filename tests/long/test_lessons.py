@@ -93,7 +93,9 @@ def test_two_agents_with_adapters_of_their_own_are_each_answered_by_theirs(make_
         done = system.steps()
     steps = [step["metrics"] for step in system.get("/policy/steps")["data"] if step["step"] > before]
     apart = [step["sampler_difference"] for step in steps if "sampler_difference" in step]
-    assert apart and max(apart) < 1e-3
+    assert 0 < max(apart) < 1e-3
+    planner, executor = (file.read_bytes() for file in Path(system.live()["path"]).glob("*/adapter_model.safetensors"))
+    assert planner != executor
     system.stop()
 
 

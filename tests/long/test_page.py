@@ -168,11 +168,13 @@ async def test_every_view_is_accessible_by_keyboard_too_and_scrolls_nothing_side
         await page.add_init_script(CLICKED)
         for view in await every(page, system):
             await page.set_viewport_size(PHONE)
+            await page.emulate_media(color_scheme="dark")
             await show(page, system, view)
             found[view] = await page.evaluate(SIDEWAYS)
             await page.evaluate(OPEN)
             found[view] += await findings(page)
             await page.set_viewport_size({"width": 1280, "height": 800})
+            await page.emulate_media(color_scheme="light")
             found[view] += [*await findings(page), *await page.evaluate(NOT_BY_KEY)]
             assert await page.evaluate("clicked.size") > 0
         await page.evaluate("localStorage.setItem('lightning-proxy-person', 'me')")
