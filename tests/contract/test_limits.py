@@ -156,8 +156,7 @@ def test_while_large_bodies_come_others_wait_and_small_ones_do_not(proxy: Proxy)
 
 
 def test_no_text_of_a_call_takes_long(tmp_path: Path) -> None:
-    """Others are answered while the proxy works on it: less than half as many if it does so in their way."""
-    others = 0
+    """Nor do others wait for it."""
 
     def called(arguments: str) -> Json:
         message = calls(("call_abcdefghij", None))
@@ -175,16 +174,15 @@ def test_no_text_of_a_call_takes_long(tmp_path: Path) -> None:
             messages, rollouts = [user(text)], set()
             for more in ([], [message, user("and?")]):
                 packed = gzip.compress(json.dumps(CHAT | {"messages": messages + more}).encode(), 1)
-                proxy.vllm.requests.clear()
                 asked = pool.submit(proxy.post, "/v1/chat/completions", packed, Content_Encoding="gzip")
                 while not asked.done():
+                    began = time.monotonic()
                     proxy.get("/healthz")
-                    others += 1 if proxy.vllm.requests and len(text) > 100_000 else 0
+                    assert time.monotonic() - began < 5
                 answer = asked.result()
                 assert answer.status == 200 and message.items() <= answer.json["choices"][0]["message"].items()
                 rollouts.add(answer.headers["x-rollout-id"])
             assert len(rollouts) == 1, "it is one conversation"
-    assert others > 24
 
 
 @pytest.fixture(scope="module")
