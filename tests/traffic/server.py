@@ -90,8 +90,8 @@ def _deltas(message: Json) -> Iterator[Json]:
             yield {"tool_calls": [{"index": i, "function": {"arguments": piece}}]}
 
 
-def _pieces(text: str) -> list[str]:
-    return [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+def _pieces(text: str, size: int = PIECE) -> list[str]:
+    return [text[i : i + size] for i in range(0, len(text), size)]
 
 
 def responses_events(whole: Json) -> Iterator[Json]:
@@ -120,14 +120,14 @@ def responses_events(whole: Json) -> Iterator[Json]:
     yield {"type": "response.completed", "response": whole}
 
 
-def messages_events(whole: Json) -> Iterator[Json]:
+def messages_events(whole: Json, size: int = PIECE) -> Iterator[Json]:
     yield {"type": "message_start", "message": whole | {"content": [], "stop_reason": None}}
     for i, block in enumerate(whole["content"]):
         is_text = block["type"] == "text"
         empty = {"text": ""} if is_text else {"input": {}}
         yield {"type": "content_block_start", "index": i, "content_block": block | empty}
         kind, name = ("text_delta", "text") if is_text else ("input_json_delta", "partial_json")
-        for piece in _pieces(block["text"] if is_text else json.dumps(block["input"])):
+        for piece in _pieces(block["text"] if is_text else json.dumps(block["input"]), size):
             yield {"type": "content_block_delta", "index": i, "delta": {"type": kind, name: piece}}
         yield {"type": "content_block_stop", "index": i}
     stop = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
