@@ -44,7 +44,7 @@ def task() -> Any:
         return json.loads(os.environ[TASK])
     if TASK_FILE in os.environ:
         return json.loads(Path(os.environ[TASK_FILE]).read_text(encoding="utf-8"))
-    raise NoRollout(f"there is no {TASK}: start this program by `lightning-proxy run --tasks FILE -- PROGRAM`")
+    raise NoRollout(f"{TASK} is not set: start this program with `lightning-proxy run --tasks FILE -- PROGRAM`")
 
 
 def names_of(url: str, base_url: str, api_key: str, rollout_id: str) -> dict[str, str]:

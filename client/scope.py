@@ -72,7 +72,7 @@ class Rollout:
         return AsyncOpenAI(**{"http_client": DefaultAsyncHttpxClient(trust_env=False), **self._options(options)})
 
     def using(self, client: Any) -> Any:
-        """A copy of an OpenAI or Anthropic client whose calls belong to the rollout. Connections are shared.
+        """A copy of an OpenAI or Anthropic client for calls that belong to the rollout. Connections are shared.
 
         The client must already talk to the proxy.
         """
@@ -137,7 +137,7 @@ def current() -> Rollout:
     found = scoped()
     if found is None:
         raise NoRollout(
-            "there is no rollout here: emit within `with client.rollout(…):`, or start the program by "
+            "there is no rollout here: emit within `with client.rollout(…):`, or start the program with "
             "`lightning-proxy run`. A new thread does not inherit its parent's rollout: pass it on"
         )
     return found
@@ -261,7 +261,7 @@ def follow(client: Any) -> Any:
     http = getattr(client, "_client", client) if not hasattr(client, "event_hooks") else client
     if not hasattr(http, "event_hooks"):
         raise TypeError(
-            f"{type(client).__name__} is not and holds no httpx client: send `run.headers` with its requests yourself"
+            f"{type(client).__name__} is not an httpx client and holds none: send `run.headers` with its requests"
         )
     hook = _name_later if hasattr(http, "aclose") else _name
     hooks = http.event_hooks

@@ -56,7 +56,7 @@ class OpenRollout:
 class ApiClient:
     """`async with ApiClient(url) as api:`; every method raises ApiError.
 
-    Once it has reached the proxy, it retries for `patience_s` seconds while the proxy is away, cannot write, or limits
+    Once it has reached the proxy, it retries for `patience_s` seconds while the proxy is down, cannot write, or limits
     the key.
     """
 

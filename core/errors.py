@@ -118,7 +118,7 @@ class UpstreamUnreachable(LightningError):
 
 
 class StoreUnavailable(LightningError):
-    """The store cannot be opened, read or written: locked, disk full, damaged, away. Nothing was recorded."""
+    """The store cannot be opened, read or written: locked, disk full, damaged, unreachable. Nothing was recorded."""
 
     status = 503
     headers = ((b"retry-after", b"1"),)
@@ -150,4 +150,4 @@ class PublishError(LightningError):
 
 
 class TrainingUnavailable(LightningError):
-    """The service that takes the training steps is away, or failed. Training resumes from its last saved state."""
+    """The service that takes the training steps is down, or failed. Training resumes from its last saved state."""

@@ -59,9 +59,9 @@ class Group:
     """The siblings of a group that no step has taken. `rewarded` of `ended` have a reward.
 
     `complete`: no other siblings are awaited. `oldest`: when its first rollout began to wait for a step. Its rollouts
-    are those of `pool` from after the `after`th to the `last`th opened; `awaited` of them have not ended or await their
-    reward. `late`: a step took the others before. Without a pool: rollouts without a task, which are not siblings; only
-    rewarded ones are counted.
+    are the ones of `pool` opened after the `after`th, up to the `last`th; `awaited` of them have not ended or await
+    their reward. `late`: a step took the others before. `pool` None: rollouts without a task, which are not siblings;
+    only rewarded ones are counted.
     """
 
     pool: Pool | None

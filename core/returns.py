@@ -50,7 +50,7 @@ class Earned:
 
     @property
     def returned(self) -> float | None:
-        """Return the rollout's own reward, or else the sum of its calls'; None without any."""
+        """Return the rollout's own reward, or else the sum of its calls'; None if there are none."""
         return return_of(self.own, self.calls.values())
 
 

@@ -101,7 +101,7 @@ def encode(data: bytes) -> bytes:
 
 
 def event_name(raw: bytes) -> str:
-    """Return the `event` field of a frame; empty without one."""
+    """Return the `event` field of a frame; empty if it has none."""
     match = _EVENT.search(raw)
     return match[1].decode(errors="replace") if match else ""
 

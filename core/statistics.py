@@ -104,8 +104,8 @@ def sign_flip_p(differences: Sequence[float], seed: int = SEED) -> float:
 class Evidence:
     """The evidence in one metric's pairs: two e-values after the last pair (they may have been higher before).
 
-    `mean`: of the differences; None without a pair. `e_drop`: against "no drop". `e_safe`: against "a drop of the
-    margin or more". `worse_at`, `safe_at`: the number of pairs after which each verdict was first reached.
+    `mean`: of the differences; None if there are no pairs. `e_drop`: against "no drop". `e_safe`: against "a drop of
+    the margin or more". `worse_at`, `safe_at`: the number of pairs after which each verdict was first reached.
     """
 
     margin: float
@@ -167,7 +167,7 @@ def evidence_of(differences: Iterable[float], margin: float, level: float, metri
 
 
 def interval(differences: Iterable[float], level: float = 0.05, metrics: int = 1) -> Interval | None:
-    """Return the range of means that the pairs do not exclude yet; None without pairs.
+    """Return the range of means that the pairs do not exclude yet; None if there are no pairs.
 
     A confidence sequence: however often one looks, the true mean is ever below `low` with probability at most `level`,
     and ever above `high` with at most `level / metrics`. It uses the same bets as the verdict: e_safe exceeds its

@@ -206,7 +206,7 @@ def can_be_imitated(reason: str | None) -> bool:
 
 
 def is_not_followed(reason: str | None) -> bool:
-    """Return whether an answer was left out because of how it was sampled, or for images or files in its prompt."""
+    """Return whether an answer was left out because of how it was sampled or because its prompt has images or files."""
     return (reason or "").startswith((MEDIA, NOT_FOLLOWED))
 
 

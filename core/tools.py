@@ -21,7 +21,7 @@ _ARGUMENTS = ("arguments", "input", "action", "actions", "operation")
 
 
 def conversation(request: Json) -> list[Any]:
-    """Return the list that a request resends and extends every turn: `messages`, the items of `input`, or empty."""
+    """Return the list that a request resends and extends every turn: `messages`, or the items of `input`; else []."""
     found = request.get("messages", request.get("input"))
     return found if isinstance(found, list) else []
 

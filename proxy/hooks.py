@@ -71,7 +71,7 @@ class ProxyPlugin:
         yield Hooks()
 
     async def check_rollouts(self, store: Store, added: Any) -> None:
-        """Raise LightningError if rollouts cannot be opened so. `added`: the plugin's fields of a `RolloutsBody`."""
+        """Raise LightningError if rollouts cannot be opened with `added`, the plugin's fields of a `RolloutsBody`."""
 
     async def rollouts_opened(self, store: Store, rollout_ids: Sequence[str], added: Any) -> None:
         """Store the plugin's fields of the request that opened rollouts."""

@@ -96,7 +96,7 @@ class Swap:
         """Give new weights to one server after another, then `commit`. On failure all get their old weights back."""
         try:
             if not any([await self._give(server, version, check) for server in servers]):
-                raise UpstreamUnreachable("no server could be given the new weights: vLLM went away")
+                raise UpstreamUnreachable("no server could be given the new weights: vLLM went down")
             await commit()
         except BaseException:
             await asyncio.shield(self._give_back(servers))

@@ -159,7 +159,7 @@ class VllmServer:
         return await self._complete(model, [*token_ids], {"prompt_logprobs": 0}, read)
 
     async def adds_usage(self) -> bool:
-        """Return whether streams end with a usage chunk unasked, as with vLLM's --enable-force-include-usage."""
+        """Return whether streams always end with a usage chunk, as with vLLM's --enable-force-include-usage."""
         body = {"model": await self.base_model(), "prompt": PROBE_PROMPT, "max_tokens": 1, "stream": True}
         return _USAGE_CHUNK.search(await self._send("/v1/completions", body)) is not None
 
@@ -207,7 +207,7 @@ Work = Callable[[VllmServer], Awaitable[T]]
 
 
 class VllmFleet:
-    """All vLLM servers of the policy. Servers that are away are left out; if any other refuses, the fleet refuses."""
+    """All vLLM servers of the policy. Servers that are down are left out; if any other refuses, the fleet refuses."""
 
     def __init__(
         self, session: ClientSession, urls: Sequence[str], headers: Mapping[str, str] = {}, model: str | None = None
@@ -242,7 +242,7 @@ class VllmFleet:
         return done
 
     async def ask(self, work: Work[T], servers: Collection[VllmServer] | None = None) -> dict[VllmServer, T]:
-        """Like `each`, without servers that are away. Raise the error of a server that refused."""
+        """Like `each`, without servers that are down. Raise the error of a server that refused."""
         answers: dict[VllmServer, T] = {}
         for server, outcome in (await self.each(work, servers)).items():
             if not isinstance(outcome, LightningError):

@@ -15,7 +15,7 @@ class TiedHeads:
     model_runner: Any
 
     def reload_with_tied_heads(self, weights_path: str) -> None:
-        """Load weights as `reload_weights` does, and the packed copy of a tied head too, which that skips on a CPU."""
+        """Load weights like `reload_weights`, and refresh packed tied heads, which `reload_weights` skips on a CPU."""
         self.reload_weights(weights_path=weights_path)
         users: dict[int, list[Any]] = {}
         for module in self.model_runner.get_model().modules():

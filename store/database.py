@@ -124,7 +124,7 @@ class Database(Reads):
         """Do `work` in one transaction of about `size` bytes, for statements that need each other's results."""
 
     async def value(self, kind: Callable[[Any], T], sql: str, **params: object) -> T | None:
-        """Return the first column of a query's first row, converted to this type; None without a row or for NULL."""
+        """Return the first column of a query's first row, converted to this type; None if there is no row or a NULL."""
         return kind(row[0]) if (row := await self.one(sql, params)) and row[0] is not None else None
 
     async def record(self, kind: type[T], sql: str, **params: object) -> T | None:

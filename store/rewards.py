@@ -245,7 +245,7 @@ async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = 
 
 
 async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
-    """Compute the returns of rollouts from all posted rewards, by the present rules."""
+    """Compute the returns of rollouts from all posted rewards, under the current rules."""
     rules = _read_rules(await db.one(RULES))
     posted = defaultdict[str, list[Row]](list)
     for row in await db.all(POSTED, {"rollout_ids": dumps([*rollout_ids])}):

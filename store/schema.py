@@ -49,7 +49,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
-    """Return the features whose tables are missing. Raise OtherSchema if it is not a store, or of another schema.
+    """Return the features with missing tables. Raise OtherSchema if it is not a store, or of another schema.
 
     `tables`: the names of its tables; `numbers`: of its schemas, by the names in `parts`.
     """

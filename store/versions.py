@@ -97,9 +97,9 @@ FEW = 6  # makes the variance of few tasks larger, as Student's t has longer tai
 
 
 class TaskMean(NamedTuple):
-    """The mean reward, and the mean squared reward, of the `rollouts` of a task that began with a version.
+    """The mean and mean squared reward of a task's `rollouts` that began with this version.
 
-    Without a task: of all rollouts without one. `rewarded` of them have a reward; the others failed. `tokens`: mean
+    `task_id` None: all rollouts without a task. `rewarded` of them have a reward; the others failed. `tokens`: mean
     sampled tokens of a rollout; `latency_ms`: mean of a rollout's calls. None if not requested.
     """
 
@@ -154,7 +154,7 @@ class VersionReward(MeanReward):
 
     @classmethod
     def of(cls, means: Sequence[TaskMean]) -> VersionReward:
-        """Return the reward of a version in one mode. `means`: those of all its tasks (at least one)."""
+        """Return the reward of a version in one mode. `means`: of all its tasks (at least one)."""
         rollouts = sum(one.rollouts for one in means)
         units = [1 if one.task_id is not None and len(means) > 1 else one.rollouts for one in means]
         count = sum(units)
@@ -299,8 +299,8 @@ class PolicyVersions(Records):
     ) -> list[TaskMean]:
         """Return the rewards of rollouts, by the version that they began with, mode and task.
 
-        They are the rewards that act on everybody (`rewards.py`); with `key_id`, those of the newest rollouts of this
-        key. Rollouts that another model answered do not count. With `costs`, also their tokens and latency.
+        They are the rewards that act on everybody (`rewards.py`); with `key_id`, the rewards of this key's newest
+        rollouts. Rollouts that another model answered do not count. With `costs`, also their tokens and latency.
         """
         statement = REWARDS_BY_TASK if key_id is None else REWARDS_BY_TASK_OF_KEY
         statement = statement.replace(NO_COSTS, COSTS) if costs else statement

@@ -73,7 +73,7 @@ class TrainingLoop:
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no complete group is left.
 
-        If the store cannot be written or the training engine is away, wait for it, then continue as after a restart.
+        If the store cannot be written or the training engine is down, wait for it, then continue as after a restart.
         """
         while not stop.is_set():
             try:
@@ -147,7 +147,7 @@ class TrainingLoop:
         return True
 
     async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> None:
-        """Commit, publish and report a step with the trainer's present weights. Raises what `train_once` does."""
+        """Commit, publish and report a step with the trainer's current weights. Raises what `train_once` does."""
         await self._commit(batch.step, metrics)
         self._at = batch.step
         if metrics["skipped"]:

@@ -231,8 +231,8 @@ def pass_memory(
     """Return the bytes that a forward and backward pass takes at its peak, besides weights and their gradients.
 
     With checkpointing, each layer's input is kept, and one layer at a time is computed again. `width`: bytes of an
-    activation. In a layer, norms (those of heads too) keep their input in float32 (a copy if activations are narrower),
-    each adapted module keeps its input, and the MLP keeps four times its width. With `full`, a pass without
+    activation. In a layer, norms (including per-head norms) keep their input in float32 (a copy if activations are
+    narrower), each adapted module keeps its input, and the MLP keeps four times its width. With `full`, a pass without
     checkpointing keeps all weights in bfloat16, and ends with two copies of the head's gradient.
     """
     copies = 2 * shape.hidden * (width < FLOAT32) + shape.attention + shape.keys
@@ -293,7 +293,7 @@ def model_config(model: str, *, download: bool = True) -> dict[str, Any] | None:
 
 
 def cards() -> Cards:
-    """Return the memory of each visible GPU; nothing without nvidia-smi."""
+    """Return the memory of each visible GPU; nothing if nvidia-smi is missing."""
     try:
         listing = subprocess.run(ASK, check=True, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

@@ -31,7 +31,7 @@ Tune = Callable[["Publisher | None", asyncio.Event, "TrainerHooks"], Awaitable[S
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """The `data` to train on (None: the configured store), its `directory` (None: next to the policy's), its epochs."""
+    """An offline run. `data` None: the configured store. `directory` None: next to the policy's directory."""
 
     data: Path | None = None
     directory: Path | None = None

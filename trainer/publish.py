@@ -1,4 +1,4 @@
-"""Publishes new weights: save, load into vLLM, verify, make live. Retries while vLLM is away.
+"""Publishes new weights: save, load into vLLM, verify, make live. Retries while vLLM is down.
 
 New versions are verified before they serve traffic. Merged weights on a single server go live first: they are verified
 by the answers that agents get while the trainer goes on, before weights move again, and are taken back if they do not
@@ -60,7 +60,7 @@ class Publisher:
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> Mapping[str, Any]:
-        """Make the weights of `step`, which began with version `base`, live. Wait as long as vLLM is away.
+        """Make the weights of `step`, which began with version `base`, live. Wait while vLLM is down.
 
         Return the step's metrics about it: `version` and the verification's. The version is verified first, except
         merged weights on the only server: `verify_live` does that later. Raises Superseded if another version was made
@@ -72,7 +72,7 @@ class Publisher:
         return await self._retry(f"publishing step {step}", work, stop)
 
     async def _retry(self, what: str, work: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
-        """Do the work; retry while vLLM is away, answers with an internal error, or the disk is full.
+        """Do the work; retry while vLLM is down, answers with an internal error, or the disk is full.
 
         Unlike `waiting.until_done`, it undoes the half published version before each retry.
         """
@@ -98,7 +98,7 @@ class Publisher:
     async def _publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> Mapping[str, Any]:
-        servers = [*await self.vllm.ask(VllmServer.models)]  # if vLLM is away, fail before a version is reserved
+        servers = [*await self.vllm.ask(VllmServer.models)]  # if vLLM is down, fail before a version is reserved
         version = await self._save(step, metrics)
         verification = self._last = self._verification(version, samples)
         try:
@@ -133,7 +133,12 @@ class Publisher:
         if went_live:
             if named := [r.rollout_id for r in await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)]:
                 more = " and maybe others" if len(named) == SEEN_ROLLOUTS else ""
-                log.error("not trained on, as version %d answered: %s%s", version.version, ", ".join(named), more)
+                log.error(
+                    "version %d answered rollouts that are not trained on: %s%s",
+                    version.version,
+                    ", ".join(named),
+                    more,
+                )
             await asyncio.shield(self.take_back(version.version, base))
 
     async def take_back(self, version: int, base: int) -> None:
@@ -152,7 +157,7 @@ class Publisher:
         return Verification(self._config, self._swap, self._trainer, version, samples)
 
     def remember_served(self) -> None:
-        """Remember the trainer's present weights as served: verification tells the next version from them."""
+        """Remember the trainer's current weights as served: verification tells the next version from them."""
         for adapter in (DEFAULT_ADAPTER, *self._config.adapters):
             self._trainer.remember_served(adapter)
 
@@ -265,7 +270,7 @@ class Publisher:
         await self._delete(version)
 
     async def prune(self, keep: Set[int]) -> None:
-        """Remove all versions except the newest, the live one, those of running rollouts, and those in `keep`.
+        """Remove all versions except the newest, the live one, the ones of running rollouts, and the ones in `keep`.
 
         Versions that never went live (`promotion.mode: gated`) do not count among the newest; one of them is kept.
         """

@@ -41,7 +41,7 @@ class RolloutRewards:
 
     @property
     def posted(self) -> float | None:
-        """Return the rollout's own reward, or else the sum of its calls' rewards; None without any."""
+        """Return the rollout's own reward, or else the sum of its calls' rewards; None if there are none."""
         return return_of(self.final, self.calls.values())
 
     @property

@@ -39,7 +39,7 @@ SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 
 
 class WeightEvidence:
-    """Evidence whether answers come from new weights or from the old ones.
+    """Evidence of whether answers come from the new weights or the old ones.
 
     For each token it is how much nearer the served log-probability is to the new weights' than to the old ones'. The
     sum is judged by its own spread, so the size of rounding errors does not matter.
@@ -49,9 +49,9 @@ class WeightEvidence:
         self._from_new, self._from_old = list[float](), list[float]()
 
     def add(self, served: Iterable[float], new: Iterable[float], old: Iterable[float]) -> None:
-        """Add an answer: its tokens' log-probabilities as served, by the new weights and by the old ones.
+        """Add an answer: its tokens' log-probabilities as served, under the new weights and under the old ones.
 
-        Weights that would not sample a token count as `FAR` away: by rounding, top_p and the like exclude a few tokens.
+        Weights that would not sample a token count as `FAR` away: due to rounding, filters such as top_p exclude a few.
         """
         for value, by_new, by_old in zip(served, new, old, strict=True):
             self._from_new.append(abs(min(value - by_new, FAR)))
@@ -59,7 +59,7 @@ class WeightEvidence:
 
     @property
     def difference(self) -> float:
-        """Return the mean difference from the new weights' log-probabilities, in nats; NaN without tokens."""
+        """Return the mean difference from the new weights' log-probabilities, in nats; NaN if there are no tokens."""
         return fmean(self._from_new) if self._from_new else math.nan
 
     @property
@@ -93,10 +93,10 @@ class WeightEvidence:
 
 
 class Verification:
-    """Verifies that vLLM serves a policy version, the trainer's present weights. Raises PublishError if it does not.
+    """Verifies that vLLM serves a policy version, the trainer's current weights. Raises PublishError if it does not.
 
     vLLM continues the prompts of a few `samples`. It is not asked for prompt_logprobs, which end the engine of vLLM
-    0.32 on a CPU with LoRA enabled. `seen`: the rollouts whose answers were compared instead.
+    0.32 on a CPU with LoRA enabled. `seen`: the rollouts with the answers that were compared instead.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Verification:
         return all({model["id"] for model in models}.issuperset(self.version.served_models) for models in served)
 
     async def on_all(self) -> None:
-        """Verify every replica. One that is away is skipped: it gets the weights before it serves again."""
+        """Verify every replica. One that is down is skipped: it gets the weights before it serves again."""
         self._found = []
         await self._swap.vllm.ask(self.on)
 

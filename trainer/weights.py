@@ -147,7 +147,7 @@ class TrainedWeights:
 
     @contextmanager
     def exchanged(self, name: str, copy: Weights) -> Iterator[None]:
-        """Use the weights of a `copy` while the block runs. Until then the copy holds the present ones."""
+        """Use the weights of a `copy` while the block runs. Until the block ends, the copy holds the current ones."""
 
         @torch.no_grad()
         def exchange() -> None:
@@ -268,7 +268,7 @@ def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
 def language_targets(model: PreTrainedModel) -> list[str]:
     """Return the linear modules in the layers of the language model, without experts, routers and other towers.
 
-    They are named by their last part if no other module of the model ends so. ConfigError if there are none.
+    They are named by their last part if no other module of the model has that last part. ConfigError if there are none.
     """
     modules, decoder = dict(model.named_modules()), model.get_decoder()
     language = next((f"{name}." for name, module in modules.items() if module is decoder and name), "")

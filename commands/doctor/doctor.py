@@ -381,7 +381,7 @@ class VllmChecks:
         longest = self._config.trainer.max_sample_tokens
         if longest is not None and length is not None and length > longest:
             fix = f"raise trainer.max_sample_tokens to {length}, or set vllm.max_model_len"
-            raise Doubt(f"{self._model} serves {length} tokens; samples over {longest} are dropped", fix)
+            raise Doubt(f"{self._model} serves {length} tokens, but samples over {longest} tokens are dropped", fix)
         return f"{self._model} serves {length} tokens"
 
     async def _tokens(self) -> str:

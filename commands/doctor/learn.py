@@ -92,8 +92,8 @@ async def _weights(config: Config) -> str:
             async with opened(config.store, to_write=False) as database:
                 store = Store(database)
                 if running := await store.rollouts.active(time.time() - ACTIVE_S):
-                    fix = "wait until they have ended: weights of this check would answer their calls"
-                    raise Finding(f"{running} rollouts run in {config.store.where}", fix)
+                    fix = "wait until they have ended: this check's weights would answer their calls"
+                    raise Finding(f"{running} rollouts are running in {config.store.where}", fix)
                 problems = await Swap(store, fleet, "merged", config.policy.directory).problems()
                 if found := "; ".join(str(problem) for problem in problems.values() if problem is not None):
                     raise Finding(found)

@@ -289,7 +289,7 @@ class LearnStep:
         return f"without a change of weights they are 1: {mean}, {metrics['ratio_max']:.3f} at most"
 
     async def _logprobs(self) -> list[float]:
-        """For each row, the log-probability of its sampled tokens under the trainer's present weights."""
+        """For each row, the log-probability of its sampled tokens under the trainer's current weights."""
         samples = self._batch.samples
         found = await in_thread(self._core.engine.logprobs, [sample.token_ids for sample in samples])
         return [math.fsum(np.multiply(row, sample.mask)) for row, sample in zip(found, samples, strict=True)]

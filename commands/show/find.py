@@ -24,10 +24,10 @@ _NO_PATH = (".", "..")  # with one of these a path would name another route
 
 
 async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]], *, changes: bool = False) -> T:
-    """Do `work` with the rollout of this id, or else with the only rollout whose id begins so.
+    """Do `work` with the rollout with this id, or else with the only rollout with an id that begins with it.
 
     The id may end in `…`. Work that `changes` a rollout needs the full id, unless the proxy made the id or it ends in
-    `…`: no other rollout must be changed because the intended one is gone.
+    `…`: another rollout must not be changed because the intended one is gone.
     """
     start, refusal = check_id(CUT.sub("", given), "a rollout's id"), None
     if given == start and given not in _NO_PATH:
@@ -51,7 +51,7 @@ async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]
 
 
 async def find(api: ApiClient, given: str) -> dict[str, Any]:
-    """Return the rollout with this id, or else the only rollout with an id that begins so."""
+    """Return the rollout with this id, or else the only rollout with an id that begins with it."""
     return await with_id(api, given, api.rollout)
 
 
@@ -77,4 +77,6 @@ def since_of(text: str | None) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise ConfigError(f"--since must be a date, a date with time, or like 90m, 12h, 7d; got {text!r}") from None
+        raise ConfigError(
+            f"--since must be a date, a date with time, or an age such as 90m or 7d; got {text!r}"
+        ) from None

@@ -55,7 +55,7 @@ async def read_status(api: ApiClient) -> Json:
 
 
 def next_step(config: TrainerConfig, status: Json, now: float) -> str:
-    """Return what the trainer waits for, by its configuration."""
+    """Return what the trainer waits for, according to its configuration."""
     schedule, rollouts = config.schedule, f"{count(status['waiting'])} complete rollouts wait"
     last = status["policy"]["last_step"]
     if config.max_steps is not None and last is not None and last["step"] >= config.max_steps:

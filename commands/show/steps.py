@@ -53,7 +53,7 @@ def _details(metrics: Metrics) -> Iterator[Text]:
     if (tokens := metrics.get("trained_tokens")) is not None:
         speed = metrics.get("trained_tokens_per_s")
         yield Text(f"{count(tokens)} tokens" + (f" at {count(speed)}/s" if speed is not None else ""))
-    # Sampled tokens taught nothing where a loss's mask dropped them, or top_p under the present weights.
+    # Sampled tokens taught nothing where a loss's mask dropped them, or top_p under the current weights.
     masked = metrics.get("masked_tokens", 0) + metrics.get("outside_tokens", 0)
     for name, text in NUMBERS.items():
         value = masked if name == "masked_tokens" else metrics.get(name)

@@ -29,7 +29,7 @@ Show = Callable[[int, Mapping[str, Any]], None]
 
 
 def step_printer(console: Console) -> Show:
-    """Make the function that shows a step: a coloured line on a terminal, elsewhere a line of the log."""
+    """Return a function that shows a step: as a coloured line on a terminal, otherwise as a log line."""
 
     def print_step(step: int, metrics: Mapping[str, Any]) -> None:
         if console.is_terminal:

@@ -103,7 +103,7 @@ class Config(WithFeatures):
 
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:
-        """Return the upstream that serves the policy: the first of kind vllm; None without one."""
+        """Return the upstream that serves the policy: the first of kind vllm; None if there is none."""
         return next((upstream for upstream in self.upstreams if upstream.kind == "vllm"), None)
 
     def keys(self) -> list[str]:

@@ -50,7 +50,7 @@ class UpstreamConfig(Section):
 
     @cached_property
     def published_to(self) -> tuple[str, ...]:
-        """Return the URLs of the servers that get new weights: those behind a router, or else those that get calls."""
+        """Return the URLs that get new weights: the servers behind a router, or else the ones that get calls."""
         return tuple(map(below, self.servers)) or self.urls
 
     def server_name(self, url: str) -> str:
@@ -60,7 +60,7 @@ class UpstreamConfig(Section):
 
     @cached_property
     def credentials(self) -> dict[str, str]:
-        """Return the header with its key; {} without a key."""
+        """Return the header with its key; {} if it has no key."""
         if self.api_key is None:
             return {}
         key, header = self.api_key.get_secret_value(), self.api_key_header

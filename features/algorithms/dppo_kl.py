@@ -1,4 +1,4 @@
-"""DPPO by KL: drops tokens whose probability diverged too far in the direction of their update (`trainer.loss`).
+"""DPPO by KL: drops tokens if their probability diverged too far in the direction of their update (`trainer.loss`).
 
     loss = -M · sg(r) · A · log p,   M = 0 where (p - q) · A > 0 and D > mask.kl, else 1;   r = p / q
     D = q · log(q / p) + (1 - q) · log((1 - q) / (1 - p))

@@ -1,4 +1,4 @@
-"""DPPO by total variation: drops tokens whose probability moved too far in their update's direction (`trainer.loss`).
+"""DPPO by total variation: drops tokens if their probability moved too far in the update's direction (`trainer.loss`).
 
     loss = -M · sg(r) · A · log p,   M = 0 where (p - q) · sign(A) > mask.tv, else 1;   r = p / q
 

@@ -5,7 +5,7 @@
 N is the number of such tokens in the step, so w does not depend on the length of results or on how the step is cut into
 passes. w is 0.1, as in the authors' runs and prime-rl. A result is the context between two answers of a row if only
 tool results were added there, including the chat template's text around them: nothing is tokenised again. Groups with
-equal rewards are also trained on if they have results. `logprobs`: (K,), those of a pass; the sum over a step's passes
+equal rewards are also trained on if they have results. `logprobs`: (K,), of a pass; the sum over a step's passes
 is the formula above. Source: arXiv 2605.24517, section 3.1; prime-rl's `echo`, which also normalises by the number of
 such tokens.
 

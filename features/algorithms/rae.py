@@ -4,7 +4,7 @@
 
 R_ip is the return of agent p's calls in rollout i: the rollout's own reward, or else the sum of those calls'. d is
 0.95, and n_j counts the rollouts of p between j and i. It is for games, where no two rollouts are siblings. The earlier
-rollouts are those of the group: of a step (`trainer.compare: step`), or the last 32 (`trainer.lone_rollouts: running`).
+rollouts are the group's: of a step (`trainer.compare: step`), or the last 32 (`trainer.lone_rollouts: running`).
 A rollout's own return is not in its baseline, so the gradient is unbiased. SPIRAL's mean starts at 0 and never resets;
 here it restarts with each group, and a group's first rollout teaches nothing. Source: SPIRAL, arXiv 2506.24119, section
 on role-conditioned advantage estimation, and its train_spiral.py.

@@ -86,7 +86,7 @@ class _Call:
     `first`: the node before its conversation; `nodes`: the node of each message. `attempts`: the calls with the same
     request. `order`: the tool call that probably started it; `is_ordered`: a distinctive part of its prompt shows that.
     `root`: the first call of its context. `told`: texts that only its answer has. `used`: a later context has its
-    answer; `kept`: as an answer. `has`: the calls whose answers its request contains, once known.
+    answer; `kept`: as an answer. `has`: the calls with answers that its request contains, once known.
     """
 
     call: ModelCall
@@ -206,7 +206,7 @@ class Graph:
         return found
 
     def summaries(self) -> set[int]:
-        """Return the calls whose answer replaces history in a later prompt."""
+        """Return the calls with an answer that replaces history in a later prompt."""
         return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
 
     def _attempts(self, mine: _Call) -> list[_Call]:
@@ -294,7 +294,7 @@ class Graph:
         return edges
 
     def _history(self, mine: _Call) -> tuple[_Call | None, set[_Call]]:
-        """The call that the request continues, and later (or other) calls whose answers it contains."""
+        """The call that the request continues, and later (or other) calls with answers that it contains."""
         tip = mine.node.tip
         there = tip.answered if tip is not None else []
 
@@ -308,7 +308,7 @@ class Graph:
         return continued, {one for one in held if continued is None or one.place > continued.place}
 
     def _held(self, node: Node) -> _Call | None:
-        """The call whose answer contains this atom of the history, or whose tool call it is the result of."""
+        """The call with the answer that contains this atom, or with the tool call that this atom is the result of."""
         atom = node.atom
         if atom.kind != "text" and atom.who in self._made:
             return self._made[atom.who]
@@ -316,7 +316,7 @@ class Graph:
         return self._answers.get(node.key) if is_answer and len(atom.what) >= TELLING_ORDER else None
 
     def _quoted(self, texts: Iterable[str]) -> set[_Call]:
-        """The calls whose answers these texts quote."""
+        """The calls with answers that these texts quote."""
         found = Counter(one for text in texts for one in self._told.get(text, ()))
         return {one for one, n in found.items() if n >= min(QUOTED * len(one.told), ENOUGH)}
 
@@ -426,7 +426,7 @@ class Graph:
         return order, size
 
     def _tried(self, mine: _Call, order: _Order | None) -> _Call | None:
-        """The call that this one repeats: one that failed, or whose answer is unused, and that has no other order."""
+        """The call that this one repeats: one that failed or has an unused answer, and that has no other order."""
         is_same = order is None or order.name in self._begun
         for one in reversed(mine.attempts[:-1]):
             is_over = one.call.status != "incomplete" and one.is_over_for(mine)
@@ -470,7 +470,7 @@ def _texts(nodes: Iterable[Node]) -> set[str]:
 class Node:
     """A node of the tree: an atom in a context, after its predecessors.
 
-    `answered`: the calls whose request and answer end here.
+    `answered`: the calls that end here with their answer.
     `tip`: the nearest node, from here towards the root, that ends an answer. `texts`: as found by `telling`.
     """
 

@@ -135,7 +135,7 @@ class Ranks(Processes):
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum all ranks' gradients in float32, in one message. FSDP2 has already summed those of sharded parameters."""
+        """Sum all ranks' gradients in float32, in one message. FSDP2 has already summed the sharded ones."""
         if self.size == 1:
             return
         parameters = [p for p in parameters if not isinstance(p, DTensor)]

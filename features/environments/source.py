@@ -110,7 +110,7 @@ class KindsEnvironment:
 
     @property
     def is_there(self) -> bool:
-        """Whether it exists, made by this installation and for its present requirements."""
+        """Whether it exists, made by this installation and for its current requirements."""
         return self._stamp.is_file() and self._stamp.read_text() == self._needs
 
     def install(self, further: Sequence[str]) -> None:

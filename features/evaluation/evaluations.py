@@ -81,7 +81,7 @@ class Evaluations:
         self._store, self._db = store, store.database
 
     async def read(self, statement: str = ALL, **params: str) -> dict[int, HeldOut]:
-        """Return evaluations by version, with their versions' present rewards."""
+        """Return evaluations by version, with their versions' current rewards."""
         stored = await self._db.records(HeldOut, statement, **params)
         rewards = await self._store.versions.rewards([one.version for one in stored if one.reward is not None])
         now = [(one, rewards.get(("eval", one.version))) for one in stored]
@@ -111,7 +111,7 @@ class Evaluations:
         return {row["version"] for row in await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})}
 
     async def best(self) -> Best | None:
-        """Return the best version by finished evaluations, or else the newest whose interval is not below another's."""
+        """Return the best version by finished evaluations, or else the newest with an interval not below another's."""
         servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]  # the few that have files
         stored = await self.read(OF_VERSIONS, versions=dumps(servable))
         if servable == [0] and not stored:

@@ -16,14 +16,14 @@ from .evaluations import LAST, Best, Evaluations, HeldOut
 
 
 class PolicyEvaluation(BaseModel):
-    """`best`: the best version; `evaluation`: the latest one."""
+    """`best`: the best version. `evaluation`: the latest evaluation."""
 
     best: Best | None
     evaluation: HeldOut | None
 
 
 class VersionEvaluation(BaseModel):
-    """`evaluation`: on held-out tasks, null without one. `best`: whether it is the best version that can be served."""
+    """`evaluation`: on held-out tasks, null if none. `best`: whether this is the best version that can be served."""
 
     evaluation: HeldOut | None
     best: bool

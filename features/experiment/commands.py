@@ -21,7 +21,8 @@ def experiment(
 ) -> None:
     """Compare variants of the configuration over seeds, with your tasks and agent.
 
-    Each run trains in a folder of its own and evaluates held-out tasks before and after. The same command resumes.
+    Each run trains in a folder of its own and evaluates held-out tasks before and after. Run the same command again to
+    resume.
     """
     from .experiment import experiment as run
 

@@ -196,7 +196,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
             failed = run_until_signal(run_lessons(plan, lessons, results, gpus))
         except Interrupted:
             done = f"{len(results)} of {len(lessons)} runs are finished"
-            raise Interrupted(f"stopped: {done}; the same command runs the others") from None
+            raise Interrupted(f"stopped: {done}; run the same command to do the others") from None
     if results:
         finished = [results[lesson.name] for lesson in lessons if lesson.name in results]
         console = Console()
@@ -218,7 +218,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
         say(f"one run in a browser: lightning-proxy dashboard --store {directory}/VARIANT/seed-N/lightning.db")
     if failed:
         raise LightningError(
-            f"{len(failed)} of {len(lessons)} runs failed: {'; '.join(failed)}; the same command tries again"
+            f"{len(failed)} of {len(lessons)} runs failed: {'; '.join(failed)}; run the same command to try again"
         )
 
 
@@ -230,7 +230,7 @@ def say(what: str, lesson: str = "") -> None:
 async def run_lessons(
     plan: Experiment, lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env]
 ) -> list[str]:
-    """Run the lessons without a result, one per slot at once, and save results. Return those that failed."""
+    """Run the lessons without a result, one per slot at once, and save results. Return the failed ones."""
     left = iter([lesson for lesson in lessons if lesson.name not in results])
     failed: list[str] = []
 
@@ -270,7 +270,7 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
         ]
         if changes:
             raise ConfigError(
-                f"{lesson.name} is finished, and was made with other settings: {'; '.join(changes)}. Put that back, "
+                f"{lesson.name} is finished, but with different settings: {'; '.join(changes)}. Restore them, "
                 f"choose another --dir, or remove {lesson.result} to run it again"
             )
     return results

@@ -33,7 +33,7 @@ def rescore(
 ) -> None:
     """Have a rewarder score completed rollouts in the store, and record its rewards. Older rewards stay.
 
-    The same command resumes where it stopped. The exit code is 1 if it failed for a rollout.
+    Run the same command again to resume where it stopped. The exit code is 1 if it failed for a rollout.
     """
     from .rescore import Rescore, rescore_command
 

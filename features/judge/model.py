@@ -52,7 +52,7 @@ IS_DATA = (
 
 
 class Away(Exception):
-    """A rewarder cannot work now: its model is away, its file broken or its budget spent. Rollouts wait for it."""
+    """A rewarder cannot work now: its model is down, its file broken or its budget spent. Rollouts wait for it."""
 
 
 class NoReward(Exception):

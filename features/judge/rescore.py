@@ -65,7 +65,7 @@ class Rescore:
                 await all_of(map(score, groups))
 
     async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
-        """Ids of rollouts whose rewards are posted together: a task's, if its rollouts are compared or retrained."""
+        """Ids of rollouts that get their rewards in one post: a task's, if its rollouts are compared or retrained."""
         if self.ids:
             return [[(await find(api, one))["rollout_id"] for one in self.ids]]
         groups = defaultdict[str, list[str]](list)
@@ -198,7 +198,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | None:
-    """Return how scores agree with labels, within tasks if there are such pairs; None without any pair."""
+    """Return how scores agree with labels, within tasks if there are such pairs; None if there are no pairs."""
     labels, scores = (np.array([one[i] for one in found], dtype=float) for i in (2, 3))
     tasks = np.array([one.task_id or one.rollout_id for one in found])
     siblings, pairs = tasks[:, None] == tasks, np.triu(labels[:, None] != labels)

@@ -324,7 +324,7 @@ class Rank(ModelRewarder):
 
         def read(order: list[list[str]]) -> dict[str, int]:
             if sorted(letter for tie in order for letter in tie) != sorted(letters):
-                raise ValueError(f"`order` must have each of {', '.join(letters)} once")
+                raise ValueError(f"`order` must contain each of {', '.join(letters)} exactly once")
             return {letter: place for place, tie in enumerate(order) for letter in tie}
 
         system, text = await asyncio.to_thread(self._question, letters)
@@ -452,7 +452,7 @@ def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
 
 
 class Judge(ModelRewarder):
-    """Scores, once, each call of agents whose credit is `judge`. Skips held-out rollouts, which are not trained on."""
+    """Scores each call of agents with credit `judge` once. Skips held-out rollouts, which are not trained on."""
 
     label = "judge.calls"
 

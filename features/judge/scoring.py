@@ -98,7 +98,7 @@ class Spoken:
         self._all = {"rewarders": dumps([*rewarders]), "count": len(rewarders)}
 
     async def begin(self) -> None:
-        """Release rollouts that all present rewarders have scored: one that they awaited may have been removed."""
+        """Release rollouts that all current rewarders have scored: one that they awaited may have been removed."""
         await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
 
     async def missing(self, rewarder: str, limit: int) -> list[str]:
@@ -155,7 +155,7 @@ class Scorer:
             log.error("rewards: internal error", exc_info=errors.exceptions[0])
 
     async def _ask(self, rewarder: Rewarder) -> None:
-        """Ask one rewarder. While it is away, others continue; then it is asked about one group at a time."""
+        """Ask one rewarder. While it cannot work, others continue; then it is asked about one group at a time."""
         failed, slots = 0, asyncio.Semaphore(rewarder.at_once)
         while True:
             try:

@@ -33,7 +33,7 @@ def optimize(
     """Search for a better prompt. The agent need not change: the proxy inserts the prompts.
 
     Rollouts are in mode eval, so no weights are trained on them. Every prompt that is tried becomes a version, and the
-    best is compared with the first on held-out tasks. The same command resumes where it stopped.
+    best is compared with the first on held-out tasks. Run the same command again to resume where it stopped.
     """
     from ...commands.formats import print_json
     from ...commands.signals import run_until_signal

@@ -142,7 +142,7 @@ def split(file: Path, held_out: Path | None) -> tuple[list[Task], list[Task], li
     unseen, tasks = read_tasks(held_out) if held_out else tasks[:size], tasks[size:]
     size = min(VALIDATION, len(tasks) // 2)
     if not size or not unseen:
-        raise ConfigError(f"{file} has too few tasks: it needs some to learn from, to validate on and to hold out")
+        raise ConfigError(f"{file} has too few tasks for training, validation and held-out sets")
     return tasks[size:], tasks[:size], unseen
 
 
@@ -350,7 +350,7 @@ async def apo_search(job: Search, reflection: Reflection, own: str) -> None:
 
 
 def between(answer: str) -> str | None:
-    """Return the text between the tags that the editor should write; None without them."""
+    """Return the text between the tags that the editor should write; None if they are missing."""
     found = re.search(r"<prompt>\s*(\S.*?)\s*</prompt>(?!.*</prompt>)", answer, re.DOTALL)
     return found[1] if found else None
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry: spans of recorded calls go out; those that agents post to `/otlp/v1/traces` become calls and actions.
+"""OpenTelemetry: spans of recorded calls go out; spans that agents post to `/otlp/v1/traces` become calls and actions.
 
 Incoming spans are recorded in their rollout, durably before they are acknowledged, and once even if sent repeatedly. A
 call without token ids, log-probabilities and a policy version is not trained on.

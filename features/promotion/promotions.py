@@ -107,7 +107,7 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rollout that counts in a test, with what is known now. `rewards`: those that count as evidence.
+    """A rollout that counts in a test, with what is known now. `rewards`: the ones that count as evidence.
 
     `opened_by`: each opener's rollouts are counted separately. `alone`: only its version answered it. The last five are
     metrics (`NO_REWARDS`), None where it has no value.
@@ -141,7 +141,7 @@ class Promotions:
         self._now: UnderTest | None = None
 
     async def now(self) -> UnderTest | None:
-        """Return the running test; None without one. Its evidence may be older than that of `last`."""
+        """Return the running test; None if none runs. Its evidence may be older than that of `last`."""
         row = await self._db.quick(TESTING)
         if row is None:
             self._now = None
@@ -152,7 +152,7 @@ class Promotions:
         return self._now
 
     async def under_way(self) -> Promotion | None:
-        """Return the running test with its evidence so far; None without one."""
+        """Return the running test with its evidence so far; None if none runs."""
         return await self._db.record(Promotion, PROMOTION_UNDER_WAY)
 
     async def last(self) -> dict[int, Promotion]:

@@ -49,7 +49,7 @@ SiblingGroup = dict[str, list[Observed]]  # by side: siblings that are complete,
 
 
 class Gate:
-    """Decides about candidates by the rewards in the store. All state is there, so a restart changes nothing."""
+    """Promotes or rejects candidates based on rewards. All state is in the store, so a restart changes nothing."""
 
     def __init__(self, config: Config, store: Store, tests: Promotions) -> None:
         self._config, self._store, self._tests = config, store, tests
@@ -227,7 +227,7 @@ class PolicyTest(BaseModel):
 
 
 class VersionTest(BaseModel):
-    """`promotion`: its last test against a live version, with the numbers; null without one."""
+    """`promotion`: its last test against a live version, with the numbers; null if there was none."""
 
     promotion: Promotion | None
 

@@ -37,7 +37,7 @@ class Teacher:
         self._longest = sys.maxsize
 
     async def check(self) -> None:
-        """Raise ConfigError if the teacher has other tokens than the policy, GuideError if it gives no answer."""
+        """Raise ConfigError if the teacher's tokens differ from the policy's, GuideError if it does not answer."""
         text = TEXT + " ".join(self._tokenizer.all_special_tokens)
         try:
             model = self._config.model or await self._server.base_model()
@@ -47,8 +47,8 @@ class Teacher:
             raise GuideError(f"teacher: {error}") from None
         if theirs != self._tokenizer.encode(text, add_special_tokens=False):
             raise ConfigError(
-                f"teacher: {model} at {shown(self._server.base_url)} has other tokens than policy.model; a "
-                "teacher needs the policy's own tokenizer, as models of one family have"
+                f"teacher: {model} at {shown(self._server.base_url)} has a different tokenizer from policy.model; use "
+                "a teacher with the policy's tokenizer, such as a model of the same family"
             )
         # vLLM reports no length of an adapter. It samples a token after each row.
         longest = served.get(model) or max(filter(None, served.values()), default=None)
@@ -56,7 +56,7 @@ class Teacher:
         self._model = model
 
     async def guided(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's log-probabilities. Raise GuideError if it gives no answer."""
+        """Return the batch with the teacher's log-probabilities. Raise GuideError if it does not answer."""
         started, counts, samples = time.perf_counter(), Counter[str](), list[Sample]()
         if self._model is None:
             await self.check()

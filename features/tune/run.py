@@ -235,7 +235,7 @@ def referred(
     settings: dict[str, Any],
     **columns: Sequence[Any],
 ) -> Rows:
-    """Return pairs of rows, with the log-probabilities of their answers under the present weights."""
+    """Return pairs of rows, with the log-probabilities of their answers under the current weights."""
     scores, count = answer_logprobs(trainer, [*rows, *others]), len(rows)
     dataset = Dataset.from_dict({
         "ids": [list(ids) for ids, _ in rows],
@@ -286,13 +286,13 @@ def padded(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> dict
 
 
 def answer_logprobs(trainer: LightningTrainer, rows: Sequence[Row]) -> list[float]:
-    """Return each row's log-probability of its sampled tokens under the policy's present weights."""
+    """Return each row's log-probability of its sampled tokens under the policy's current weights."""
     scored = trainer.logprobs([ids for ids, _ in rows])
     return [math.fsum(compress(scores, mask)) for scores, (_, mask) in zip(scored, rows, strict=True)]
 
 
 def measured(method: str, trainer: LightningTrainer, lessons: Sequence[Example]) -> dict[str, float]:
-    """Return the numbers of held-out lessons under the present weights; {} if there is nothing to compare.
+    """Return the numbers of held-out lessons under the current weights; {} if there is nothing to compare.
 
     sft: the mean cross-entropy (nats) of the answers' tokens. Otherwise the share of comparisons in which the better
     answer is likelier, and by how many nats on average: dpo compares each pair, kto each answer with thumbs up with

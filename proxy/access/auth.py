@@ -62,7 +62,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """Return the key whose rollouts it may see; None: it may see all (`Keys.require` checks one rollout)."""
+        """Return the key that opened all rollouts it may see; None: it sees all (`Keys.require` checks one rollout)."""
         return self.key_id if self.own else None
 
     def shown(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:

@@ -71,8 +71,8 @@ async def get_policy(request: ControlRequest) -> dict[str, Any]:
 class VersionSeen(PolicyVersion):
     """A version, whether it is the live one, and why it cannot be made live (`obstacle`), if it is not `promotable`.
 
-    `rewards`: the mean reward of the rollouts that began with it, by mode. `parent`: the version whose weights its
-    training step started from.
+    `rewards`: the mean reward of the rollouts that began with it, by mode. `parent`: the version that its training step
+    started from.
     """
 
     live: bool

@@ -56,7 +56,7 @@ class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties
     """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model is available.
 
     `policy_version` or `model`: what answers the policy's alias in them instead of the live version. Without
-    `may_reward`, their keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as
+    `may_reward`, their keys may only call the model. `sibling_of`: they join this rollout's task and group, such as
     the failed one that a new attempt replaces.
     """
 
@@ -203,7 +203,7 @@ async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Req
     """A rollout with its calls in order and its rewards.
 
     Each call has only what its request and prompt add to an earlier call's, which `request_of` and `prompt_of` name.
-    With `requests=whole` each call has both in full; then a long rollout is large.
+    With `requests=whole` each call has both in full; the answer for a long rollout is then large.
     """
     store = request.parts.store
     # Before the rewards: who sees that they are awaited no more sees them.
@@ -231,7 +231,7 @@ async def get_transitions(request: ControlRequest, rollout_id: PathId, requests:
 
 
 class CreditedCall(BaseModel):
-    """How the newest step that took the rollout trained a call; null without credit.
+    """How the newest step that took the rollout trained a call; null if it assigned no credit.
 
     `row`: the index of the training row in its rollout. `placed`: `first` in its rollout; `merged` into a row; `drift`,
     `edited`, `repeated`, `adjoining` or `new`: why it opened a new row; otherwise why it is in none.

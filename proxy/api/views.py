@@ -72,7 +72,7 @@ def call_view(call: ModelCall) -> dict[str, Any]:
 
 
 def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
-    """Return one transition for each call, and one for each tool call whose result came back.
+    """Return one transition for each call, and one for each tool call with a result that came back.
 
     A state is what the model was shown, an action its entire answer. The last call's transition carries the rollout's
     own reward. A request that the client repeated counts once, as its last call. An action that the agent

@@ -244,7 +244,7 @@ def _told(atom: Atom) -> Iterator[str]:
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes]]:
-    """Yield digests that may show which rollout a request quotes: first those of answers (True), then of users.
+    """Yield digests that may show which rollout a request quotes: first of answers (True), then of users.
 
     System prompts do not count: the findings of one rollout may be in the prompts of all later ones.
     """

@@ -173,7 +173,7 @@ class Upstreams:
         self.health = Health(self.session)
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
-        """Return an answer once its headers are there. Retries `retries` times if the upstream is away or busy."""
+        """Return an answer once its headers are there. Retries `retries` times if the upstream is down or busy."""
         if (upstream := self._opened.get(config.name)) is None:
             vouching = self.vouching.get(config.name, {})
             http = partial(HttpUpstream, session=self.session, health=self.health, vouching=vouching)

@@ -187,7 +187,7 @@ class Gateway:
 
 @dataclass(eq=False)
 class CallUnderWay:
-    """One call under way. A call whose start is durable gets one end: ok, error or cancelled.
+    """One call under way. Once its start is durable, it gets one end: ok, error or cancelled.
 
     It stays `incomplete` only if the store fails, or the process is killed. Without `conversation`, later requests
     cannot find this call.

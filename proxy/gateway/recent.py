@@ -184,7 +184,7 @@ class Answered:
 
 
 class History:
-    """Keeps the answered calls of recently used rollouts. All others, and those of other workers, are in the store."""
+    """Keeps the answered calls of recently used rollouts. All others, and other workers' calls, are in the store."""
 
     def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
         """`chat_of`: a recorded call's chat request; without it there are no turns."""
@@ -200,7 +200,7 @@ class History:
         return kept
 
     async def read(self, rollout_id: str, newest: int = LATELY) -> Answered:
-        """Return what is in memory, plus those of the rollout's `newest` calls that other workers answered."""
+        """Return what is in memory, and the rollout's `newest` calls that other workers answered."""
         before = self.known(rollout_id).seen.copy()
         answered = await self._calls.answered(rollout_id, newest)
         if not answered:  # it was deleted, perhaps by another process

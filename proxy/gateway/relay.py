@@ -312,7 +312,7 @@ class Relay:
     async def _end(
         self, unnamed: UnnamedRollouts, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit
     ) -> None:
-        """End a call whose response continued after its answer (`background: true`, or a broken stream)."""
+        """End a call with a response that continued after its answer (`background: true`, or a broken stream)."""
         gateway, call = self._gateway, await unnamed.call(call_id)
         if not is_under_way(call.response):
             return

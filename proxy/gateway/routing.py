@@ -154,7 +154,7 @@ class PolicyRouter:
         return self._named.get(model or "", self._first)
 
     def _fallbacks(self, upstream: UpstreamConfig, model: str | None, renamed: str | None = None) -> Iterator[Route]:
-        """The upstream's fallbacks, each once and followed by its own, without those that cannot name the model."""
+        """The upstream's fallbacks, each once and followed by its own, except the ones that cannot name the model."""
         left, seen = [*upstream.fallbacks], set[str]()
         while left:
             other = self._upstreams[left.pop(0)]
@@ -201,7 +201,7 @@ class Watch:
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def current(self) -> Wanted:
-        """Return what vLLM should serve. If vLLM is away, the call itself fails. Raises NotServed, UpstreamTimeout."""
+        """Return what vLLM should serve. If vLLM is down, the call itself fails. Raises NotServed, UpstreamTimeout."""
         if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()

@@ -87,7 +87,7 @@ LOST = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
 
 
 class PostgresDatabase(Database):
-    """A pool of connections. If the server is away, requests wait for up to `store.busy_timeout_s`."""
+    """A pool of connections. If the server is down, requests wait for up to `store.busy_timeout_s`."""
 
     def __init__(self, config: StoreConfig, pool: asyncpg.Pool) -> None:
         self.where = config.where
@@ -177,7 +177,7 @@ class PostgresDatabase(Database):
             raise
 
     async def _transact(self, work: Work[T], begin: str | None, seconds: float) -> T:
-        """Do `work`, with or without a transaction. Retry while the server is away, or if another one conflicts."""
+        """Do `work`, with or without a transaction. Retry while the server is down, or if another one conflicts."""
         until = monotonic() + min(seconds, self._config.busy_timeout_s)
         while True:
             committing = False
@@ -272,7 +272,7 @@ async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
 
 
 async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:
-    """Return the features whose tables are missing. Raise OtherSchema if the database has another schema."""
+    """Return the features with missing tables. Raise OtherSchema if the database has another schema."""
     tables = {row[0] for row in await connection.fetch(TABLES)}
     rows = await connection.fetch(NUMBERS) if "schema_numbers" in tables else []
     return missing_parts(where, tables, {row["room"]: row["number"] for row in rows})
@@ -293,7 +293,7 @@ class OutcomeUnknown(StoreUnavailable):
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether the error means that the server is away, rather than that values are wrong."""
+    """Return whether the error means that the server is down, rather than that values are wrong."""
     return isinstance(error, AWAY) and not isinstance(error, asyncpg.DataError | ValueError)
 
 
@@ -306,7 +306,7 @@ def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoRetur
     silent = "the server does not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
     message = str(error).partition("\n")[0] or silent
     if unknown:
-        raise OutcomeUnknown(f"the store cannot be {what}: {message}; whether it was recorded is not known") from error
+        raise OutcomeUnknown(f"the store cannot be {what}: {message}; it may or may not have been recorded") from error
     raise unavailable(what, message) from error
 
 

@@ -227,7 +227,7 @@ async def test_a_commit_whose_answer_is_lost_is_looked_for(
             if arrives:
                 await record()
                 continue
-            with pytest.raises(StoreUnavailable, match="whether it was recorded is not known"):
+            with pytest.raises(StoreUnavailable, match="it may or may not have been recorded"):
                 await record()
             await record()
     (call,) = await Store(database).calls.of("r")

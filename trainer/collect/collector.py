@@ -82,9 +82,9 @@ class Collector:
     async def next_batch(self, base: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
         """Claim the rollouts of the next step, which starts from version `base`; None while there are too few.
 
-        A step takes `tasks_per_step` groups, or fewer once one of them has waited for `group_timeout_s`, or with
-        `fewer`. With `since` (Unix time), only groups that have waited since then or longer count. Raises
-        UpstreamUnreachable, and claims nothing, if only a vLLM that is away knows a grammar.
+        A step takes `tasks_per_step` groups. It takes fewer with `fewer`, or once one of them has waited for
+        `group_timeout_s`. With `since` (Unix time), only groups that have waited since then or longer count. Raises
+        UpstreamUnreachable, and claims nothing, if a grammar is needed from vLLM and vLLM is down.
         """
         while groups := await self.waiting.next(fewer=fewer, since=since):
             self._unverified = await self._store.versions.never_verified()
@@ -293,7 +293,7 @@ class Collector:
         return self._unrewarded
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        """Return the rows of rollouts, without advantages. While vLLM is away, sampling is read from requests alone."""
+        """Return the rows of rollouts, without advantages. While vLLM is down, sampling is read from requests alone."""
         found: list[Sample] = []
         for rollout in rollouts:
             with suppress(NotFound):  # deleted meanwhile

@@ -47,7 +47,7 @@ class Sampled:
         self._warned = False
 
     async def look(self, calls: Iterable[ModelCall]) -> None:
-        """Ask vLLM how trainable calls were sampled. Raise UpstreamUnreachable if it is away and a grammar needs it."""
+        """Ask vLLM how trainable calls were sampled. Raise UpstreamUnreachable if it is down and a grammar needs it."""
         for call in calls:
             if call.trainable and (key := self._key(call)) not in self._known and (known := await self._ask(call)):
                 self._known[key] = known
@@ -70,7 +70,7 @@ class Sampled:
         return self._known.get(self._key(call)) or _by_request(call)
 
     async def _ask(self, call: ModelCall) -> Known | None:
-        """Ask vLLM; read the request if it has no such route. None while vLLM is away; raise if a grammar needs it."""
+        """Ask vLLM; read the request if it has no such route. None while vLLM is down; raise if a grammar needs it."""
         if self._vllm is None:
             return _by_request(call)
         try:

@@ -106,8 +106,8 @@ def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Values:
 def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Compute A_k = R_k - baseline of the siblings' R_k, where R_k is the discounted sum of the rewards from call k on.
 
-    Example: two rollouts whose calls have rewards 1, 0 and 0, 0 have returns 1, 0 and 0, 0. With `dr_grpo` the first
-    calls get 0.5 and -0.5, the second ones 0. A call gets no credit for earlier rewards.
+    Example: two rollouts have calls with rewards 1, 0 and 0, 0; their returns are 1, 0 and 0, 0. With `dr_grpo` the
+    first calls get 0.5 and -0.5, the second ones 0. A call gets no credit for earlier rewards.
 
     The k-th decision of an agent is compared with the siblings' k-th decisions of that agent. Such a baseline depends
     on time and not on any action, so it does not change the expected gradient, and the variance is lower than with one

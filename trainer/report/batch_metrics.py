@@ -75,7 +75,7 @@ class Seen:
         return self.counts["calls_not_followed"] / max(1, sum(self.counts[name] for name in CALLS))
 
     def left_out(self) -> str | None:
-        """Return why most calls are left out because of how they were sampled; None if most are not."""
+        """Return the main reason if most calls are left out because of how they were sampled, else None."""
         if self._share <= MOST or not self.not_followed:
             return None
         why, calls = self.not_followed.most_common(1)[0]

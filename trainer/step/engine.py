@@ -57,12 +57,12 @@ class TrainingEngine(Protocol):
     ) -> list[list[float]]:
         """Return each token's log-probability at temperature 1; 0.0 for the first of each row.
 
-        With `served`, use the weights that were remembered as served. An engine that remembers none uses its present
+        With `served`, use the weights that were remembered as served. An engine that remembers none uses its current
         ones; then answers cannot tell new weights from old ones, and their name and files must.
         """
 
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
-        """Remember an adapter's present weights as served, for `logprobs` to score with later."""
+        """Remember an adapter's current weights as served, for `logprobs` to score with later."""
 
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Mapping[str, Tensor]:
         """Return an adapter's weights under PEFT's names."""

@@ -190,7 +190,7 @@ def loss_inputs(
 ) -> LossInputs:
     """Return the inputs of the loss. `logprobs`: the policy's, (A, L); `weights`: by rollout (`token_weights`).
 
-    Tokens with log-probability -inf are removed: under the present weights, top_p and the like exclude them, so the
+    Tokens with log-probability -inf are removed: under the current weights, filters such as top_p exclude them, so the
     trained policy would not sample them. The remaining tokens keep their weights.
     """
     outside = logprobs.detach().isneginf()
@@ -321,9 +321,9 @@ def guided(given: LossInputs, samples: Sequence[Sample], answers: Answers) -> tu
 
 
 def context_loss(logprobs: Tensor, samples: Sequence[Sample], results: int, config: TrainerConfig) -> Tensor:
-    """Return what the function adds to the loss for the tokens that tools wrote; 0 without any.
+    """Return what the function adds to the loss for the tokens that tools wrote; 0 if there are none.
 
-    `logprobs`: (B, T), of all scored tokens of the B samples. The function gets those of the K tool tokens. `results`:
+    `logprobs`: (B, T), of all scored tokens of the B samples. The function gets only the K tool tokens. `results`:
     how many such tokens the step has.
     """
     places = [(row, i) for row, s in enumerate(samples) for span in s.results for i in range(*span)]

@@ -1,6 +1,6 @@
 """Shapes logits as vLLM's sampler shaped them before it sampled: penalties, biases, grammars, truncation.
 
-The trained policy is then the distribution that was really sampled, under the present weights. All of it is a function
+The trained policy is then the distribution that was really sampled, under the current weights. All of it is a function
 of the earlier tokens and the logits; the order is that of vLLM 0.32 (`vllm/v1/sample/sampler.py`).
 """
 
@@ -101,7 +101,7 @@ class Shaper:
     def masks(self, sampling: Sampling, answer: Sequence[int]) -> Tensor | None:
         """Return what the grammar allowed at each token of an answer, as bits (N, V/32), up to the first refused token.
 
-        None without a grammar; no rows if it cannot be compiled.
+        None if there is no grammar; no rows if it cannot be compiled.
         """
         if sampling.grammar is None:
             return None

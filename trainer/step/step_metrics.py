@@ -61,7 +61,7 @@ def numbers_of(
     version: int | None,
     sums: Mapping[str, Tensor],
 ) -> Numbers:
-    """Return the numbers of a pass, together with the `sums` that are known.
+    """Return the sums over a pass, including the given `sums`.
 
     Tensors are (A, L), one row per answer; `rows`, (A, 1), is the sample of each answer.
 
@@ -138,7 +138,7 @@ class StepMetrics:
             found["masked_tokens"] = f"{dropped}: trainer.loss {self.config.loss} masks or clips them"
         if sums["outside_tokens"] > MOST * sampled:
             dropped = f"{sums['outside_tokens']:,} of {sampled:,} sampled tokens teach nothing"
-            found["outside_tokens"] = f"{dropped}: top_p and the like leave them out under the present weights"
+            found["outside_tokens"] = f"{dropped}: filters such as top_p exclude them under the current weights"
         return found
 
     def too_large(self) -> str | None:

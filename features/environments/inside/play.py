@@ -30,7 +30,7 @@ LONGEST_S = 3600  # an episode that hangs ends then
 
 
 def main() -> None:
-    """Run the program. Wrong input is one line; a failing episode is a traceback whose last line is the reason."""
+    """Run the program. Wrong input is reported in one line, a failing episode by a traceback with the reason last."""
     alone()
     name, *rest = sys.argv[1:]
     kind = importlib.import_module(f".{name}", __package__)

@@ -179,7 +179,7 @@ def test_ctrl_c_says_how_to_go_on_and_a_second_one_in_the_folder_is_refused(plac
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.endswith("lightning-proxy: stopped: 2 of 4 runs are finished; the same command runs the others\n")
+    assert said.endswith("lightning-proxy: stopped: 2 of 4 runs are finished; run the same command to do the others\n")
 
 
 def test_a_run_rests_on_its_own_functions_and_on_the_agents_files_wherever_they_are(place: Path) -> None:

@@ -127,7 +127,7 @@ async def test_a_teacher_with_other_tokens_is_refused_and_one_that_is_away_is_wa
             with pytest.raises(GuideError, match=r"teacher: vLLM answered 503 to GET /v1/models"):
                 await ask()
         server.wrong = "tokens"
-        with pytest.raises(ConfigError, match=r"large at http.*has other tokens than policy.model"):
+        with pytest.raises(ConfigError, match=r"large at http.*has a different tokenizer from policy.model"):
             await teacher.check()
         server.wrong = None
         await teacher.check()
