@@ -150,7 +150,7 @@ async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
         "teacher": {"base_url": server.url, "api_key": "secret"},
     })  # fmt: skip
     server.wrong = "tokens"
-    with pytest.raises(ConfigError, match="other tokens"):
+    with pytest.raises(ConfigError, match="a different tokenizer"):
         await train_offline(config, Run(), Offline(None, tmp_path / "run"), asyncio.Event())
     server.wrong = None
     await train_offline(config, Run(), Offline(None, tmp_path / "run"), asyncio.Event())
