@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=600)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("sessions.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("lightning-sessions.jsonl"))
     options = parser.parse_args()
     with options.out.open("w") as out:
         held = asyncio.run(sessions(options.sessions, options.at_once, options.seed, out))
@@ -75,7 +75,9 @@ def main() -> None:
         accepted = [one["accepted"] for one in held if one["rule"] == rule]
         hundreds = [accepted[start : start + 100] for start in range(0, len(accepted), 100)]
         shares = ", ".join(f"{sum(each) / len(each):.0%}" for each in hundreds)
-        print(f"{rule}: {shares} accepted; three in a row after {until_three_in_a_row(accepted)} sessions")
+        first = until_three_in_a_row(accepted)
+        when = f"three in a row after {first} sessions" if first else "never three in a row"
+        print(f"{rule}: {shares} accepted; {when}")
 
 
 if __name__ == "__main__":
