@@ -1,5 +1,6 @@
 """Questions about small databases, and the evaluator: execution match."""
 
+import os
 import random
 import re
 from collections import Counter
@@ -31,22 +32,30 @@ COMPARISONS = {"above": ">", "over": ">", "below": "<", "under": "<"}
 
 
 def split(seed: int, train: int, held_out: int) -> tuple[list[Task], list[Task]]:
-    """(train, held out): questions of all kinds in turn. No one's SQL answers another."""
+    """(train, held out): questions of all kinds in turn. No one's SQL answers another.
+
+    With PARTIAL_CREDIT=1 a wrong answer to a training question can earn something, too.
+    """
     source = random.Random(seed)
+    partial = {"partial_credit": True} if os.environ.get("PARTIAL_CREDIT") == "1" else {}
     found: list[Task] = []
     while len(found) < train + held_out:
         made = _question(KINDS[len(found) % len(KINDS)], source)
         if not any(_same_answer(made, other) for other in found) and _tells(made):
             found.append({"task_id": f"question-{seed}-{len(found)}", **made})
-    return found[held_out:], found[:held_out]
+    return [task | partial for task in found[held_out:]], found[:held_out]
 
 
 def score(task: Task, answer: str) -> tuple[float, str]:
-    """(reward, comment). 1 where the answer's rows are those of the right SQL, whatever fills the tables; else 0."""
+    """Return (reward, comment). The reward is 1 if the answer finds the rows of the right SQL in every filling, else 0.
+
+    With partial credit, wrong SQL that runs has 0.1, and up to 0.5 the more rows it shares with the right SQL's.
+    """
     for filling, right in enumerate(_right_rows(task["database"], task["sql"])):
         rows = run(task["database"], answer, filling)
         if not _same(rows, right, ordered=_ordered(task)):
-            return 0.0, f"{answer[:80]!r} gave {str(rows)[:80]}, not {str(right)[:80]}"
+            reward = _partial_credit(task, answer) if task.get("partial_credit") else 0.0
+            return reward, f"{answer[:80]!r} gave {str(rows)[:80]}, not {str(right)[:80]}"
     return 1.0, "the same rows"
 
 
@@ -73,6 +82,22 @@ def _same(rows: Rows | str, right: Rows | str, ordered: bool) -> bool:
     if isinstance(rows, str) or isinstance(right, str):
         return False
     return rows == right if ordered else Counter(rows) == Counter(right)
+
+
+def _partial_credit(task: Task, answer: str) -> float:
+    """0.1 for SQL that runs, and 0.4 times the share of rows that it has in common with the right SQL.
+
+    The share is the Dice coefficient of the two multisets, averaged over the fillings.
+    """
+    found = [run(task["database"], answer, filling) for filling in range(FILLINGS)]
+    if any(isinstance(rows, str) for rows in found):
+        return 0.0
+    pairs = [
+        (Counter(rows), Counter(right))
+        for rows, right in zip(found, _right_rows(task["database"], task["sql"]), strict=True)
+    ]
+    shares = [2 * (rows & right).total() / max(rows.total() + right.total(), 1) for rows, right in pairs]
+    return 0.1 + 0.4 * sum(shares) / FILLINGS
 
 
 @cache

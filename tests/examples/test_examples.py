@@ -104,6 +104,18 @@ def test_the_right_sql_scores_and_neither_one_mistake_nor_what_the_other_split_a
         assert SQL.score(one, other["sql"])[0] == SQL.score(other, one["sql"])[0] == 0
 
 
+def test_partial_credit_is_given_in_training_only_and_less_than_for_what_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARTIAL_CREDIT", "1")
+    train, held_out = SQL.split(0, 28, 7)
+    earned = [[SQL.score(task, mistake)[0] for mistake in SQL.near_misses(task)] for task in train]
+    assert all(SQL.score(task, task["sql"])[0] == 1 for task in train)
+    assert all(0.1 <= max(rewards) <= 0.5 and rewards[-1] == 0 for rewards in earned), "the last names no table"
+    assert max(map(max, earned)) > 0.3
+    assert not any(SQL.score(task, mistake)[0] for task in held_out for mistake in SQL.near_misses(task))
+
+
 def test_rows_are_compared_in_their_order_only_where_it_was_asked_for() -> None:
     task = {"database": "concerts", "sql": "SELECT name FROM singer WHERE age > 30"}
     assert SQL.score(task, "select s.name from singer as s where not s.age <= 30;")[0] == 1
