@@ -149,7 +149,7 @@ async def _sampled(server: VllmServer, more: Json, answers: int, tokens: int) ->
         asked: Json = {"messages": [{"role": "user", "content": ASKED[number % len(ASKED)]}], "max_tokens": tokens}
         request = {**asked, "seed": number, **more}
         sent, _ = ChatApi("chat").inject(request | {"model": model})
-        answer = await server._request("POST", "/v1/chat/completions", sent, dict)
+        answer = await server._read("/v1/chat/completions", dict, sent)
         found = Tokens()
         found.add(answer)
         return _call(number, request, found)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictFloat, StrictInt
 
 from ...core.errors import Conflict, NotFound
 from ...core.json_text import dumps, encode
@@ -334,7 +334,7 @@ class PromptBody(Body):
     match: Match | None = None
     parent: Version | None = None
     comment: Annotated[str, Field(max_length=10_000)] | None = None
-    metrics: Annotated[dict[str, float | int | str | None], Field(default_factory=dict)]
+    metrics: Annotated[dict[str, StrictInt | StrictFloat | str | None], Field(default_factory=dict)]
     promote: Annotated[bool, Field(strict=True)] = False
 
 

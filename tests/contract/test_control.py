@@ -222,7 +222,8 @@ def test_versions_of_a_prompt_are_tried_promoted_and_rolled_back(tmp_path: Path)
         for path, body, status, live in (
             ("/writer/promote", {"version": 2}, 200, 2), ("/writer/rollback", None, 200, 1),
             ("/writer/rollback", None, 409, None), ("/writer/promote", {"version": 9}, 404, None),
-            ("", own | {"text": ""}, 422, None), ("", own | {"text": "x", "match": {"role": "user"}}, 409, None),
+            ("", own | {"text": ""}, 422, None), ("", own | {"text": "x", "metrics": {"good": True}}, 422, None),
+            ("", own | {"text": "x", "match": {"role": "user"}}, 409, None),
         ):  # fmt: skip
             answer = proxy.post(f"/prompts{path}", body)
             assert (answer.status, answer.json.get("live_version")) == (status, live), path

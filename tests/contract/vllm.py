@@ -127,8 +127,8 @@ class PlayedVllm:
             return _refusal(self.status, "busy")
         if body["model"] not in {"base", *self.adapters}:
             return _refusal(404, f"The model `{body['model']}` does not exist.")
-        if (body.get("n") or 1) > MOST_CHOICES:
-            return _refusal(400, f"n must be at most {MOST_CHOICES}")
+        if not isinstance(n := body.get("n") or 1, int) or n > MOST_CHOICES:
+            return _refusal(400, f"n must be an integer of at most {MOST_CHOICES}")
         if body.get("tools") and not self.parses_tools:
             return _refusal(400, "tool choice requires --tool-call-parser to be set")
         if body.get("stream"):
