@@ -1,4 +1,4 @@
-"""Records what `doctor --learn` changed on servers, next to the store, and restores it, even after a kill."""
+"""Undoes what `doctor --learn` changed on servers, even after a kill, from a journal next to the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FRESH = "default"  # vLLM's label of the weights that it was started with
 
 @dataclass(frozen=True, slots=True)
 class LearnJournal:
-    """What may have to be undone: adapters with names that begin with `name`, or replaced weights; and directories."""
+    """What to undo: adapters with names that begin with `name`, or replaced weights (`merged`); and `directories`."""
 
     name: str
     merged: bool
@@ -42,25 +42,25 @@ def journal_path(config: Config) -> Path:
 
 
 async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
-    """Undo what a killed doctor left. Raise ConfigError while a doctor is at work."""
+    """Undo what a killed `doctor --learn` left. Raise ConfigError while another or a trainer runs."""
     if journal_path(config).is_file():
         async with alone(config):
             await put_back_if_left(config, say)
 
 
 async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
-    """Undo what a doctor left, if anything. The caller must hold the store's locks."""
-    path, killed = journal_path(config), "a doctor was killed while it tried whether this system learns"
+    """Undo what a killed `doctor --learn` left, if anything. The caller must hold the store's locks."""
+    path, killed = journal_path(config), "an earlier `doctor --learn` was killed"
     if not path.is_file():
         return
     journal = LearnJournal(**json.loads(path.read_text()))
     try:
         await put_back(config, journal)
-        say(f"{killed}: what it had changed is put back")
+        say(f"{killed}; its changes are undone now")
     except (UpstreamUnreachable, UpstreamTimeout):  # a vLLM that starts again has its own weights, and no adapters
-        say(f"{killed}: vLLM does not run, so nothing is left of it")
+        say(f"{killed}; vLLM is not running, so none of its changes are left")
     except LightningError as error:
-        say(f"{killed}, and what it had changed is not put back yet: {error.message}")
+        say(f"{killed}, and its changes are not undone yet: {error.message}")
         return
     forget(path, journal)
 
@@ -72,7 +72,7 @@ def forget(path: Path, journal: LearnJournal) -> None:
 
 
 async def put_back(config: Config, journal: LearnJournal) -> None:
-    """Unload the doctor's adapters, or load the live weights again. Raises LightningError if a server fails to."""
+    """Unload the doctor's adapters, or load the live weights again. Raises LightningError if a server cannot."""
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if journal.merged and config.store.may_be_there:
@@ -93,7 +93,7 @@ async def put_back(config: Config, journal: LearnJournal) -> None:
 
 @asynccontextmanager
 async def alone(config: Config) -> AsyncIterator[None]:
-    """Lock out trainers and other doctors. Raise ConfigError while one is at work."""
+    """Keep trainers and other `doctor --learn` runs out during the block. Raise ConfigError if one is running."""
     file = None if config.store.is_postgres else config.store.path
     with only_trainer(config.policy.directory, file):
         if file is not None:

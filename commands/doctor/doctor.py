@@ -47,14 +47,15 @@ TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
 REACH_S = 5.0
 NEWEST = 200  # rollouts that are looked at for their rewards
 STARTING = (
-    "start it with `lightning-proxy vllm`; if it is starting, wait until it prints `Application startup complete` (of "
-    "`up`: in lightning-logs/vllm.log); or correct upstreams.base_url"
+    "start vLLM with `lightning-proxy vllm`; if it is starting, wait until it prints `Application startup complete` "
+    "(with `up`: in lightning-logs/vllm.log); or correct upstreams.base_url"
 )
 NO_REWARDS = (
-    "POST /reward with each rollout's id when it is done, or let a function or a judge give it (docs/rewards.md)"
+    "POST /reward with each rollout's id when the rollout is done, or let a function or a judge score it "
+    "(docs/rewards.md)"
 )
 OTHER_STORE = "answers, but its store is not this configuration's"
-ELSEWHERE = "run doctor where it was started, or with `--config` and its file"
+ELSEWHERE = "run doctor where the proxy was started, or with `--config` and the proxy's file"
 REFUSED = (401, 403)
 RESTART = "start the server with `lightning-proxy vllm`"
 QUESTION = [{"role": "user", "content": "What is two plus two?"}]
@@ -65,13 +66,13 @@ CHAT, LOAD, UNLOAD = "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/unloa
 ABOUT = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "bias": "none"}
 Outcome = Literal["ok", "warning", "failed"]
 STYLE = {"ok": "green", "warning": "yellow", "failed": "bold red"}
-# What reading an answer raises that has another shape than it should.
+# The exceptions from reading an answer that does not have the expected shape.
 OTHER_SHAPE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One checked link of the chain. `fix` says what to do unless it is ok."""
+    """The result of one check. `fix` says what to do if the outcome is not ok."""
 
     name: str
     outcome: Outcome
@@ -100,14 +101,14 @@ class Broken(Exception):
 
 
 class Report:
-    """Makes checks, and shows each at once, or all as JSON at the end. `stops`: a failed check raises Broken."""
+    """Runs checks, and prints each result at once, or all as JSON at the end. `stops`: a failed check raises Broken."""
 
     def __init__(self, *, as_json: bool, stops: bool = False) -> None:
         self.checks: list[Check] = []
         self._as_json, self._stops = as_json, stops
 
     async def check(self, name: str, probe: Awaitable[str], fix: str) -> Check:
-        """Run a probe. What it returns is good news; an error means that the check failed."""
+        """Run a probe. It returns what it found if all is well; an exception means that the check failed."""
         outcome: Outcome = "failed"
         mend: str | None = fix
         try:
@@ -119,7 +120,7 @@ class Report:
         except (aiohttp.ClientError, TimeoutError) as error:
             found = without_secrets(str(error)) or "no answer in time"
         except OTHER_SHAPE:
-            found = "an answer has another shape than expected"
+            found = "an answer does not have the expected shape"
         self.add(name, outcome, found, mend)
         return self.checks[-1]
 
@@ -152,11 +153,11 @@ def doctor(path: Path | None, *, as_json: bool) -> bool:
 
 
 async def run_checks(path: Path | None, report: Report) -> None:
-    """Make all checks that are possible, up to the first broken link."""
+    """Run all checks, except those that depend on a failed one."""
     try:
         config = load_config(path)
     except ConfigError as error:
-        report.add("configuration", "failed", error.message, "correct it and run doctor again")
+        report.add("configuration", "failed", error.message, "correct the configuration and run doctor again")
         return
     report.add("configuration", "ok", str(path) if path else "defaults and environment")
     mend = "start the server, or set store.url" if config.store.is_postgres else "make it writable, or set store.url"
@@ -164,7 +165,7 @@ async def run_checks(path: Path | None, report: Report) -> None:
     try:
         await put_back_left(config, partial(report.add, "learn", "ok"))
     except ConfigError:
-        report.add("learn", "ok", "a `doctor --learn` is at work")
+        report.add("learn", "ok", "a trainer or a `doctor --learn` is running")
     async with open_session() as session, ApiClient.of(config) as api:
         await check_running(config, session, api, report)
 
@@ -174,7 +175,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def check_running(config: Config, session: aiohttp.ClientSession, api: ApiClient, report: Report) -> None:
-    """Check what is running: the proxy, the model servers (the policy's too), and the trainer with its input."""
+    """Check what is running: the proxy, the model servers, and the trainer with its input."""
     wrong = "use the configuration that the proxy was started with"
     proxy = await report.check("proxy", probe_proxy(api, config.store), wrong)
     if OTHER_STORE in proxy.found:
@@ -195,7 +196,7 @@ async def check_running(config: Config, session: aiohttp.ClientSession, api: Api
     if answers:
         await report.check("rewards", probe_rewards(api), NO_REWARDS)
     if answers and policy is not None and config.store.may_be_there:
-        await report.check("trainer", probe_trainer(config), "start it with `lightning-proxy train`")
+        await report.check("trainer", probe_trainer(config), "start a trainer with `lightning-proxy train`")
         await report.check("next step", probe_step(config), "see the store's check above")
 
 
@@ -214,7 +215,7 @@ async def probe_store(config: StoreConfig) -> str:
         raise Finding(f"{directory}: the disk is full", "free some space: calls and rewards are refused with 503")
     if is_there:
         await _require_writable(config)
-    found = "writable" if is_there else "not there yet: the first start makes it"
+    found = "writable" if is_there else "not there yet: the first start creates it"
     return f"{path}, {found}, {free / 2**30:.0f} GiB free"
 
 
@@ -226,7 +227,7 @@ async def _require_writable(config: StoreConfig) -> None:
 
 
 async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
-    """Check that the proxy answers, accepts the configured key, and may use the configured store."""
+    """Check that the proxy answers and accepts the configured key, and that the configured store exists."""
     try:
         policy = await api.policy()
     except ProxyNotThere:
@@ -263,7 +264,7 @@ async def probe_server(session: aiohttp.ClientSession, upstream: UpstreamConfig,
     if status in REFUSED and upstream.api_key is None:
         return f"{shown(url)} needs a key: the agents' own keys are passed on"
     if status >= 400:
-        raise Finding(f"{shown(url)}/models answers HTTP {status}", "correct its base_url or api_key")
+        raise Finding(f"{shown(url)}/models answers HTTP {status}", "correct the upstream's base_url or api_key")
     return shown(url)
 
 
@@ -291,11 +292,11 @@ async def probe_alias(config: Config, session: aiohttp.ClientSession, api: ApiCl
     except ApiError as error:
         if error.status_code not in REFUSED:
             raise
-        left = f"; rollout {rollout} stays: only an admin's key deletes it"
+        left = f"; rollout {rollout} stays: only an admin key can delete it"
     if answer.status != 200:
         raise Finding(f"model {alias!r} answers HTTP {answer.status}: {text[:200]}", "look at the upstream's log")
     if not call["trainable"]:
-        raise Finding(f"its calls cannot be trained on: {call['untrainable_reason']}", "see the checks above")
+        raise Finding(f"calls to {alias!r} cannot be trained on: {call['untrainable_reason']}", "see the checks above")
     tokens = f"{len(call['prompt_token_ids'])}+{len(call['response_token_ids'])} tokens"
     return f"{alias!r} answers through the proxy; recorded as trainable, {tokens}{left}"
 
@@ -308,18 +309,18 @@ async def probe_rewards(api: ApiClient) -> str:
     if not called:
         return "no training rollout yet"
     if not ended:
-        idle = f"{NO_REWARDS}; rollouts.end_after_idle_s ends those that nobody ends"
+        idle = f"{NO_REWARDS}; rollouts.end_after_idle_s ends rollouts that stay idle"
         raise Doubt(f"none of the newest {len(called)} training rollouts has ended", idle)
-    found = f"{rewarded} of the newest {len(ended)} ended training rollouts have one"
+    found = f"{rewarded} of the newest {len(ended)} ended training rollouts have a reward"
     if rewarded == 0:
         posted = [reward for one in ended[:3] for reward in (await api.rollout(one["rollout_id"]))["rewards"]]
         names = ", ".join(sorted({reward["name"] for reward in posted}))
-        fix = f"they have rewards named {names}: give these names weights in trainer.reward_weights"
+        fix = f"the rollouts have rewards named {names}: give these names weights in trainer.reward_weights"
         raise Finding(found, fix if names else None)
     if rewarded < len(ended) / 2:
         raise Doubt(found)
     if all(r["task_id"] is None for r in ended):
-        raise Doubt(f"{found}, but none has a task id", "send X-Task-Id: only rollouts of one task are compared")
+        raise Doubt(f"{found}, but none has a task id", "send X-Task-Id: only rollouts of the same task are compared")
     return found
 
 
@@ -334,10 +335,10 @@ async def probe_trainer(config: Config) -> str:
     if path is not None and Path(f"{path}-trainer").exists():
         with lock_file(path, "trainer") as is_free:
             if not is_free:
-                return "one runs on this store"
+                return "a trainer runs on this store"
     if full_groups(await waiting_groups(config)) >= config.trainer.tasks_per_step:
-        raise Doubt("none runs, though enough rollouts wait for a step")
-    return "none runs on this machine; `lightning-proxy train` starts one"
+        raise Doubt("no trainer runs, though enough rollouts wait for a step")
+    return "no trainer runs on this machine; `lightning-proxy train` starts one"
 
 
 async def probe_step(config: Config) -> str:
@@ -356,7 +357,7 @@ class VllmChecks:
         self._model = ""
 
     async def run(self, report: Report) -> None:
-        """Make all checks, or only the first if the server serves no model."""
+        """Run all checks, or only the first if the server serves no model."""
         first = await report.check("policy server", self._length(), RESTART)
         if first.outcome == "failed":
             return
@@ -376,13 +377,14 @@ class VllmChecks:
         served = answer["data"] if status < 400 else ()
         base = next((model for model in served if model.get("parent") is None), None)
         if base is None:
-            raise Finding("lists no base model")
+            raise Finding("the server lists no base model")
         self._model, length = base["id"], base.get("max_model_len")
         longest = self._config.trainer.max_sample_tokens
         if longest is not None and length is not None and length > longest:
             fix = f"raise trainer.max_sample_tokens to {length}, or set vllm.max_model_len"
-            raise Doubt(f"{self._model} serves {length} tokens, but samples over {longest} tokens are dropped", fix)
-        return f"{self._model} serves {length} tokens"
+            found = f"{self._model} has a context of {length} tokens, but samples over {longest} tokens are dropped"
+            raise Doubt(found, fix)
+        return f"{self._model} has a context of {length} tokens"
 
     async def _tokens(self) -> str:
         answer = await self._chat(max_tokens=4)
@@ -392,11 +394,11 @@ class VllmChecks:
         if not ids or not (answer.get("prompt_token_ids") or choice.get("prompt_token_ids")):
             raise Finding("the server returns no token ids", "use vLLM 0.10 or newer, for return_token_ids")
         if not len(ids) == len(logprobs) == (wanted := answer["usage"]["completion_tokens"]):
-            raise Finding(f"{len(ids)} token ids and {len(logprobs)} log-probabilities where usage says {wanted}")
+            raise Finding(f"{len(ids)} token ids and {len(logprobs)} log-probabilities came, but usage says {wanted}")
         return "the server returns token ids and log-probabilities"
 
     async def _logprobs(self) -> str:
-        """Halving the temperature doubles the gaps between log-probabilities taken after temperature."""
+        """Check that log-probabilities are computed after temperature: halving it then doubles their gaps."""
         tops = []
         for temperature in (1.0, 0.5):
             answer = await self._chat(max_tokens=1, temperature=temperature, top_logprobs=5)
@@ -406,20 +408,20 @@ class VllmChecks:
         warm, cold = tops
         common = sorted(warm.keys() & cold.keys(), key=lambda token: warm[token])
         if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < 0.1:
-            raise Doubt("cannot tell whether they are computed after temperature")
+            raise Doubt("cannot tell whether log-probabilities are computed after temperature")
         if any(value > 0.001 for value in warm.values()):
-            raise Finding("the server returns logits instead")
+            raise Finding("the server returns logits, not log-probabilities")
         if (cold[common[-1]] - cold[common[0]]) / gap < 1.5:
             fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
-            raise Finding("they are computed before temperature, so they are not what was sampled", fix)
+            raise Finding("they are computed before temperature, so sampling uses other probabilities", fix)
         return "computed after temperature, as training needs them"
 
     async def _sampling(self) -> str:
-        """Check the route that says how an answer was sampled and that accepts a next turn as tokens."""
+        """Check the route that renders a request to tokens and sampling parameters."""
         status, _ = await self._post(RENDER, messages=QUESTION)
         if status >= 400:
             found = f"{RENDER} answers HTTP {status}: calls with a grammar are not trained on"
-            raise Doubt(f"{found}, policy.token_continuity cannot be exact", f"{RESTART}, or add --enable-scale-out")
+            raise Doubt(f"{found}; policy.token_continuity cannot be exact", f"{RESTART}, or add --enable-scale-out")
         return "the server says how it samples"
 
     async def _template(self) -> str:
@@ -440,7 +442,7 @@ class VllmChecks:
         status, answer = await self._post(CHAT, messages=QUESTION, tools=[TOOL], max_tokens=1)
         if status < 400:
             return "a request with tools is answered"
-        found = f"a request with tools gets HTTP {status}, which concerns agents with tools alone ({str(answer)[:200]})"
+        found = f"a request with tools gets HTTP {status} ({str(answer)[:200]}); agents without tools can ignore this"
         fix = "for tools, add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
         raise Doubt(found, fix)
 
@@ -460,19 +462,19 @@ class VllmChecks:
             if not lora and status >= 400:
                 fix = f"{RESTART}, or set VLLM_SERVER_DEV_MODE=1 on a server that only this machine reaches"
                 raise Finding(f"merged: {path} answers HTTP {status}", fix)
-        return f"{self._publish}: new weights can be loaded while it serves"
+        return f"{self._publish}: new weights can be loaded while the server runs"
 
     async def _operator(self) -> str:
         """Check that a web page could not use the routes that publishing needs."""
         method, path = ("POST", LOAD) if self._publish == "lora" else ("GET", "/is_paused")
         status, _ = await self._send(method, path, {}, {"Origin": "https://page.example"})
         if status in (*REFUSED, 404, 405):
-            return "only this configuration's key can change its weights"
+            return "only this configuration's key can change the server's weights"
         found = "a web page, or any program that reaches this vLLM, can replace its weights"
         raise Doubt(found, f"{RESTART}, or add the operator guard (docs/security.md)")
 
     async def _shared(self) -> str:
-        """Have each server look for an adapter in the directory for new weights. Nothing is loaded."""
+        """Check that each server finds an adapter in the directory for new weights. No weights are loaded."""
         directory = self._config.policy.directory
         fix = "share policy.directory with the server, under the same path (docs/running.md)"
         try:
@@ -511,7 +513,7 @@ class VllmChecks:
     async def _send(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, root: str = ""
     ) -> tuple[int, Any]:
-        """Return the answer's status and body. `headers` replace those with our keys; `root`: another server."""
+        """Return the answer's status and body. `headers` replace our keys; `root`: another server's URL."""
         url, sent = (root or self._roots[0]) + path, self._headers if headers is None else headers
         async with self._session.request(method, url, json=body, headers=sent) as answer:
             is_json = "json" in answer.content_type

@@ -28,7 +28,7 @@ from ..train import prepared, quiet
 from .doctor import Broken, Finding, Report, VllmChecks, check_servers, open_session
 
 ACTIVE_S = 600.0  # a rollout that did nothing for so long was forgotten, not ended
-# So much nearer to the first answer than the trained weights' answer is the one that weights of before give.
+# How much nearer to the first answer restored weights must answer than trained ones, or how near, in nats.
 NEARER, ALIKE = 4.0, 1e-3
 # Questions that a model answers in many ways.
 PROMPTS = (
@@ -41,7 +41,7 @@ OWN_TASKS = [Task(f"doctor-{i}", json.dumps({"prompt": prompt})) for i, prompt i
 
 
 def learn_command(path: Path | None, tasks: Path | None, command: Sequence[str], *, as_json: bool) -> bool:
-    """Print each check as it is made, and return whether none failed."""
+    """Print each check's result at once, and return whether none failed."""
     report = Report(as_json=as_json, stops=True)
     chosen = OWN_TASKS if tasks is None else read_tasks(tasks)
     with suppress(Broken):
@@ -50,18 +50,18 @@ def learn_command(path: Path | None, tasks: Path | None, command: Sequence[str],
         except Interrupted:
             raise
         except LightningError as error:
-            report.add("learn", "failed", error.message, "docs/running.md names what can be wrong")
+            report.add("learn", "failed", error.message, "docs/running.md lists what can be wrong")
     return report.end()
 
 
 async def learn(config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report) -> None:
-    """Make all checks in order. Raise Broken at the first that fails; everything changed is restored.
+    """Run all checks in order. Raise Broken at the first that fails; everything changed is restored.
 
-    Without a `command`, a built-in agent works.
+    Without a `command`, a built-in agent is used.
     """
     if (upstream := config.policy_upstream) is None:
         names = ", ".join(upstream.name for upstream in config.upstreams)
-        found = f"{names}: no upstream of kind vllm, so nothing can be trained"
+        found = f"no upstream is of kind vllm ({names}), so nothing can be trained"
         report.add("policy", "failed", found, "add an upstream with kind: vllm")
         return
     async with AsyncExitStack() as stack:
@@ -70,16 +70,16 @@ async def learn(config: Config, tasks: Sequence[Task], command: Sequence[str], r
             nonlocal config
             await stack.enter_async_context(alone(config))
             config = prepared(config, Run())
-            return "installed, and none works on this store"
+            return "installed, and no other trainer runs on this store"
 
-        await report.check("trainer", trainer(), "correct it: `lightning-proxy train` would say the same")
+        await report.check("trainer", trainer(), "correct this: `lightning-proxy train` would fail in the same way")
         quiet()
         await put_back_if_left(config, partial(report.add, "learn", "ok"))
         async with open_session() as session:
             await check_servers(config, session, upstream, report)
             await VllmChecks(config, session, upstream).run(report)
         if publish_mode(config) == "merged":
-            fix = "start `lightning-proxy serve`, which loads what is live, or vLLM again"
+            fix = "start `lightning-proxy serve`, which loads the live weights, or restart vLLM"
             await report.check("weights", _weights(config), fix)
         await _learn(config, tasks, command, report)
 
@@ -149,6 +149,6 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
                 model = await take_step(config, second, journal.name, command, tasks, report)
                 trained += await _served(fleet, model)
         finally:
-            again = "run it again: a journal next to the store says what to put back"
+            again = "run `doctor --learn` again: a journal next to the store lists what to undo"
             with suppress(Broken):
                 await asyncio.shield(report.check("as before", undo(), again))

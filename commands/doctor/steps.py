@@ -76,10 +76,10 @@ Json = dict[str, Any]
 
 @contextmanager
 def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, LearnJournal]]:
-    """Make the directories and the configuration. The directories are removed at the end.
+    """Create the directories and the configuration. The directories are removed at the end.
 
     The store is next to the user's; weights are below `policy.directory`, which the policy's servers can read.
-    `own_agent`: the user's agent works, so its name and credit apply.
+    `own_agent`: the user's agent is used, so the settings for agents and credit are kept.
     """
     name = f"lightning-doctor-{secrets.token_hex(2)}"
     place = config.policy.directory if config.store.is_postgres else config.store.path.parent
@@ -127,7 +127,7 @@ def _own_rate(config: Config) -> float:
 
 @asynccontextmanager
 async def served(config: Config) -> AsyncIterator[None]:
-    """Serve the proxy of this configuration until the block is left."""
+    """Serve the proxy of this configuration during the block."""
     server = Server(Settings(create_app(config), loop="asyncio", **uvicorn_options(config.proxy)))
     thread = threading.Thread(target=server.run, daemon=True)  # signals are this process's own
     thread.start()
@@ -168,7 +168,7 @@ async def take_step(
 ) -> str:
     """Start the second system and take a step. Return the name under which the trained weights are served.
 
-    `config`: the user's; `name`: of its adapters.
+    `config`: the user's; `name`: the prefix of the adapters' names.
     """
     async with (
         served(second), ApiClient.of(second) as api, AsyncExitStack() as closing, aiohttp.ClientSession() as agents,
@@ -204,12 +204,12 @@ class LearnStep:
         """Take the step, and report each check."""
         await self._loop.resume()
         for name, probe, fix in (
-            ("agent", self._work, "correct it; `run` shows more of it"),
+            ("agent", self._work, "correct the agent; `lightning-proxy run` shows more of its output"),
             ("calls", self._read, "docs/training.md says what is recorded; `doctor` names what a server lacks"),
             ("rewards", self._reward, "look at the lines above: the proxy says why it refused them"),
             ("advantages", self._advantages, FAULTS),
             ("ratios", self._ratios, FAULTS),
-            ("likelier", self._likelier, "run it again; if it stays so, look at your own trainer.loss or credit"),
+            ("likelier", self._likelier, "run it again; if it persists, check your own trainer.loss or credit"),
             ("new weights", self._publish, NOT_SERVED),
         ):
             await report.check(name, probe(), fix)
@@ -223,7 +223,7 @@ class LearnStep:
         self._rollouts = [await self._api.rollout(result.rollout_id) for result in ended]
         calls = sum(len(rollout["calls"]) for rollout in self._rollouts)
         if not calls:
-            fix = "have it call OPENAI_BASE_URL, which `doctor` and `run` set"
+            fix = "have the agent call OPENAI_BASE_URL, which `doctor` and `run` set"
             raise Finding(f"{len(ended)} runs ended without a call through the proxy", fix)
         lost = "" if len(ended) == len(results) else f"; {len(results) - len(ended)} runs failed"
         return f"{len(ended)} rollouts of {len(self._tasks)} tasks made {calls} calls{lost}"
@@ -275,7 +275,7 @@ class LearnStep:
         return f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"
 
     async def _ratios(self) -> str:
-        """Take the step. Check that the trainer finds the sampled tokens as likely as the server said they were."""
+        """Take the step. Check that the trainer finds the sampled tokens as likely as the server reported."""
         engine = self._core.engine
         self._before = await self._logprobs()
         await in_thread(engine.forward_backward, self._batch)
@@ -283,10 +283,10 @@ class LearnStep:
         kl, allowed = metrics.get("kl", 0.0), tolerance(engine.settings, self._core.config.policy)
         mean = f"{metrics['ratio_mean']:.4f} on average"
         if fix := wrong_sampler(kl, allowed):
-            raise Finding(f"without a change of weights they are not 1 but {mean} ({nats_apart(kl):.2g} nats off)", fix)
+            raise Finding(f"with unchanged weights, ratios are not 1 but {mean} ({nats_apart(kl):.2g} nats off)", fix)
         if metrics["skipped"]:
             raise Finding(f"the step was skipped: {engine.skipped_because}")
-        return f"without a change of weights they are 1: {mean}, {metrics['ratio_max']:.3f} at most"
+        return f"with unchanged weights, ratios are 1: {mean}, {metrics['ratio_max']:.3f} at most"
 
     async def _logprobs(self) -> list[float]:
         """For each row, the log-probability of its sampled tokens under the trainer's current weights."""
@@ -322,7 +322,7 @@ class LearnStep:
         apart = float(self._metrics.get("verify_deviations", 0.0))
         shown = f"{apart:.0f} standard deviations apart"
         if apart < SURE:
-            found = f"the server names the new weights, but its answers look like the old ones': {shown}"
+            found = f"the server reports the new weights but answers like the old ones: {shown}"
             raise Doubt(found, "the step was small: a larger trainer.learning_rate would make it visible")
         return f"the server answers with the new weights, not the old ones: {shown}"
 

@@ -48,7 +48,7 @@ def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(tmp_path: Path) ->
         found = checks(proxy.run("doctor", "--json"))
         assert found["trainer"]["outcome"] == "warning" and found["next step"]["found"].endswith("it can be made")
         with only_trainer(tmp_path / "policy", tmp_path / "store.db"):
-            assert checks(proxy.run("doctor", "--json"))["trainer"]["found"] == "one runs on this store"
+            assert checks(proxy.run("doctor", "--json"))["trainer"]["found"] == "a trainer runs on this store"
 
 
 def test_a_full_disk_is_a_failed_check(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_doctor_that_is_killed_leaves_nothing_after_the_next_one(patient: Any,
         assert killed.wait().returncode == -9
         assert [*one.directory.glob("*-doctor.json")]
         assert checks(one.run("doctor", "--json"))["learn"]["found"] == (
-            "a doctor was killed while it tried whether this system learns: what it had changed is put back"
+            "an earlier `doctor --learn` was killed; its changes are undone now"
         )
         assert one.vllm.adapters == {} and not [*one.directory.rglob("*doctor*")]
         if publish == "merged":
