@@ -1,7 +1,7 @@
 """The `eval` command: runs held-out tasks with one model after another, then prints a table and writes all numbers.
 
 A rollout without a reward counts as reward 0 and as not passed, since an agent that gave no answer has not solved its
-task. The tables also show their number.
+task. The tables also count such rollouts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def eval_command(
     """
     rows, read = parse_models(models), read_tasks(tasks)
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):  # before hours of work are lost
-        raise ConfigError(f"--out: cannot write {out}")
+        raise ConfigError(f"--out: cannot write {out}: it is a directory, or its folder is missing or read-only")
     if why_not := config.not_absolute([name for name, weight in config.trainer.training_weights.items() if weight]):
         raise ConfigError(why_not)
     view = ProgressView(Console(stderr=True))
@@ -176,7 +176,7 @@ async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
 
 
 def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:
-    """Return the result with only what answered for the alias: other calls belong to agents that are not trained.
+    """Return the result with only the answers to the alias: other calls belong to agents that are not trained.
 
     Raise LightningError if another model answered: the agent asked for it by name, or the live version changed.
     """
@@ -254,7 +254,7 @@ def ks(samples: int) -> list[int]:
 
 
 def _versus(row: Json, first: Json) -> Json | None:
-    """The comparison with the first row on the tasks that both have; None if they have none."""
+    """The comparison with the first row on the tasks that both have; None if there are none."""
     both = [task for task in row["by_task"] if task in first["by_task"]]
     if not both:
         return None
@@ -265,7 +265,7 @@ def _versus(row: Json, first: Json) -> Json | None:
 def print_tables(found: Json) -> None:
     """Print a table of the rows, one of their rewards by name, and one of the comparisons with the first row.
 
-    It shows the first and last pass@k; the file has all.
+    The first table shows only the smallest and largest k of pass@k; the file has all.
     """
     console = Console()
     if not console.is_terminal:
@@ -293,7 +293,7 @@ def print_tables(found: Json) -> None:
 
 
 def _label(row: Json) -> str:
-    """The model's name; for `live` also the versions that answered."""
+    """The model's name: `live` with the versions that answered, an incomplete row with `stopped`."""
     ours = [version for version in row["policy_versions"] if version is not None]
     which = f" ({ours[0]})" if len(ours) == 1 else f" ({ours[0]} to {ours[-1]})" if ours else ""
     return row["model"] + (which if row["model"] == LIVE else "") + ("" if row["complete"] else ", stopped")
@@ -304,7 +304,7 @@ def _between(interval: Json) -> str:
 
 
 def _share(chance: Json | None, *, with_interval: bool) -> str:
-    """A share in percent, with an interval if there is only one k: 80 columns have no room for more."""
+    """A share in percent. Only pass@1 is shown with its interval: 80 columns have no room for more."""
     if chance is None:
         return "-"
     low, high = (100 * chance["interval"][end] for end in ("low", "high"))

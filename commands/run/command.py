@@ -1,4 +1,4 @@
-"""The `run` command: agents work on tasks under a progress bar, and a summary is printed at the end."""
+"""The `run` command: agents work on tasks with a progress bar, and a summary is printed at the end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_command(
     async def work(earlier: OpenedRollouts) -> list[RolloutResult]:
         async with programs(api, runner, view):
             if failed := await earlier.look(api):
-                view.say(f"{failed} rollouts of the run that was stopped have failed; their tasks begin again")
+                view.say(f"{failed} rollouts of the stopped run were ended as failed; their tasks begin again")
             if trains:
                 waiting = (await api.request("GET", "/status")).get("waiting", 0)
                 if (wrong := problem(trainer, every, size, waiting)) is not None:
@@ -124,13 +124,13 @@ async def programs(api: ApiClient, runner: Runner, view: ProgressView) -> AsyncI
 
 
 def standing(status: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reasons why the recorded rollouts lead to no training step, if they do not."""
+    """Yield the reasons, if any, why the recorded rollouts lead to no training step."""
     if standstill := status.get("standstill"):
         yield standstill["story"]
     if missing := status.get("unrewarded"):
         yield (
-            f"{missing} completed rollouts of the newest 200 have no reward, so no step takes them: none came, or a "
-            "rewarder failed: the proxy's log says where"
+            f"{missing} completed rollouts of the newest 200 have no reward, so no step takes them: no reward came, "
+            "or a rewarder failed (see the proxy's log)"
         )
 
 
@@ -156,6 +156,7 @@ def problem(config: TrainerConfig, tasks: Sequence[Task], group_size: int, waiti
     if not 0 < groups < missing or config.schedule.when in ("rollouts", "times"):  # a round's last step may be small
         return None
     return (
-        f"a step takes {config.tasks_per_step} groups (trainer.tasks_per_step), and {groups} of {missing} missing ones "
-        f"come: the trainer waits {patience} for the others; add tasks, or --repeat {math.ceil(missing / groups)}"
+        f"a step takes {config.tasks_per_step} groups (trainer.tasks_per_step), and this run adds {groups} "
+        f"of the {missing} that are missing: the trainer waits {patience} for the others; "
+        f"add tasks, or --repeat {math.ceil(missing / groups)}"
     )

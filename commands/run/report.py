@@ -49,7 +49,7 @@ class ProgressView:
 class Bar:
     """Shows the progress of one piece of work: as a bar on a terminal, else as lines.
 
-    `add` counts rollouts; `show` sets a count made elsewhere.
+    `add` counts rollouts; `show` sets the counts directly.
     """
 
     def __init__(self, view: ProgressView, label: str, total: int) -> None:

@@ -24,7 +24,7 @@ GONE = 404
 
 @contextmanager
 def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
-    """Open and lock the file of `run --resume`. Without one, nothing is kept. ConfigError if it cannot be used."""
+    """Open and lock the file of `run --resume`; None: keep nothing. Raise ConfigError if it cannot be used."""
     if path is None:
         yield OpenedRollouts(StringIO())
         return
@@ -39,14 +39,14 @@ def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
         except BlockingIOError:
             raise ConfigError(f"--resume: another run is using {path}") from None
         except ValueError:
-            raise ConfigError(f"--resume: {path} is not a results file") from None
+            raise ConfigError(f"--resume: {path} is not a file that `run --resume` wrote") from None
         yield opened
 
 
 class OpenedRollouts(Observer):
-    """A line for each rollout of the runs that used this file: its id, and the id of its group's first rollout.
+    """The file of `run --resume`. Each rollout has a line with its id and the id of its group's first rollout.
 
-    `results`: of the rollouts that have a reward or await one. `usd`: the cost of all rollouts of earlier runs.
+    `results`: those of rollouts that have a reward or await one. `usd`: the cost of all rollouts of earlier runs.
     """
 
     def __init__(self, file: TextIO) -> None:

@@ -90,7 +90,7 @@ async def run_tasks(
     on_result: Callable[[RolloutResult], None] = lambda _: None,
     *observers: Observer,
 ) -> list[RolloutResult]:
-    """Run the agent program for every task and sibling. `tasks` may never end.
+    """Run the agent program for every task and sibling. `tasks` may be endless.
 
     If cancelled, it stops the programs and discards their rollouts.
     """
@@ -183,7 +183,7 @@ class _TaskRun:
         self.on_result(self.results[-1])
 
     async def run_program(self, task: Task, rollout: OpenRollout) -> tuple[int, str | None]:
-        """Run the program to its end. Return its exit code, and why it failed."""
+        """Run the program to its end. Return its exit code and, if it failed, the reason."""
         limit_s, log = self.options.timeout_s, self.logs / f"{rollout.rollout_id}.log"
         env = names_of(self.api.url, rollout.base_url, rollout.api_key, rollout.rollout_id)
         env |= {"LIGHTNING_TASK": task.line, **variables(self.api.url, rollout)}

@@ -29,7 +29,7 @@ SERVER = Path(__file__).with_name("fork_server.py")
 
 
 class ServerDied(LightningError):
-    """The process that started the program died, or its machine went away, and the program with it."""
+    """The process or the machine that ran the program is gone, and so is the program."""
 
 
 class RunTimedOut(LightningError):
@@ -137,7 +137,7 @@ class ServedRunner(ABC):
                 error = LightningError(why)
             elif ready.done():
                 error = ServerDied(f"the {self.name} died ({how_it_ended(code)}), last output: {last_line(log)}")
-                self._say(f"{error.message}: {len(self._runs)} programs failed; it is started again")
+                self._say(f"{error.message}. {len(self._runs)} programs failed; the server is started again")
             else:
                 error = LightningError(f"{self.cannot_start or f'the {self.name} cannot be started'}: {last_line(log)}")
                 sys.stderr.write(log.read_text(errors="replace"))
@@ -205,11 +205,11 @@ class LocalRunner(ServedRunner):
 def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], say: Callable[[str], None]) -> Runner:
     """Make the runner for a command line. Raise ConfigError if it cannot work. `say` prints what the run waits for."""
     if not command:
-        raise ConfigError("run: no command given; put it after `--`")
+        raise ConfigError("no command given; put it after `--`")
     if config.run.executor == "local":
         return LocalRunner(command, preload, redaction(config), say)
     if preload:
-        raise ConfigError(f"--preload needs executor local, not {config.run.executor}")
+        raise ConfigError(f"--preload needs run.executor: local, not {config.run.executor}")
     for make in brought("executor"):
         if (runner := make(config, command, say)) is not None:
             return runner

@@ -42,7 +42,7 @@ def _task(line: str, where: str) -> Task:
             canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
             return Task(hashlib.sha256(canonical.encode()).hexdigest()[:16], line)
         if isinstance(task_id, bool) or not isinstance(task_id, str | int):
-            raise ConfigError(f"{where}: task_id must be a string, got {type(task_id).__name__}")
+            raise ConfigError(f"{where}: task_id must be a string or an integer, got {type(task_id).__name__}")
         return Task(check_id(str(task_id), "task_id"), line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None

@@ -67,7 +67,7 @@ async def test_a_fork_server_that_dies_fails_its_programs_and_is_started_again(
     why = f"the {name} server died (signal SIGKILL), last output: {last}"
     assert [(result.exit_code, result.reason) for result in results] == [(0, None), (-9, why), (0, None)]
     assert proxy.rollouts["r1"]["reason"] == why
-    assert said == [f"{why}: 1 programs failed; it is started again"]
+    assert said == [f"{why}. 1 programs failed; the server is started again"]
 
 
 async def test_a_preloaded_module_finds_its_neighbours_and_none_of_ours(proxy: ControlApi, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_reward_function_that_always_fails_is_told_at_the_end_of_a_run(tmp_pat
     assert "2 completed rollouts of the newest 200 have no reward, so no step takes them" in " ".join(said.split())
 
 
-MISSING = "a step takes 8 groups (trainer.tasks_per_step), and {} missing ones come"
+MISSING = "a step takes 8 groups (trainer.tasks_per_step), and this run adds {} that are missing"
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ MISSING = "a step takes 8 groups (trainer.tasks_per_step), and {} missing ones c
         ({"compare": "step"}, 1, 1, 0, ""),
         ({"group_size": 2, "tasks_per_step": 2}, 1, 2, 0, ""),
         ({"group_size": 4}, 1, 2, 0, "a task gets 2 rollouts"),
-        ({}, 8, 3, 15, MISSING.format("6 of 7")),
+        ({}, 8, 3, 15, MISSING.format("6 of the 7")),
         ({}, 8, 3, 16, ""),
-        ({"group_size": 4}, 1, 4, 0, MISSING.format("2 of 8")),
+        ({"group_size": 4}, 1, 4, 0, MISSING.format("2 of the 8")),
         ({"schedule": {"when": "rollouts"}}, 8, 1, 0, ""),
     ],
 )

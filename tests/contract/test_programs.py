@@ -199,7 +199,7 @@ def test_a_bad_task_is_named_by_file_and_line_and_one_without_an_id_by_what_it_s
         "[1]": "a task must be a JSON object, got list",
         "{": "not JSON",
         '{"task_id": "a b"}': "task_id must be 1 to 200 characters",
-        '{"task_id": true}': "task_id must be a string, got bool",
+        '{"task_id": true}': "task_id must be a string or an integer, got bool",
     }.items():
         file.write_text(f'{{"task_id": "never"}}\n\n{line}\n')
         for command in ("run", "eval"):
@@ -286,7 +286,7 @@ def test_programs_end_with_a_killed_run_and_its_rollouts_when_it_is_resumed(runs
     assert [one["status"] for one in runs.rollouts()] == ["running"] * 2
     runs.agent("reward(1)")
     done = runs.run("--group-size", "2", "--resume", kept)
-    assert "2 rollouts of the run that was stopped have failed" in " ".join(done.stderr.split())
+    assert "2 rollouts of the stopped run were ended as failed" in " ".join(done.stderr.split())
     again, before = ("completed", None), ("failed", "`run --resume` began it again")
     assert [(one["status"], one["reason"]) for one in runs.rollouts()] == [again, again, before, before]
 

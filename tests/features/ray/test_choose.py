@@ -18,7 +18,7 @@ RAY = Config.model_validate({"run": {"executor": "ray"}})
 
 
 def test_what_is_missing_or_does_not_go_with_other_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--preload needs executor local"):
+    with pytest.raises(ConfigError, match="--preload needs run.executor: local"):
         runner_for(RAY, ["python", "agent.py"], ["json"], print)
     with pytest.raises(ConfigError, match="no command given"):
         runner_for(RAY, [], [], print)
