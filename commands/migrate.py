@@ -1,4 +1,4 @@
-"""`store migrate`: moves a store from an SQLite file to a PostgreSQL server, or back, and compares each row of it."""
+"""`store migrate`: moves a store from an SQLite file to a PostgreSQL server, or back, and compares every row."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Table:
-    """A table. `columns`: in the order of a row; `key`: the columns that order its rows."""
+    """A table of a store. `columns`: in the order of a row; `key`: the columns that order its rows."""
 
     name: str
     columns: tuple[str, ...]
@@ -72,13 +72,13 @@ class Table:
 async def move(from_url: str, to_url: str) -> int:
     """Copy a store to an address that has none, and return how many rows it has. The source is not changed.
 
-    Raise LightningError if that fails. Then nothing is left at the target.
+    If the copy fails, raise LightningError and leave nothing at the target.
     """
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # a line for each write to a lost server
     source, target = _place(from_url, "FROM"), _place(to_url, "TO")
     if source.is_postgres == target.is_postgres:
         how = "pg_dump and pg_restore" if source.is_postgres else "`store backup`"
-        raise ConfigError(f"one must be sqlite:///FILE, the other postgresql://…; otherwise use {how}")
+        raise ConfigError(f"give one sqlite:///FILE and one postgresql://…; between two of a kind, use {how}")
     if find_spec("asyncpg") is None:
         raise StoreUnavailable("postgresql://… needs asyncpg: pip install 'lightning-proxy[postgres]'")
     import asyncpg
@@ -171,7 +171,7 @@ async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
 
 @asynccontextmanager
 async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
-    """Yield an empty store, which gets its name after the block. Raise LightningError if the file exists."""
+    """Yield an empty store, which gets its file name after the block. Raise LightningError if the file exists."""
     path = config.path.absolute()
     _require_none(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
                     connection.execute("BEGIN")
                     yield FileStore(connection)
                     if wrong := connection.execute("PRAGMA foreign_key_check").fetchone():
-                        raise LightningError(f"a row of {wrong[0]} refers to one of {wrong[2]} that is not there")
+                        raise LightningError(f"a row of {wrong[0]} refers to a row of {wrong[2]} that does not exist")
                     connection.execute("COMMIT")
                     for _, sql in triggers:
                         connection.execute(sql)

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from ..core.config.server import StoreConfig
     from ..store.retention import Pages
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Show how large the store is, make its file smaller, copy it."
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compact, back up, restore and migrate the store.")
 
 
 @app.command()
@@ -43,27 +41,27 @@ def compact(context: typer.Context) -> None:
 
 @app.command()
 def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
-    """Copy the store to a file, as of one moment. The proxy may keep serving."""
+    """Copy a snapshot of the store to a file. The proxy may keep serving."""
     from ..store.sqlite.file import back_up
 
     back_up(_store_of(context).path, file)
-    typer.echo(f"copied to {file}: {size(file.stat().st_size)}. The trained weights are not in it (policy.directory)")
+    typer.echo(f"copied to {file}: {size(file.stat().st_size)}. Trained weights are not in it, but in policy.directory")
 
 
 @app.command()
-def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="what `store backup` made")]) -> None:
+def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="a file from `store backup`")]) -> None:
     """Restore the store from a backup. There must be no store at store.url yet."""
     from ..store.sqlite.file import restore as run
 
     path = configuration(context).store.path.absolute()
     run(file, path)
-    typer.echo(f"{path} is as {file} was. The trained weights are not in it: policy.directory has to be there, too")
+    typer.echo(f"restored {path} from {file}. Trained weights are not in a backup: policy.directory must be there, too")
 
 
 @app.command("migrate")
 def migrate_store(
     source: Annotated[str, typer.Argument(metavar="FROM", help="sqlite:///FILE or postgresql://…; it is only read")],
-    target: Annotated[str, typer.Argument(metavar="TO", help="the other one of the two, where there is no store yet")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="the other kind of URL, where there is no store yet")],
 ) -> None:
     """Move a store from SQLite to PostgreSQL, or back, and compare each row.
 
@@ -74,7 +72,7 @@ def migrate_store(
     from .signals import run_until_signal
 
     rows = run_until_signal(move(source, target))
-    typer.echo(f"{count(rows)} rows moved, each compared. The weights are not in the store (policy.directory)")
+    typer.echo(f"{count(rows)} rows moved, each compared. Trained weights are not in a store, but in policy.directory")
 
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:

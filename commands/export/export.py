@@ -35,7 +35,7 @@ ALL = "all"
 IMITATED = ("completed", "failed")  # unless others are asked for: none that is still running, or discarded
 PAGE = 100
 ROW_GROUP = 256  # rows of Parquet that are held in memory
-ODD = "a rollout that cannot be written"
+ODD = "the rollout cannot be written"
 REJECTED = "another attempt was used in place of its last answer"
 SEVERAL = "several answers: it is not known which one earned the reward"
 
@@ -64,7 +64,7 @@ COLUMNS: dict[str, dict[str, Sequence[str]]] = {
 def export_command(config: Config, target: Path, kind: str, **filters: Any) -> None:
     """Run `export`, which writes a file atomically. Raises ConfigError for a wrong option, LightningError if it fails.
 
-    `filters`: the control API's, but `since` as given on the command line.
+    `filters`: as in the control API, but `since` as on the command line.
     """
     format = "jsonl" if is_stream(target) else target.suffix.removeprefix(".")
     if format not in FORMATS:
@@ -90,12 +90,12 @@ def export_command(config: Config, target: Path, kind: str, **filters: Any) -> N
                         write(row)
                         rows += 1
             if idle is not None and idle.is_written():
-                raise LightningError(f"{path} is in use again, so what was read may be out of date: export again")
+                raise LightningError(f"{path} was written to, so the export may be out of date: export again")
         return rows
 
     typer.echo(f"{run_until_signal(run())} {kind} rows to {target}", err=True)
     for reason, n in left_out.most_common():
-        typer.echo(f"conversations left out: {n}, {reason}", err=True)
+        typer.echo(f"{n} not exported: {reason}", err=True)
 
 
 async def _rollouts(store: Store, filters: Json) -> AsyncIterator[Rollout]:
@@ -161,7 +161,7 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
 def _transitions(
     rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward], credit: Sequence[Row]
 ) -> Iterator[Json]:
-    """Yield a row for each transition. The first has the rollout's rewards: the newest of each name and call."""
+    """Yield a row for each transition. The first row has the rollout's rewards: the newest of each name and call."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()
     by_id = {call.call_id: call for call in calls}
     credits = {row["call_id"]: row for row in credit}
@@ -213,7 +213,7 @@ def _parquet(path: Path, kind: str) -> Iterator[Callable[[Json], None]]:
     """Yield a function that writes a row. It keeps one group of rows in memory."""
     pa = pyarrow()
     make_private(path)
-    # What Hugging Face's `datasets` takes the columns for: JSON becomes objects there.
+    # The types that Hugging Face's `datasets` reads the columns as: JSON becomes objects.
     schema, features, rows = [], Json(), list[Json]()
     for alias, names in COLUMNS[kind].items():
         of = alias.removeprefix("list_")

@@ -72,7 +72,7 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
                     return sum([await _record(store, recorder, conversation) for conversation in read])
 
     recorded = run_until_signal(record())
-    known = f", {count - recorded} were there already" if recorded < count else ""
+    known = f", {count - recorded} were already in the store" if recorded < count else ""
     typer.echo(f"{recorded} rollouts from {file}{known}", err=True)
 
 
@@ -139,7 +139,7 @@ def _message(message: Any, place: int) -> Json:
 
 
 async def _record(store: Store, recorder: Recorder, conversation: ImportedConversation) -> bool:
-    """Record a call for each answer, as if a model had been called, and end the rollout. False if it exists already.
+    """Record a call for each answer, as if a model had been called, and end the rollout. Return False if it had ended.
 
     Calls that an interrupted import has recorded are skipped.
     """

@@ -28,7 +28,7 @@ TAGS = {"rl": "reinforcement-learning"}  # on model hubs; other methods of train
 async def export_policy(config: Config, number: int, target: Path, form: Form | None) -> Form:
     """Write version `number` to `target`, atomically, and return the form written: by default the published one.
 
-    Only the owner may read it: weights can reveal users' conversations.
+    Only the owner may read the files: weights can reveal users' conversations.
     """
     target = target.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -58,9 +58,9 @@ async def export_policy(config: Config, number: int, target: Path, form: Form | 
 
 
 async def where(config: Config, options: str = "") -> str | None:
-    """Say where the newest trained weights are and how to export them; None if none were published.
+    """Return a text that says where the live or newest weights are and how to export them, or None.
 
-    `options`: what the export command needs before its name.
+    `options`: global options for the printed export command.
     """
     if not config.store.may_be_there:
         return None
@@ -74,7 +74,7 @@ async def where(config: Config, options: str = "") -> str | None:
     served = "live" if newest.version == live.version else "not live"
     return (
         f"policy version {newest.version} ({served}): {newest.path}\n"
-        f"to take it away, with a model card: lightning-proxy {options}policy export {newest.version} DIR"
+        f"to export it with a model card: lightning-proxy {options}policy export {newest.version} DIR"
     )
 
 
@@ -90,12 +90,12 @@ def _files(version: PolicyVersion, versions: Sequence[PolicyVersion], config: Co
     if has_files(version):
         return Path(str(version.path))
     others = ", ".join(str(other.version) for other in versions if has_files(other))
-    gone = version.status if version.status in ("failed", "publishing") else "gone (policy.keep_versions)"
-    raise LightningError(f"the files of policy version {version.version} are {gone}; these have files: {others or '-'}")
+    how = "incomplete" if version.status in ("failed", "publishing") else "gone (policy.keep_versions)"
+    raise LightningError(f"policy version {version.version}: its files are {how}; versions with files: {others or '-'}")
 
 
 def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], target: Path) -> None:
-    """Make the form of a version (adapter or merged) that it was not published in."""
+    """Convert a version to the form, adapter or merged, that it was not published in."""
     try:
         import torch
         from peft import PeftModel, get_peft_model, set_peft_model_state_dict
@@ -104,12 +104,12 @@ def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], tar
 
         from ...trainer.weights import lora_config, merged_state
     except ImportError:
-        message = f"to make it {wanted} needs torch and peft: pip install 'lightning-proxy[train]'"
+        message = f"--as {wanted} needs torch, peft and transformers: pip install 'lightning-proxy[train]'"
         raise LightningError(message) from None
     if config.trainer.weights == "full":
-        raise ConfigError("--as adapter: with trainer.weights full there is none; leave --as out")
+        raise ConfigError("--as adapter: trainer.weights full trains no adapter; leave --as out")
     if (base := config.policy.model) is None:
-        raise ConfigError("policy.model: the base model is needed to convert a version to the other form")
+        raise ConfigError("policy.model is not set: converting a version to the other form needs the base model")
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     if wanted == "merged":
@@ -174,7 +174,7 @@ trained with lightning-proxy. The licence of the base model applies.
 | held out (mode `eval`) | {mean("eval", 0)} | {mean("eval", n)} |
 | training (mode `train`) | {mean("train", 0)} | {mean("train", n)} |
 
-Means over the tasks of rewarded rollouts that began with the version. The tasks of the two may differ.
+Each mean is over tasks, from the rewarded rollouts that began with the version. The versions' tasks may differ.
 
 ## Use
 

@@ -84,7 +84,7 @@ def test_every_api_gives_the_same_whole_row_which_is_shown_once_loaded_and_put_i
         assert lines == [("system", SYSTEM), ("user", ASKED), lines[2], ("tool", SUM), ("assistant", SAID)]
         assert lines[2][0] == "calls" and "add(" in lines[2][1]
     rows = {row["rollout_id"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(rows) == done.stdout.count("\n") == 6 and "left out" not in done.stderr, "a conversation is one row"
+    assert len(rows) == done.stdout.count("\n") == 6 and "not exported" not in done.stderr, "a conversation is one row"
     for name in SAME:
         (call,) = rows[name]["messages"][2]["tool_calls"]
         assert call["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}

@@ -110,7 +110,7 @@ def test_commands_that_look_show_the_same_of_a_store_alone_and_leave_it_as_it_is
         if command not in ("rollouts list", "store info --json"):  # which show ages, and a log
             assert done.stdout == before[command], command
         if not command.startswith(("store", "export")):
-            assert f"no proxy answers at {proxy.url}: this is the store" in done.stderr
+            assert f"no proxy answers at {proxy.url}: showing the store" in done.stderr
     assert files(tmp_path) == at_rest
     refused = proxy.run("rollouts", "end", "running")
     assert refused.returncode == 1 and "start it with `lightning-proxy serve`" in refused.stderr
@@ -154,7 +154,7 @@ def test_what_goes_out_comes_in_as_the_same_conversations_and_once(filled: Proxy
     file, other = tmp_path / f"rows.{suffix}", elsewhere(tmp_path / "other")
     ok(filled.run("export", file, "--kind", "sft", "--mode", "all", "--status", "completed"))
     assert ok(other("import", file)).stderr == f"2 rollouts from {file}\n"
-    assert ok(other("import", file)).stderr == f"0 rollouts from {file}, 2 were there already\n"
+    assert ok(other("import", file)).stderr == f"0 rollouts from {file}, 2 were already in the store\n"
     facts = ("messages", "tools", "task_id", "mode", "status", "reward", "model")
     there, here = (
         sorted(({fact: row[fact] for fact in facts} for row in rows_of(ok(done).stdout)), key=str)
