@@ -32,7 +32,7 @@ HERE = ("127.0.0.1", 0)
 
 
 class ApiError(LightningError):
-    """The proxy refused a request. `status_code` is its HTTP status, None if the proxy was not reached."""
+    """The proxy refused a request or was not reached. `status_code`: the answer's HTTP status, None without one."""
 
     def __init__(self, message: str, status_code: int | None = None) -> None:
         super().__init__(message)
@@ -54,9 +54,9 @@ class OpenRollout:
 
 
 class ApiClient:
-    """`async with ApiClient(url) as api:`; every method raises ApiError.
+    """Use as `async with ApiClient(url) as api:`. Requests that fail raise ApiError.
 
-    Once it has reached the proxy, it retries for `patience_s` seconds while the proxy is down, cannot write, or limits
+    Once the proxy has answered, requests are retried for `patience_s` seconds while it is down, cannot write, or limits
     the key.
     """
 
@@ -120,7 +120,7 @@ class ApiClient:
         """Return the body of /readyz. A status of 503 is a valid answer here, not an error."""
         _, ready = await self._send("GET", "/readyz", None, None)
         if not isinstance(ready, dict) or not {"status", "store", "upstream"} <= ready.keys():
-            raise ApiError(f"what answers at {self.url} is not lightning-proxy")
+            raise ApiError(f"the server at {self.url} is not lightning-proxy")
         return ready
 
     async def request(self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
@@ -156,7 +156,7 @@ class ApiClient:
         try:
             return status, loads(text) if text else None
         except ValueError:
-            raise ApiError(f"what answers at {self.url} is not lightning-proxy (HTTP {status})", status) from None
+            raise ApiError(f"the server at {self.url} is not lightning-proxy (HTTP {status})", status) from None
 
 
 def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
@@ -176,7 +176,7 @@ def look(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
     except ProxyNotThere as error:
         if not config.store.may_be_there:
             raise
-        note = f"{error.message.partition(';')[0]}: this is the store {config.store.where}"
+        note = f"{error.message.partition(';')[0]}: showing the store {config.store.where}"
 
     async def alone() -> T:
         async with StoreClient(config) as api:
@@ -187,7 +187,7 @@ def look(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
 
 
 class StoreClient(ApiClient):
-    """Calls the routes that read, in this process. No key is needed: the caller can read the store anyway."""
+    """Calls the API's read routes in this process. No key is needed: the caller can read the store anyway."""
 
     def __init__(self, config: Config) -> None:
         from pydantic import SecretStr

@@ -1,4 +1,4 @@
-"""What command definitions share: groups in `--help`, the configuration, and additions of features."""
+"""What command definitions share: groups in `--help`, the configuration, and what features add."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE = 1000  # characters: a command's first sentence is wrapped, not cut
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 # Of the commands that run an agent program over tasks.
 Command = Annotated[list[str], typer.Argument(help="the agent program, after `--`")]
-Tasks = Annotated[Path, typer.Option(metavar="FILE", help="a JSON Lines file, one task per line")]
+Tasks = Annotated[Path, typer.Option(metavar="FILE", help="a JSON Lines or Parquet file, one task per line or row")]
 Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")]
 Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
 Outputs = Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")]
@@ -81,5 +81,5 @@ def brought(name: str) -> list[Callable[..., Any]]:
 
 
 def telemetry_off() -> dict[str, str]:
-    """Return the variables, less those already set, that keep libraries from sending telemetry. Set them first."""
+    """Return variables that keep libraries from sending telemetry, except any already set. Set them before imports."""
     return {name: value for name, value in OFF.items() if name not in os.environ}

@@ -14,7 +14,7 @@ from ..core.errors import ConfigError, LightningError
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield each row of a file as JSON text, with its number: non-empty lines, or rows of Parquet.
+    """Yield the number and the JSON text of each non-empty line, or of each row of a Parquet file.
 
     Lines end at line feeds only: `splitlines` would also split at U+2028, which JSON strings may hold. Raise
     ConfigError if the file cannot be read.
@@ -65,9 +65,9 @@ def is_stream(path: Path) -> bool:
 
 @contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """Yield where to write a file or a directory, which becomes `target` if the block ends without an error.
+    """Yield a path to write a file or directory to. It becomes `target` if the block ends without an error.
 
-    Raise LightningError if it cannot be written. BrokenPipeError is passed on: the reader has closed the pipe.
+    Raise LightningError if `target` cannot be written. BrokenPipeError is passed on: the reader has closed the pipe.
     """
     part = target if is_stream(target) else target.with_name(f".{target.name}.{os.getpid()}.part")
     try:

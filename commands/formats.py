@@ -63,7 +63,7 @@ def facts(rows: Iterable[tuple[str, Text | str]]) -> Table:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Format a number with a few significant digits, `-` for none."""
+    """Format a number with a few significant digits, and None as `-`."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
@@ -114,10 +114,10 @@ def cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     head, tail = limit * 3 // 4, limit // 4
-    return f"{text[:head]} … [{len(text) - head - tail:,} characters, a pipe shows them] … {text[-tail:]}"
+    return f"{text[:head]} … [{len(text) - head - tail:,} characters left out; a pipe gets them] … {text[-tail:]}"
 
 
 def address(host: str, port: int) -> str:
-    """Return the host and port of a URL that reaches a server listening here."""
+    """Return `host:port` for the URL of a server that listens there. For a wildcard address, the host is loopback."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -18,13 +18,13 @@ proxy:
   port: 8080    # agents use http://127.0.0.1:8080/v1
 
 store:
-  url: sqlite:///lightning.db    # what is recorded
+  url: sqlite:///lightning.db    # for calls, rewards and versions
 """
 UPSTREAM = """
 upstreams:
   - name: policy
     kind: {kind}    # {recorded}
-    base_url: {upstream}    # what answers the agents
+    base_url: {upstream}    # the model server that answers the agents
 """
 NO_MODEL = """
 # To train: a Hugging Face id or a directory.
@@ -43,8 +43,8 @@ trainer:
 
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the file to write")] = Path("config.yaml"),
-    model: Annotated[str | None, typer.Option(help="a Hugging Face id or a directory, to train")] = None,
-    upstream: Annotated[str | None, typer.Option(metavar="URL", help="of a model server that runs, with /v1")] = None,
+    model: Annotated[str | None, typer.Option(help="the model to train: a Hugging Face id or a directory")] = None,
+    upstream: Annotated[str | None, typer.Option(metavar="URL", help="a running model server, with /v1")] = None,
     kind: Annotated[Literal["vllm", "openai", "litellm"], typer.Option(help="what the upstream is")] = "vllm",
     force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:

@@ -37,7 +37,7 @@ def create(
     evaluator: Annotated[bool, typer.Option("--evaluator", help="its rewards count in tests of a new version")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a key and print it. It is shown only once: the store keeps its hash."""
+    """Make a key and print it. It is shown only once: the store keeps only its hash."""
     from ..core.errors import ConfigError
     from ..core.records import Limits
 

@@ -1,4 +1,4 @@
-"""Prints the log of a running server as text or JSON. A terminal shows each call; elsewhere calls are counted."""
+"""Logs what a running server does. As text, each call has a line; as JSON, failed calls do, and all are counted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Json(logging.Formatter):
 
 
 def time_format(on_terminal: bool) -> str:
-    """Return the format of a line's time, with the date if the line is kept in a file."""
+    """Return the time format of log lines. It has the date unless they go to a terminal."""
     return "%H:%M:%S" if on_terminal else "%Y-%m-%d %H:%M:%S"
 
 
@@ -78,7 +78,7 @@ def say(message: str, **fields: Any) -> None:
 
 
 class CallLines:
-    """Logs ended calls: the first few of each second and status, and how many there were.
+    """Logs ended calls each second: the first few of each status, and how many there were.
 
     `each`: successful calls get lines too. `redacted` removes secrets from an upstream's error text.
     """
@@ -127,7 +127,7 @@ def call_line(start: CallStart, end: CallEnd, redacted: Callable[[str], str] = s
 
 
 def _reason(end: CallEnd) -> str:
-    """The upstream's reason, if it refused the call and gave one."""
+    """The upstream's reason if it refused the call and gave one, or else the call's error."""
     said = end.response if (end.http_status or 0) >= 400 else None
     if isinstance(said, dict):
         return message_of_error(named_error(said) or said).removeprefix(SAID)

@@ -15,7 +15,7 @@ from .vllm import require_model
 
 
 def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
-    """Print the plan; LightningError if there is no GPU to plan for, ConfigError if nothing fits."""
+    """Print the plan. Raise LightningError if there is no GPU to plan for, ConfigError if nothing fits."""
     model = require_model(config)
     machine = cards_like(gpus) if gpus else cards()
     if not machine:

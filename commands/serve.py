@@ -115,7 +115,7 @@ def _say_serving(config: Config, port: int) -> None:
     say(f"serving: OPENAI_BASE_URL={url}; records in {kept}; Ctrl-C stops", event="serving", url=url)
     files = files_allowed()
     calls = calls_at_once(files) * config.proxy.workers
-    say(f"{calls:,} calls at once: {files:,} files may be open (ulimit -Hn)", calls=calls, files=files)
+    say(f"at most {calls:,} calls at once, since {files:,} files may be open (ulimit -Hn)", calls=calls, files=files)
 
 
 def _worker(config: Config, log_format: LogFormat) -> ASGIApp:
@@ -167,7 +167,7 @@ def _plain(app: ASGIApp) -> ASGIApp:
 def _is_fault(record: logging.LogRecord) -> bool:
     """Whether a log record is worth showing. A call cut off by the proxy's end is recorded, and needs no traceback.
 
-    Nor does a failed start, which has said its reason.
+    A failed start needs none either: it has logged its reason.
     """
     if record.msg == "Application startup failed. Exiting.":
         return False
@@ -189,7 +189,7 @@ class OneServer(Server):
     async def shutdown(self, sockets: Any = None) -> None:
         if running := len(self.server_state.tasks):
             calls = "1 call is" if running == 1 else f"{running} calls are"
-            wait = f"for at most {self._ours.proxy.stop_timeout_s:g} s more; another Ctrl-C ends it now"
+            wait = f"for at most {self._ours.proxy.stop_timeout_s:g} s more; press Ctrl-C again to stop at once"
             say(f"stopping: {calls} under way, {wait}", event="stopping", running=running)
         await super().shutdown(sockets)
 

@@ -28,9 +28,9 @@ M_ARENA_MAX = -8  # of malloc.h
 
 
 def train(config: Config, run: Run) -> None:
-    """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
+    """Train until SIGINT or SIGTERM (after the step under way) or `max_steps`; with `once`, only on what is ready.
 
-    Other methods than rl are one run. SIGINT and SIGTERM interrupt it, and the next start resumes it.
+    With methods other than rl, training is one run. SIGINT and SIGTERM interrupt it, and the next start resumes it.
     """
     run = replace(run, launched=_has_launcher())
     config = prepared(config, run)

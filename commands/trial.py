@@ -1,4 +1,4 @@
-"""A trial: an evaluation, training, and an evaluation again. `demo` runs one, `experiment` one for each seed."""
+"""A trial: an evaluation, training, and an evaluation again. `demo` runs one, `experiment` one per variant and seed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Trial:
         self.minutes: dict[str, float] = {}
 
     async def run(self) -> Json:
-        """Run the trial and return its result. LightningError has the reason from a log."""
+        """Run the trial and return its result. Raises LightningError with the reason from a log."""
         config = load_config(self.launch.path)
         async with AsyncExitStack() as stack:
             with self.timed("start"):
@@ -78,25 +78,25 @@ class Trial:
         """Evaluate, train and evaluate again while vLLM and proxy run. Return the result."""
         with self.timed("evaluations"):
             before = await self.evaluate("before")
-        self.say(f"held out {before['mean_reward']:.3f}; training")
+        self.say(f"held-out reward {before['mean_reward']:.3f}; training starts")
         async with ApiClient.of(config, patience_s=60) as api:
             with self.timed("training"):
                 await self.train(api)
             with self.timed("evaluations"):
                 after = await self.evaluate("after")
             found = await self.found(api)
-        end = f"held out {after['mean_reward']:.3f} after {found['rollouts']} rollouts, {found['steps_taken']} steps"
-        self.say(end)
+        work = f"{found['rollouts']} rollouts, {found['steps_taken']} steps"
+        self.say(f"held-out reward {after['mean_reward']:.3f} after {work}")
         return {"held_out": {"before": before, "after": after}, "minutes": self.minutes} | found
 
     async def evaluate(self, name: str) -> Json:
-        """Return the held-out tasks' mean reward with the live version, and each task's own.
+        """Return the live version's mean reward and other results on the held-out tasks, and each task's mean reward.
 
         A complete evaluation is not repeated.
         """
         out = self.directory / f"{name}.json"
         if (row := evaluation(out)) is None:
-            self.say("the held-out tasks are evaluated")
+            self.say("evaluating the held-out tasks")
             options = ["--tasks", str(self.work.held_out), "--samples", str(self.work.samples), "--out", str(out)]
             await self.done(name, "eval", *options, *self.agent())
             row = evaluation(out)
@@ -140,7 +140,7 @@ class Trial:
         raise NotImplementedError
 
     async def found(self, api: ApiClient) -> Json:
-        """Return what the proxy knows about the training."""
+        """Return the results of the training, as the proxy reports them."""
         policy = await api.policy()
         best = policy.get("best") or {}
         steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]

@@ -104,9 +104,9 @@ def require_model(config: Config) -> str:
 
 
 def vllm_program(config: Config, *, alone: bool = False) -> Program:
-    """Return the command that starts vLLM. Raise LightningError if it is missing, ConfigError without a model.
+    """Return the command that starts vLLM. Raise LightningError if vLLM is missing, ConfigError without a model.
 
-    `alone`: vLLM may take all memory; any trainer runs elsewhere.
+    `alone`: if there is no room for a trainer, vLLM takes all GPUs, and a trainer needs others.
     """
     model = require_model(config)
     check_base_model(config)
@@ -154,7 +154,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
 
 
 def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
-    """Return the variables that limit a process to these GPUs; with no GPUs given, it sees what we see."""
+    """Return the variables that limit a process to these GPUs. If none are given, there is no limit."""
     if not devices:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -202,9 +202,9 @@ def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
 
 
 def parsers_of(model: str, extra_args: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return vLLM's options for a Hugging Face id or a directory, and a warning if it will refuse tools.
+    """Return vLLM's parser options for a Hugging Face id or a directory, and a warning if vLLM will refuse tools.
 
-    Options in `vllm.extra_args` stay as they are.
+    Options that `vllm.extra_args` sets are kept.
     """
     given = {argument.partition("=")[0] for argument in extra_args}
     tool, reasoning = _known(Path(model))

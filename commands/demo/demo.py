@@ -90,7 +90,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
 
 
 class Demo(Trial):
-    """The trial, with a progress bar. The agent works on endless tasks until `ended` says so."""
+    """The trial, with a progress bar. The agent works on repeated tasks until `ended` returns."""
 
     passes = 100  # more than are needed
 
@@ -137,9 +137,9 @@ class Demo(Trial):
 
 
 def begin(options: DemoOptions) -> DemoOptions:
-    """Make the demo's directory, or empty it if an earlier demo worked there, and keep the options for `resumed`.
+    """Create the demo's directory, or empty the directory of an earlier demo, and write the options for `resumed`.
 
-    Raise ConfigError if it holds anything else.
+    Raise ConfigError if the directory holds anything else.
     """
     directory = make_directory(options.directory, "--dir")
     if any(directory.iterdir()):
@@ -157,7 +157,7 @@ def resumed(directory: Path) -> DemoOptions:
         kept = DemoOptions.model_validate_json((directory / OPTIONS).read_bytes())
         if kept.directory == directory.absolute():
             return kept
-    raise ConfigError(f"{directory} has no demo to resume: choose another --dir")
+    raise ConfigError(f"{directory} is not the directory of a demo: choose another --dir")
 
 
 def settings(model: Path, steps: int) -> Json:
@@ -202,7 +202,7 @@ async def in_words(api: ApiClient, rollout: Json) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return rewards between 0 and 1 as one bar each."""
+    """Return a line of bars, one for each reward between 0 and 1."""
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value))] for value in values)
 
 

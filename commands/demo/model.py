@@ -26,7 +26,7 @@ def cache_directory() -> Path:
 
 
 def prepare_model(directory: Path) -> Path:
-    """Return the model's directory, made on first use in about 20 s. It appears atomically."""
+    """Return the model's directory. The first use creates it, atomically, in about 20 s."""
     if (directory / "config.json").is_file():
         return directory
     package = find_spec(PACKAGE)

@@ -24,7 +24,7 @@ _NO_PATH = (".", "..")  # with one of these a path would name another route
 
 
 async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]], *, changes: bool = False) -> T:
-    """Do `work` with the rollout with this id, or else with the only rollout with an id that begins with it.
+    """Do `work` on the rollout with this id, or else on the only rollout with an id that begins with it.
 
     The id may end in `…`. Work that `changes` a rollout needs the full id, unless the proxy made the id or it ends in
     `…`: another rollout must not be changed because the intended one is gone.

@@ -83,12 +83,12 @@ def _change(context: typer.Context, work: Callable[[ApiClient], Awaitable[dict[s
 def compare(
     context: typer.Context,
     a: Annotated[int, typer.Argument(metavar="A", help="a version")],
-    b: Annotated[int, typer.Argument(metavar="B", help="another")],
+    b: Annotated[int, typer.Argument(metavar="B", help="another version")],
     as_json: Json = False,
 ) -> None:
     """Compare version B with A by the rollouts that were recorded: rewards, tokens and latency, paired by task.
 
-    Held-out rollouts are compared if both versions have some of a common task, else training rollouts.
+    Held-out rollouts are compared if both versions have some for a common task, else training rollouts.
     """
     from ...core.statistics import compare
     from ..api_client import ask
@@ -98,7 +98,7 @@ def compare(
     tasks, mode = found["data"], found["mode"]
     if not tasks:
         mend = f"`lightning-proxy eval --tasks FILE --models {a},{b} -- COMMAND` gives both the same tasks"
-        raise LightningError(f"policy versions {a},{b} have no task in common with rewarded {mode} rollouts; {mend}")
+        raise LightningError(f"policy versions {a} and {b} have no common task with rewarded {mode} rollouts; {mend}")
     found["metrics"] = {}
     for name in METRICS:
         pairs = [(task["a"][name], task["b"][name]) for task in tasks]

@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 def rollouts_table(rollouts: Sequence[Json], now: float, width: int | None) -> Table:
-    """Return one line per rollout. Long ids and tasks are cut to fit the width; None: not cut (for programs)."""
+    """Return one line per rollout. Long ids and tasks are cut to fit `width`, unless it is None (for programs)."""
     rows = (
         (
             r["rollout_id"], r["task_id"], r["mode"], Text(r["status"], COLOURS.get(r["status"], "")),
@@ -81,7 +81,7 @@ def _facts(rollout: Json) -> Iterator[tuple[str, str]]:
     yield "task", rollout["task_id"] or "-"
     yield "mode", rollout["mode"]
     yield "status", " · ".join(filter(None, (rollout["status"], rollout["reason"])))
-    yield "reward", number(rollout["reward"]) + ", that of its calls" * is_of_calls
+    yield "reward", number(rollout["reward"]) + ", from its calls" * is_of_calls
     yield "trained", not_yet if rollout["step"] is None else f"by step {rollout['step']}"
     yield "policy version", ", ".join(map(str, versions)) or "-"
     yield "calls, tokens", f"{len(rollout['calls'])}, {rollout['tokens']}"

@@ -130,7 +130,7 @@ def show(
 def diff(
     context: typer.Context,
     a: Annotated[str, typer.Argument(metavar="A", help="an id, or its beginning")],
-    b: Annotated[str, typer.Argument(metavar="B", help="another one")],
+    b: Annotated[str, typer.Argument(metavar="B", help="another id, or its beginning")],
 ) -> None:
     """Compare two rollouts: the lines of `rollouts show` that differ."""
     from ..api_client import look
@@ -176,7 +176,7 @@ def reward(
     name: Annotated[str, typer.Option(help="the reward's name; the newest value of a name counts")] = "reward",
     comment: Annotated[str | None, typer.Option(help="a note for people")] = None,
     final: Annotated[bool | None, typer.Option("--final/--no-final", help="end the rollout, or leave it open")] = None,
-    retrain: Annotated[bool, typer.Option("--retrain", help="offer it to the trainer again")] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="offer the rollout to the trainer again")] = False,
     as_json: Json = False,
 ) -> None:
     """Post a reward for a rollout, or for one of its calls."""

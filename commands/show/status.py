@@ -59,10 +59,10 @@ def next_step(config: TrainerConfig, status: Json, now: float) -> str:
     schedule, rollouts = config.schedule, f"{count(status['waiting'])} complete rollouts wait"
     last = status["policy"]["last_step"]
     if config.max_steps is not None and last is not None and last["step"] >= config.max_steps:
-        return f"none, trainer.max_steps ({config.max_steps}) are done; {rollouts}"
+        return f"none, trainer.max_steps ({config.max_steps}) is reached; {rollouts}"
     match schedule.when:
         case "rollouts":
-            return f"{rollouts}; a round begins with {count(schedule.every_rollouts)}"
+            return f"{rollouts}; a round begins at {count(schedule.every_rollouts)}"
         case "times":
             return f"{rollouts}; the next round begins {datetime.fromtimestamp(schedule.next_time(now)):%a %H:%M}"
     takes = f"it takes {config.tasks_per_step} groups of {config.group_size}"
@@ -85,7 +85,7 @@ def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[
         if seen["version"]:
             yield "verified", plain(seen["story"], "" if seen["verified"] else "yellow")
         if (at := seen["probed_at"]) is not None:
-            outcome = seen["problem"] or "it answers as at first"
+            outcome = seen["problem"] or "its answers have not changed"
             when = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC, {duration(now - at)} ago"
             yield "probed", plain(f"{when}: {outcome}", "red" if seen["problem"] else "")
     for rows in brought("status_rows"):
@@ -129,8 +129,8 @@ def _not_trained_on(status: Json) -> Iterator[tuple[str, str]]:
         yield "not trained on", f"{newest} calls: {_counted(untrainable)}{hint}"
     if unrewarded := status["unrewarded"]:
         others = _counted(status["other_rewards"])
-        came = f"trainer.reward_weights leaves out what came: {others}" if others else "none came"
-        yield "no reward", f"{newest} rollouts {count(unrewarded)} completed ones have none that counts; {came}"
+        came = f"trainer.reward_weights has no weight for the rewards that came: {others}" if others else "none came"
+        yield "no reward", f"{newest} rollouts, {count(unrewarded)} completed ones have no reward that counts; {came}"
     for name, key in (("rewards", "uncounted"), ("standstill", "standstill")):
         if problem := status[key]:
             yield name, problem["story"]

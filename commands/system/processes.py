@@ -1,4 +1,4 @@
-"""Starts, watches and stops child processes without leaving orphans; says why one died and which one holds a port."""
+"""Starts, watches and stops child processes without leaving orphans; says why one died or what holds a port."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class ChildDied(LightningError):
 class ChildSpec:
     """A program to keep running. `health_url` answers 200 once it is healthy; None: as soon as it runs.
 
-    `may_end`: exit code 0 is not a failure; then `done` is printed. `restarts`: how often a dying program is restarted
-    within `RESTARTS_S`, but never after exit code 2, which means a wrong configuration. If a `vital` program dies more
-    often, the others end with it; other programs are restarted after `RESTARTS_S`. A program also counts as dead if its
-    port, once open, is closed for `grace_s`: vLLM can wait for ever for the calls of a lost worker.
+    `may_end`: exit code 0 is not a failure; then `done` is printed. `restarts`: how often it is restarted within
+    `RESTARTS_S` when it dies, but never after exit code 2, which means a wrong configuration. If a `vital` program dies
+    more often, the others end with it; other programs are restarted after `RESTARTS_S`. A program also counts as dead
+    if its port, once open, is closed for `grace_s`: vLLM can wait for ever for the calls of a lost worker.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Child:
             await self.process.wait()
 
     async def stop(self, say: Callable[[str], None]) -> None:
-        """Send SIGINT, after half of `grace_s` SIGTERM, and at its end SIGKILL, each to the whole process group."""
+        """Send SIGINT, then SIGTERM after half of `grace_s`. At its end, kill the program and all that it started."""
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(TimeoutError, ProcessLookupError):
                 if self.running:
@@ -121,7 +121,7 @@ class Child:
             self._lifeline = -1
 
     async def ended(self) -> int:
-        """Wait for the program to end and return its exit code. A program that does not react is killed."""
+        """Wait for the program to end and return its exit code. A program whose port stays closed is killed."""
         ended, was_open, open_at = asyncio.ensure_future(self.process.wait()), False, 0.0
         try:
             while not (await asyncio.wait([ended], timeout=PORT_POLL_S))[0]:
@@ -193,7 +193,7 @@ class Supervisor:
         self._say(f"{spec.name} is ready after {duration(time.monotonic() - began)}")
 
     async def keep_up(self, child: Child) -> None:
-        """Start the child again when it dies, as its spec allows; return once it has ended well. Raise ChildDied."""
+        """Restart the child when it dies, as its spec allows. Return once it has ended well, or raise ChildDied."""
         spec, restarts = child.spec, list[float]()
         while (code := await child.ended()) != 0 or not spec.may_end:
             now = time.monotonic()
@@ -245,7 +245,7 @@ async def _is_healthy(url: str | None) -> bool:
 
 
 async def _is_open(url: str | None) -> bool:
-    """Return whether the URL's port is open, as far as can be told."""
+    """Return whether the URL's port is open: it is unless it refuses connections."""
     try:
         if url is not None:
             address = urlsplit(url)
@@ -291,7 +291,7 @@ def free_port() -> int:
 
 
 def require_free_port(host: str, port: int, key: str) -> None:
-    """Raise LightningError if something listens there, naming the configuration's key and the process.
+    """Raise LightningError, with the configuration's key and the process, if something listens there.
 
     The process that has the port may be about to end, so this waits a little.
     """
@@ -319,7 +319,7 @@ def _why_not_bound(host: str, port: int) -> OSError | None:
 
 
 def holder_of(port: int) -> tuple[int, str] | None:
-    """Return the process that listens on this port (for workers, their supervisor) and its command; None if unknown."""
+    """Return the id and command of the process that listens on this port (for workers, the supervisor), or None."""
     with suppress(psutil.Error, StopIteration):  # it has just ended, or is another user's
         listening = (one for one in psutil.net_connections("tcp") if one.pid and one.status == psutil.CONN_LISTEN)
         process = psutil.Process(next(one.pid for one in listening if one.laddr.port == port))

@@ -54,7 +54,7 @@ async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None
                         shown = step.step
                 collapse = await store.steps.collapse()
                 if stopped != collapse == seen:  # a rollback ends it at once
-                    say(f"stopped: {collapse.story}" if collapse else "not stopped any more")
+                    say(f"stopped: {collapse.story}" if collapse else "no longer stopped")
                     stopped = collapse
                 seen = collapse
             await asyncio.sleep(POLL_S)

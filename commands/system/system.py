@@ -19,7 +19,7 @@ from ..formats import address
 from ..vllm import VLLM_HOST, other_port, vllm_program
 from .processes import ChildSpec, Supervisor, require_free_port
 
-# How often each part is started again when it dies; it resumes where it was.
+# How often each part is restarted when it dies; it resumes where it was.
 RESTARTS = 8
 PROXY_START_S = 60.0
 VLLM_START_S = 7200.0  # it may download a large model first
@@ -79,7 +79,7 @@ async def running_system(
         restarts=RESTARTS,
         grace_s=config.proxy.stop_timeout_s + AFTERWARDS_S,
     )
-    done = None if steps is None else f"trainer.max_steps ({steps}) are done; agents are still served"
+    done = None if steps is None else f"trainer.max_steps ({steps}) is reached; agents are still served"
     trainer = ChildSpec(
         "trainer", launch.argv("train"), env, may_end=True, restarts=RESTARTS, vital=False, done=done
     )  # fmt: skip

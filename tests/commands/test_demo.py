@@ -35,7 +35,7 @@ def test_a_demo_has_a_directory_of_its_own_and_is_resumed_with_the_options_that_
     moved.mkdir()
     (place / "demo.json").rename(moved / "demo.json")
     for none in (place, moved, tmp_path / "none"):
-        with pytest.raises(ConfigError, match=f"{none} has no demo to resume"):
+        with pytest.raises(ConfigError, match=f"{none} is not the directory of a demo"):
             resumed(none)
     monkeypatch.setattr("lightning_proxy.commands.demo.model.find_spec", lambda name: name != "matplotlib" or None)
     with pytest.raises(LightningError, match=r"needs matplotlib: pip install 'lightning-proxy\[demo\]'"):
@@ -80,4 +80,4 @@ def test_a_killed_demo_goes_on_where_it_was(tmp_path: Path) -> None:
     assert result["steps_taken"] == len(result["steps"]) == STEPS
     assert result["held_out"]["before"]["mean_reward"] == json.loads(before)["rows"][0]["mean_reward"]
     said = (tmp_path / log).read_text()
-    assert said.count("the held-out tasks are evaluated") == 1 and f"{STEPS} steps; since this start" in said
+    assert said.count("evaluating the held-out tasks") == 1 and f"{STEPS} steps; since this start" in said

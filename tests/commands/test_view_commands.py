@@ -71,7 +71,7 @@ async def test_a_step_and_a_collapse_are_said_everywhere_until_a_version_is_made
         await system.post("/policy/promote", {"version": 0})
         assert (await system.get("/policy"))["collapse"] is None
         assert "stopped" not in (await system.lightning("status")).stdout.split("step ")[0]
-        while "not stopped any more" not in out.getvalue():
+        while "no longer stopped" not in out.getvalue():
             await asyncio.sleep(0.05)
         telling.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -105,12 +105,12 @@ def test_a_wrong_value_is_one_line_that_names_it(tmp_path: Path) -> None:
         "import none.jsonl": "none.jsonl", "run -- true": "--tasks", "run --tasks none.jsonl -- true": "none.jsonl",
         "run --tasks tasks.jsonl --logs tasks.jsonl -- true": "--logs: cannot create the directory tasks.jsonl",
         "run --tasks tasks.jsonl -- ./nowhere": "./nowhere", "plan": "policy.model", "train --method x": "of rl",
-        "run --tasks tasks.jsonl --resume tasks.jsonl -- true": "tasks.jsonl is not a results file",
+        "run --tasks tasks.jsonl --resume tasks.jsonl -- true": "tasks.jsonl is not a file that",
         "run --tasks tasks.jsonl --mode eval --ahead 1 -- true": "--ahead cannot be used with --mode eval",
         "eval --tasks tasks.jsonl --models live,live -- true": "each once", "doctor --tasks tasks.jsonl": "--learn",
         "demo --dir tasks.jsonl": "--dir: cannot create the directory tasks.jsonl", "experiment none.yaml": "none.yaml",
         "train --data x": "--data and --dir need --offline", "serve --upstream ftp://h": "upstreams.0: base_url",
-        "store migrate sqlite:///a.db sqlite:///b.db": "one must be", "train --epochs 2": "--epochs needs --offline",
+        "store migrate sqlite:///a.db sqlite:///b.db": "give one ", "train --epochs 2": "--epochs needs --offline",
         "run --tasks tasks.jsonl --mode x -- true": "--mode", "init new --upstream ftp://h": "upstreams.0: base_url",
     }  # fmt: skip
     for arguments in filter(is_there, wrong):
@@ -134,7 +134,7 @@ def test_without_a_proxy_or_with_another_server_on_its_port_one_line_says_so(tmp
         for text, command in ((b"<html>", "policy list"), (b'{"hello": "world"}', "status")):
             stranger.pieces = [text]
             said = refused(tmp_path, *command.split(), code=1)
-            assert f"what answers at {url} is not lightning-proxy" in said
+            assert f"the server at {url} is not lightning-proxy" in said
 
 
 def test_json_is_the_same_data_as_the_apis(proxy: Proxy) -> None:
@@ -290,7 +290,8 @@ def test_doctor_notices_that_rewards_do_not_arrive_or_do_not_count(tmp_path: Pat
         assert "give these names weights in trainer.reward_weights" in told["found"] + (told["fix"] or "")
         status = proxy.get("/status")
         assert (status["waiting"], status["unrewarded"], status["other_rewards"]) == (0, 1, {"score": 1})
-        assert "trainer.reward_weights leaves out what came: score (1)" in " ".join(proxy.run("status").stdout.split())
+        told = " ".join(proxy.run("status").stdout.split())
+        assert "trainer.reward_weights has no weight for the rewards that came: score (1)" in told
         proxy.reward("r1", 1)
         assert checks(proxy)[1]["rewards"]["outcome"] == "ok"
 
@@ -299,7 +300,7 @@ def test_doctor_names_what_is_down_and_makes_no_store(tmp_path: Path) -> None:
     upstream = "upstreams: [{name: policy, base_url: 'http://127.0.0.1:9/v1'}]"
     expected: dict[str, dict[str, str]] = {
         "": {"proxy": "lightning-proxy serve", "upstream policy": "vllm.port is 8100"},
-        "vllm: {port: 9}\n": {"upstream policy": "start it with `lightning-proxy"},
+        "vllm: {port: 9}\n": {"upstream policy": "start vLLM with `lightning-proxy"},
         "store: {url: 'sqlite:///config.yaml/s.db'}\n": {"store": ""},
         "proxi: {}\n": {"configuration": ""},
     }

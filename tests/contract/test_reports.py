@@ -167,13 +167,13 @@ def test_sums_and_parts_of_returns_are_the_same_everywhere(world: Proxy, monkeyp
     assert {"task_id": "t", "a": {"mean": 0.5, "rollouts": 4}, "b": {"mean": 0.5, "rollouts": 4}} in with_t
     metrics = world.call("GET", "/metrics").body.decode()
     assert 'lightning_step{metric="reward_mean"} 0.5\n' in metrics
-    assert "15 of the newest 15 ended training rollouts have one" in world.run("doctor").stdout
+    assert "15 of the newest 15 ended training rollouts have a reward" in world.run("doctor").stdout
     if has("tune"):
         monkeypatch.setenv("LIGHTNING_TUNE__SFT__MIN_REWARD", "2")
         refused = world.run("train", "--method", "sft")
         assert refused.returncode != 0 and "theirs are from 0 to 1.25" in refused.stderr
     shown = world.run("rollouts", "show", "high").stdout
-    assert "1.25, that of its calls" in shown and "trained         by step 1" in shown
+    assert "1.25, from its calls" in shown and "trained         by step 1" in shown
 
 
 def test_steps_come_in_pages_in_brief_and_in_the_feed(world: Proxy) -> None:

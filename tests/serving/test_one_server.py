@@ -179,7 +179,7 @@ async def test_weights_that_were_replaced_behind_our_back_are_noticed(start: Any
         await until_it_says(system, "ready")
         await asyncio.sleep(0.3)  # it was asked for the first time
         out = (await system.lightning("status")).stdout
-        assert re.search(r"probed +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC, .*s ago: it answers as at first", out)
+        assert re.search(r"probed +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC, .*s ago: its answers have not changed", out)
         theirs, system.vllm.weights = system.vllm.weights, "/tmp/of-somebody-else"
         assert "version 0 did: its log-probabilities differ by" in (await until_it_says(system, "degraded"))["policy"]
         told = (await system.get("/status"))["verified"]["problem"]

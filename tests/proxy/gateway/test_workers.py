@@ -186,7 +186,8 @@ async def test_calls_are_answered_whatever_silent_connections_there_are(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with scarce(tmp_path, soft=128) as proxy, aiohttp.ClientSession() as session:
-        assert f"{calls_at_once(FILES)} calls at once: {FILES} files may be open (ulimit -Hn)" in capfd.readouterr().err
+        said = f"{calls_at_once(FILES)} calls at once, since {FILES} files may be open (ulimit -Hn)"
+        assert said in capfd.readouterr().err
         url = proxy.url + CHAT
         for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"):
             async with contextlib.AsyncExitStack() as stack:
