@@ -163,7 +163,7 @@ async def _check(api: ApiClient, rows: Sequence[EvalRow], *, promote: bool) -> N
         if version is None:
             raise LightningError(f"no policy version {row.version}")
         if row.version and (version["path"] is None or version["status"] not in ("ready", "live")):
-            raise LightningError(f"policy version {row.version} is {version['status']} and has no files to serve")
+            raise LightningError(f"policy version {row.version} has no files to serve (status: {version['status']})")
 
 
 async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
@@ -172,7 +172,7 @@ async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
         view.say(f"policy version {version} is live again")
     except ApiError as error:
         again = f"lightning-proxy policy promote {version}"
-        raise LightningError(f"version {version} was not made live again: {error.message}; try `{again}`") from None
+        raise LightningError(f"policy version {version} is not live again: {error.message}; try `{again}`") from None
 
 
 def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:

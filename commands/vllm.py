@@ -116,7 +116,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
         if not alone:
             raise
         plan = make_plan(config, trained=False)
-        log.warning("vLLM takes all of these GPUs, so a trainer needs other ones: %s", error.message)
+        log.warning("vLLM takes all GPUs here, so a trainer needs others: %s", error.message)
     config = plan.config
     if importlib.util.find_spec("vllm") is None:
         raise LightningError("vLLM is not installed: pip install 'lightning-proxy[vllm]', or [cpu] without a GPU")
@@ -143,7 +143,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
         rank = config.trainer.lora_rank
         served_rank = next((offered for offered in LORA_RANKS if offered >= rank), None)
         if served_rank is None:
-            raise ConfigError(f"trainer.lora_rank: vLLM serves ranks up to {LORA_RANKS[-1]}, got {rank}")
+            raise ConfigError(f"trainer.lora_rank must be at most {LORA_RANKS[-1]}, as vLLM serves no more; got {rank}")
         argv += ["--enable-lora", "--max-lora-rank", str(served_rank)]
         argv += ["--max-loras", str(MAX_LORAS * (1 + len(config.policy.adapters)))]
     argv += parsers_of(model, options.extra_args)[0]

@@ -71,7 +71,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
         if not (model / "config.json").is_file():
             made = subprocess.run([sys.executable, "-m", "lightning_proxy.commands.demo.model", model], check=False)
             if made.returncode != 0:
-                raise LightningError(f"the demo's model could not be made in {model}; see the error above")
+                raise LightningError(f"the demo's model could not be created in {model}; see the error above")
         trial.prepare(settings(model, options.steps), 0, 2 * options.steps * TASKS_PER_STEP)
     try:
         with trial.view:

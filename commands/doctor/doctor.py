@@ -212,7 +212,7 @@ async def probe_store(config: StoreConfig) -> str:
         raise Finding(f"{path} cannot be created: {directory} is not writable", "set store.url to another place")
     free = shutil.disk_usage(directory).free
     if free < ROOM or (can_write and not has_room(directory)):
-        raise Finding(f"{directory}: the disk is full", "free some space: calls and rewards are refused with 503")
+        raise Finding(f"the disk of {directory} is full", "free some space: calls and rewards are refused with 503")
     if is_there:
         await _require_writable(config)
     found = "writable" if is_there else "not there yet: the first start creates it"
@@ -413,7 +413,7 @@ class VllmChecks:
             raise Finding("the server returns logits, not log-probabilities")
         if (cold[common[-1]] - cold[common[0]]) / gap < 1.5:
             fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
-            raise Finding("they are computed before temperature, so sampling uses other probabilities", fix)
+            raise Finding("log-probabilities are computed before temperature, so sampling uses others", fix)
         return "computed after temperature, as training needs them"
 
     async def _sampling(self) -> str:

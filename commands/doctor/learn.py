@@ -139,7 +139,7 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
             if [one[0] for one in before] != [one[0] for one in after] or apart > max(ALIKE, others / NEARER):
                 fix = "`lightning-proxy status` says what is served; restarting vLLM restores its original weights"
                 raise Finding(f"the server's answers differ from before by {apart:.3g} nats", fix)
-            return f"the server answers as before (to {apart:.1g} nats); nothing of this check is left"
+            return f"the server answers as before (within {apart:.1g} nats); nothing from this check is left"
 
         journal.write(journal_path(config))
         try:

@@ -260,7 +260,7 @@ class LearnStep:
         await self._api.request("POST", "/reward", body)
         if missing := [name for name in self._rewards if (await self._api.rollout(name))["reward"] is None]:
             raise Finding(f"{len(missing)} of {len(body)} rewards did not arrive")
-        return f"1 for an answer with token {best}, 0 for others, {fmean(self._rewards.values()):.2f} on average"
+        return f"reward 1 for an answer with token {best}, 0 for others, {fmean(self._rewards.values()):.2f} on average"
 
     async def _advantages(self) -> str:
         """Check that the rewards tell siblings apart."""

@@ -93,7 +93,7 @@ def export_command(config: Config, target: Path, kind: str, **filters: Any) -> N
                 raise LightningError(f"{path} was written to, so the export may be out of date: export again")
         return rows
 
-    typer.echo(f"{run_until_signal(run())} {kind} rows to {target}", err=True)
+    typer.echo(f"{run_until_signal(run())} {kind} rows written to {target}", err=True)
     for reason, n in left_out.most_common():
         typer.echo(f"{n} not exported: {reason}", err=True)
 

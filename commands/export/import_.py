@@ -73,7 +73,7 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
 
     recorded = run_until_signal(record())
     known = f", {count - recorded} were already in the store" if recorded < count else ""
-    typer.echo(f"{recorded} rollouts from {file}{known}", err=True)
+    typer.echo(f"{recorded} rollouts imported from {file}{known}", err=True)
 
 
 def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedConversation]:

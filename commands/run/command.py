@@ -143,7 +143,7 @@ def problem(config: TrainerConfig, tasks: Sequence[Task], group_size: int, waiti
     passes = Counter(task.task_id for task in tasks).values()
     siblings, needed, patience = group_size * min(passes), config.group_size, duration(config.group_timeout_s)
     if group_size == 1 and siblings < needed and config.compare == "task":
-        way_out = f"leave --group-size out, or give {needed} (trainer.group_size)"
+        way_out = f"leave --group-size out, or set it to {needed} (trainer.group_size)"
         if siblings > 1:
             return (
                 f"a task gets {siblings} rollouts, fewer than the {needed} that the trainer compares: "

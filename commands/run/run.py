@@ -130,7 +130,7 @@ class _TaskRun:
             raise errors.exceptions[0] from None
         finally:
             with suppress(ApiError):  # the proxy is gone, too
-                await asyncio.gather(*(self.end(name, "discarded", "run was stopped") for name in self.open))
+                await asyncio.gather(*(self.end(name, "discarded", "the run was stopped") for name in self.open))
         return self.results
 
     async def jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[tuple[Task, OpenRollout], None]:

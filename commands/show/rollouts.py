@@ -76,7 +76,7 @@ def end(
     context: typer.Context,
     rollout_ids: Ids,
     status: Annotated[Literal["completed", "failed", "discarded"], typer.Option(help="how it ended")] = "completed",
-    reason: Annotated[str | None, typer.Option(help="why, for people")] = None,
+    reason: Annotated[str | None, typer.Option(help="why it ended, for people")] = None,
 ) -> None:
     """End running rollouts without a reward. The exit code is 1 if one was refused."""
     _each(context, rollout_ids, "ended", lambda api, one: api.end_rollout(one, status, reason))

@@ -66,7 +66,7 @@ def next_step(config: TrainerConfig, status: Json, now: float) -> str:
         case "times":
             return f"{rollouts}; the next round begins {datetime.fromtimestamp(schedule.next_time(now)):%a %H:%M}"
     takes = f"it takes {config.tasks_per_step} groups of {config.group_size}"
-    return f"{rollouts}; {takes}{', or single ones in their place' * config.compares_with_earlier}"
+    return f"{rollouts}; {takes}{', or single rollouts in their place' * config.compares_with_earlier}"
 
 
 def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[str, Text | str]]:

@@ -265,7 +265,7 @@ def test_imported_conversations_are_rollouts_of_another_model(tmp_path: Path) ->
     with in_this_process(tmp_path) as proxy:
         refused = proxy.run("import", file, "--reward", "-20000")
         assert refused.returncode != 0 and "outside of rewards.range" in refused.stderr
-        assert "3 rollouts from " in ok(proxy.run("import", file, "--model", "claude")).stderr
+        assert "3 rollouts imported from " in ok(proxy.run("import", file, "--model", "claude")).stderr
         listed = proxy.get("/rollouts")["data"]
         calls = [call for one in listed for call in proxy.rollout(one["rollout_id"])["calls"]]
     facts = {(one["task_id"], one["status"], one["reward"], one["calls"]) for one in listed}

@@ -153,8 +153,8 @@ def test_what_goes_out_comes_in_as_the_same_conversations_and_once(filled: Proxy
         pytest.importorskip("pyarrow")
     file, other = tmp_path / f"rows.{suffix}", elsewhere(tmp_path / "other")
     ok(filled.run("export", file, "--kind", "sft", "--mode", "all", "--status", "completed"))
-    assert ok(other("import", file)).stderr == f"2 rollouts from {file}\n"
-    assert ok(other("import", file)).stderr == f"0 rollouts from {file}, 2 were already in the store\n"
+    assert ok(other("import", file)).stderr == f"2 rollouts imported from {file}\n"
+    assert ok(other("import", file)).stderr == f"0 rollouts imported from {file}, 2 were already in the store\n"
     facts = ("messages", "tools", "task_id", "mode", "status", "reward", "model")
     there, here = (
         sorted(({fact: row[fact] for fact in facts} for row in rows_of(ok(done).stdout)), key=str)
