@@ -35,7 +35,7 @@ class ClientDisconnected(Exception):
     """The client left before its request was complete."""
 
 
-# Where a header decides something, two of them would be one for us and perhaps the other for somebody else.
+# These headers decide something: if one is sent twice, we might take one value and another server the other.
 _ONCE = frozenset([
     "host", "authorization", "x-api-key", "api-key", "x-rollout-id", "x-task-id", "x-agent-name", "x-rollout-mode",
     "x-recording", "idempotency-key", "transfer-encoding",
@@ -43,18 +43,18 @@ _ONCE = frozenset([
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """Return headers by lower-case name. Raises InvalidRequest for repeated decisive headers, unknown encodings."""
+    """Return headers by lower-case name. Raises InvalidRequest for repeated headers of `_ONCE`, unknown encodings."""
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
         if name in headers:
             if name in _ONCE:
-                raise InvalidRequest(f"the header {name} is there more than once", param=name)
+                raise InvalidRequest(f"the header {name} is sent more than once", param=name)
             value = f"{headers[name]}, {value}"
         headers[name] = value
     encoding = headers.get("transfer-encoding")
     if encoding is not None and (encoding.lower() != "chunked" or scope["http_version"] == "1.0"):
-        raise InvalidRequest("Transfer-Encoding must be chunked, in HTTP/1.1")
+        raise InvalidRequest("Transfer-Encoding must be chunked, and is only for HTTP/1.1")
     return headers
 
 
@@ -90,7 +90,7 @@ class Reply:
 
     @contextmanager
     def while_connected(self, *, finish_s: float = 0.0) -> Iterator[None]:
-        """Run the block, and cancel it `finish_s` after the agent has left, which sets `agent_left`."""
+        """Run the block. If the agent leaves, set `agent_left`, and cancel the block `finish_s` seconds later."""
         task, loop, cancelled = asyncio.current_task(), asyncio.get_running_loop(), False
         assert task is not None
         watches: list[asyncio.Task[None]] = []
@@ -124,7 +124,7 @@ class Bodies:
         self._seconds = config.body_timeout_s
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
-        """Return the body; what came after its head is held by `loan`. Raises LightningError, ClientDisconnected."""
+        """Return the body; `loan` holds one that comes in several pieces. Raises LightningError, ClientDisconnected."""
         length, now = headers.get("content-length", ""), asyncio.get_running_loop().time
         self._require_size(int(length) if length.isdecimal() else 0)
         body, seen, end, slow_at = bytearray(), 0, now() + self._seconds, now() + SLOW_S
@@ -157,7 +157,7 @@ class Bodies:
 
 
 class Memory:
-    """Lends memory to bodies and answers, first come first served: at most a quarter, or one body, per key."""
+    """Lends memory to bodies and answers, first come first served: per key at most a quarter, or the largest body."""
 
     def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
         """`largest`: the size of the largest body, in bytes."""
@@ -174,7 +174,7 @@ class Memory:
         return Loan(self, key)
 
     def has_turn(self, loan: Loan) -> bool:
-        """Return whether a waiting loan has its turn: those before it wait only for their own key's share."""
+        """Return whether a waiting loan has its turn: all loans before it wait only for their own keys' shares."""
         free = self._free
         for other, size in self.waiting.items():
             has_share = self._of_key[other.key] + size <= self.share
@@ -184,7 +184,7 @@ class Memory:
         return False
 
     def add(self, key: Hashable, size: int) -> None:
-        """Count this many more bytes. If negative, others may get their turn."""
+        """Count `size` more bytes as lent; if it is negative, as returned, so that waiting loans may get their turn."""
         self._free -= size
         self._of_key[key] += size
         self.changed.set()
@@ -192,7 +192,7 @@ class Memory:
 
 @dataclass(eq=False, slots=True)
 class Loan:
-    """The memory that a request holds: first for its body, then for its answer. `with` returns the rest."""
+    """The memory that a request holds: first for its body, then for its answer. Leaving `with` gives back the rest."""
 
     _memory: Memory
     key: Hashable
@@ -206,7 +206,7 @@ class Loan:
         self.shrink()
 
     async def grow(self, size: int) -> None:
-        """Hold this many more bytes, up to a key's share, which one larger answer may fill. Overloaded after a wait."""
+        """Wait for `size` more bytes and hold them, up to the key's share in all. Raises Overloaded after `wait_s`."""
         memory = self._memory
         if (size := min(size, memory.share - self.size)) <= 0:
             return
@@ -230,18 +230,18 @@ class Loan:
             self._memory.add(self.key, -size)
 
     def not_taken(self, size: int) -> None:
-        """Note how many bytes of the answer have left the app and wait for the client."""
+        """Note how many bytes of the answer the client has not read yet."""
         self._memory.not_taken[self.key] += size - self._not_taken
         self._memory.add(self.key, size - self._not_taken)
         self._not_taken = size
 
 
 async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> bytes:
-    """Return the body with its encodings undone, held by `loan`. Raise TooLarge, InvalidRequest or Overloaded."""
+    """Return the decoded body, held by `loan`. Raise UnsupportedMediaType, TooLarge, InvalidRequest or Overloaded."""
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
     if len(layers) > MOST_LAYERS or not _UNPACKERS.keys() >= {*layers}:
-        known = f"gzip, deflate, zstd or none, {MOST_LAYERS} at most on top of each other"
-        raise UnsupportedMediaType(f"Content-Encoding must be {known}, got {content_encoding[:60]!r}")
+        known = f"gzip, deflate, zstd or none, and list at most {MOST_LAYERS}"
+        raise UnsupportedMediaType(f"Content-Encoding must be {known}; got {content_encoding[:60]!r}")
     held = loan.size
     for name in reversed(layers):
         size, parts, pieces = 0, list[bytes](), _pieces(body, name)
@@ -274,7 +274,7 @@ def _pieces(body: bytes, name: str) -> Iterator[bytes]:
         body = unpacker.unused_data
         if not body:
             return
-    raise InvalidRequest(f"the body is {name} in more than {MOST_PARTS} parts")
+    raise InvalidRequest(f"the {name} body has more than {MOST_PARTS} parts")
 
 
 def _zlib(body: bytes) -> Any:

@@ -35,7 +35,7 @@ _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
 
 
 class Target(NamedTuple):
-    """An attempt: where the request goes and in what form. `sent`: its body. `translated`: to another API."""
+    """An attempt: where the request goes and in what form. `sent`: its body. `translated`: for another API."""
 
     route: Route
     request: Request
@@ -53,7 +53,7 @@ class Attempts:
     request: Request
     body: dict[str, Any]
     dialect: Dialect | None = None  # vLLM gets its additions
-    chat: Translator | None = None  # stands for the request of another API
+    chat: Translator | None = None  # translates the request of another API
     open_first: Callable[[Request], Awaitable[Answer]] | None = None  # sends the first upstream's requests
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Attempts:
                     why = f"it answered {self._answer.status}"
             except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
                 why = error.message
-            log.warning("upstream %s: %s; %s gets the call", self.upstream.name, why, following.upstream.name)
+            log.warning("upstream %s: %s; the call goes to %s", self.upstream.name, why, following.upstream.name)
             self.target = self._target(following)
         self._answer = await self._ask_with_retries()
         return self._answer
@@ -165,7 +165,7 @@ class Upstreams:
 
     session: aiohttp.ClientSession
     makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] = field(default_factory=dict)  # by kind
-    vouching: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # headers by which it knows us, by its name
+    vouching: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by upstream: the headers that identify us
     accepted: set[tuple[str, Injection]] = field(default_factory=set)  # additions to requests, by upstream
     _opened: dict[str, Upstream] = field(default_factory=dict)
 

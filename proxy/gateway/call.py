@@ -49,9 +49,9 @@ def model_of(body: dict[str, Any]) -> str | None:
 
 
 def harness_of(headers: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what Claude Code or Codex says about a call's context, for `ModelCall.harness`; None for nothing.
+    """Return the context that Claude Code or Codex gives in headers, for `ModelCall.harness`; None without them.
 
-    Claude Code gives each sub-agent an id; its main agent has the session's. Codex gives each agent a thread.
+    Claude Code gives each sub-agent an id; the main agent has the session's id. Codex gives each agent a thread id.
     """
     if _HARNESS.isdisjoint(headers):
         return None
@@ -92,11 +92,11 @@ class Question(NamedTuple):
         return self.headers.get("x-stainless-retry-count", "0") != "0"
 
 
-# Returns the question that the model is shown, and the record has, in place of the agent's own, in this rollout.
+# Returns the question to show the model and to record, in place of the agent's own, in this rollout.
 Rewrite = Callable[[Question, RolloutName], Awaitable[Question]]
 
 
-# Hears of every recorded call once its end is durable; the headers are the request's, their names in lower case.
+# Is called with every recorded call once its end is durable; the headers are the request's, their names in lower case.
 OnCall = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
 
@@ -104,9 +104,9 @@ OnCall = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 class Gateway:
     """Answers model calls. It holds the state that calls share; the state of a single call is in `CallUnderWay`.
 
-    Without `unnamed`, each unnamed call is a new rollout. Without `exact`, all calls go as text. Without `chat_route`,
-    each goes to its own route. `rewrites` change the question. By default, a plain chat call meets no `exact`, no
-    `chat` in its ChatDecision, no redactor in the recorder and no `choose` in the router.
+    Without `unnamed`, each unnamed call is a new rollout. Without `exact`, all prompts are sent as text. Without
+    `chat_route`, each call goes to its API's own route. `rewrites` change the question. With the default settings, a
+    chat call has no `exact`, no `chat` in its ChatDecision, no redactor in the recorder and no `choose` in the router.
     """
 
     config: Config
@@ -131,7 +131,7 @@ class Gateway:
         rollout, conversation = await self._rollout(question)
         # Which weights answer. Without a route to them the call fails before a plugin sees it.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
-        for rewrite in self.rewrites:  # the model, and so the record, gets what plugins make of it
+        for rewrite in self.rewrites:  # the model, and so the record, gets the request as plugins rewrite it
             question = await rewrite(question, rollout)
         decision = ChatDecision()  # to the API's own route, or the chat route
         if self.chat_route is not None and question.recorded and question.endpoint in self.chat_route.translators:
@@ -139,7 +139,7 @@ class Gateway:
                 question.endpoint, question.request, question.body, rollout.rollout_id, route
             )
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
-        # What failed above this line is not recorded: nothing would have been asked.
+        # A failure above this line is not recorded: no request was about to be sent.
         with reply.while_connected(finish_s=self.finish_s if question.recorded else 0.0):
             try:
                 await call.record_start()
@@ -155,7 +155,7 @@ class Gateway:
                     raise
 
     async def _rollout(self, question: Question) -> tuple[RolloutName, Conversation | None]:
-        """The rollout that is named, or else the one that the conversation continues, or a new one."""
+        """The named rollout, or else the rollout that the conversation continues, or a new one."""
         name = question.name
         if self.unnamed is None or name.named or not question.recorded:
             return name, None
@@ -175,7 +175,7 @@ class Gateway:
         *,
         recorded: bool = True,
     ) -> None:
-        """Update limits, metrics and telemetry with a call once its end is durable. Its request had `size` bytes."""
+        """Update limits and metrics and call the listeners. The call's end is durable; its request had `size` bytes."""
         if limiter is not None:
             limiter.spend(end, size)
         if end.status == "incomplete":  # a background response, which ends later
@@ -189,8 +189,8 @@ class Gateway:
 class CallUnderWay:
     """One call under way. Once its start is durable, it gets one end: ok, error or cancelled.
 
-    It stays `incomplete` only if the store fails, or the process is killed. Without `conversation`, later requests
-    cannot find this call.
+    It stays `incomplete` only if the store fails, the process is killed, or its response goes on in the background.
+    Without `conversation`, later requests cannot find this call.
     """
 
     gateway: Gateway
@@ -233,7 +233,7 @@ class CallUnderWay:
 
     @property
     def upstream(self) -> str:
-        """Return the upstream that the call is at, or that answered it, as errors name it."""
+        """Return the name, for errors, of the upstream that is being called or that answered."""
         return f"upstream {self.attempts.upstream.name}"
 
     async def record_start(self) -> None:
@@ -246,7 +246,7 @@ class CallUnderWay:
             await self.gateway.recorder.start(self._start, also)
 
     async def pass_on(self, answer: Answer) -> None:
-        """Send the answer as it arrives, but hold back a stream's last event, or another answer's last bytes.
+        """Send the answer as it arrives, but hold back the last event of a stream, or the last bytes of another answer.
 
         Raise UpstreamUnreachable if a stream ends before its last event.
         """
@@ -300,7 +300,7 @@ class CallUnderWay:
             await asyncio.to_thread(transcript.end)
 
     async def pass_on_the_rest(self, answer: Answer) -> None:
-        """Send what was held, and what the upstream sends after its last event."""
+        """Send what was held back, and what the upstream sends after its last event."""
         reply, transcript = self.reply, self._transcript
         assert transcript is not None
         data = transcript.held
@@ -322,32 +322,32 @@ class CallUnderWay:
     async def record_end(self, status: CallStatus = "ok", error: str | None = None) -> None:
         """Record the call's end; return once durable. Only the first end counts, and a cancellation does not undo it.
 
-        An answer that contains an error counts as one, whatever `status` says.
+        If the answer contains an error, an `ok` call ends as `error`.
         """
         if self._committed is None:
             if (in_answer := self._transcript.error if self._transcript else None) is not None:
                 status, error = "error" if status == "ok" else status, in_answer
             elif self.reply.agent_left and status == "ok":
-                status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
+                status, error = "cancelled", "the agent disconnected; the answer was finished for the record"
             elif status == "ok" and self._transcript is not None and is_under_way(self._transcript.response()):
                 status = "incomplete"
             self._committed = asyncio.create_task(self._commit(status, error))
         await asyncio.shield(self._committed)
 
     async def failed(self, error: BaseException) -> None:
-        """Record the failure and show it: as an error, or by leaving the answer unfinished if it has begun."""
+        """Record the failure and show it: as an error or, if the answer has begun, by leaving the answer unfinished."""
         status: CallStatus = "error"
         if not isinstance(error, Exception):
             status, why, limit_s = "cancelled", "the agent disconnected", self.gateway.finish_s
             if self.reply.agent_left and limit_s:
-                why += f"; its answer was not finished within {limit_s:g} s"
+                why += f"; the answer was not finished within {limit_s:g} s"
             error = LightningError(f"{why}, or the proxy was stopped")
         elif isinstance(error, TimeoutError):
             seconds = self.route.upstream.total_timeout_s
-            error = UpstreamTimeout(f"{self.upstream}: no complete answer within {seconds} s")
+            error = UpstreamTimeout(f"{self.upstream} sent no complete answer within {seconds} s")
         elif not isinstance(error, LightningError):
             log.error("call %s: internal error", self._start.call_id, exc_info=error)
-            error = LightningError("internal error of the proxy; its log says more")
+            error = LightningError("internal error of the proxy; see its log")
         if not self.reply.started and status == "error":
             self._http_status = error.status
         try:  # a cancelled call's end is recorded after its start, even if that is still on its way
@@ -361,7 +361,7 @@ class CallUnderWay:
         if not self.reply.started:
             await self.reply.error(error, self._headers())
             return
-        log.warning("call %s: answer broken off: %s", self._start.call_id, error.message)
+        log.warning("call %s: the answer was broken off: %s", self._start.call_id, error.message)
         if self._transcript is not None and not self._transcript.ended:
             await self.reply.body(self._transcript.end())
 
@@ -382,7 +382,7 @@ class CallUnderWay:
         return end, [] if known is None else end_statements(self._start, known, end)
 
     async def _commit(self, status: CallStatus, error: str | None) -> None:
-        """Record the end (for a large request or answer in threads), and notify listeners."""
+        """Record the end, in threads if the request or answer is large, and notify listeners."""
         question, gateway = self.question, self.gateway
         size = len(question.request.body) + (self._transcript.size if self._transcript else 0)
         end, also = await in_thread_if_large(size, partial(self._end, status, error))
@@ -397,7 +397,7 @@ class CallUnderWay:
             sent, limiter = len(question.request.body), question.limiter
             gateway.ended(self._start, end, question.headers, limiter, sent, recorded=question.recorded)
         except Exception:  # the record is there, and the agent shall have its answer
-            log.exception("call %s: what follows its end failed", end.call_id)
+            log.exception("call %s: the work that follows its end failed", end.call_id)
 
     def _head(self, answer: Answer, *, keep_length: bool = False) -> list[Header]:
         return [*answer.headers(keep_length=keep_length), *self._headers()]
@@ -423,7 +423,7 @@ def end_of(
     sent: dict[str, Any],
     version: int | None,
 ) -> CallEnd:
-    """Return how a call ended, from its answer. `sent`: the request that the model saw; `version`: None if not ours."""
+    """Return how a call ended, from its answer. `sent`: the request that the model saw. `version`: the policy's."""
     unkept = transcript and transcript.unkept
     response, tokens = (transcript.response(), transcript.tokens) if transcript and not unkept else (None, Tokens())
     reason = NOT_THE_POLICY if status == "ok" and version is None else None

@@ -4,7 +4,7 @@ If an answer is rendered and tokenised again, it may become other tokens. So the
 
     earlier prompt · earlier answer, as sampled · what the template puts after an answer · new messages, rendered
 
-vLLM's render route says which tokens messages become, and its chat route takes a prompt as tokens, too.
+vLLM's render route returns the tokens of messages, and its chat route also accepts a prompt as tokens.
 """
 
 from __future__ import annotations
@@ -40,20 +40,18 @@ Outcome = Literal["exact", "first", "edited", "changed", "template", "unsupporte
 CLOSINGS = 1000  # ways to render, at most
 RENDER = "/v1/chat/completions/render"
 NO_ROUTE = (
-    f"upstream %s has no {RENDER}: start it with `lightning-proxy vllm`, or add --enable-scale-out; until then calls "
-    "go as text, and a rollout may become several training rows"
+    f"upstream %s has no {RENDER}: start it with `lightning-proxy vllm`, or add --enable-scale-out; until then "
+    "prompts are sent as text, and a rollout may become several training rows"
 )
-IGNORED = (
-    "upstream %s does not take prompts as tokens: vLLM 0.32 or newer does; use it, or policy.token_continuity: text"
-)
+IGNORED = "upstream %s does not take prompts as tokens; use vLLM 0.32 or newer, or set policy.token_continuity: text"
 
 
 class AsText(Exception):
-    """The call must go as text. The argument, an `Outcome`, says why."""
+    """The prompt must be sent as text. The argument, an `Outcome`, says why."""
 
 
 class ExactTokens:
-    """Sends calls of the policy as exact tokens if possible. `count` is called with the outcome of each call."""
+    """Sends prompts to the policy as exact tokens if possible. `count` is called with the outcome of each call."""
 
     def __init__(self, upstreams: Upstreams, history: History, count: Callable[[Outcome], None]) -> None:
         self.upstreams, self.history, self.count = upstreams, history, count
@@ -61,7 +59,7 @@ class ExactTokens:
         self._warned: set[tuple[str, str]] = set()
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json | None) -> ExactCall | None:
-        """Return a call that may continue an earlier one; None if it is not a chat or not for the policy."""
+        """Return a call that may continue an earlier one; None for calls that are not chats or not for the policy."""
         if start.policy_version is None or upstream.kind != "vllm":
             return None
         if start.endpoint == CHAT_ENDPOINT:
@@ -140,7 +138,7 @@ class ExactCall:
         return prompt
 
     async def _rendered(self, request: Request, body: bytes) -> list[int]:
-        """The tokens that the server that answers this call makes of a chat request's messages; raises AsText."""
+        """The tokens of a chat request's messages, as the server that answers this call renders them; raises AsText."""
         render = request._replace(path=RENDER, query=b"", sent=None).with_body(body)
         try:
             status, raw = await self.exact.upstreams.ask(self.upstream, render)
@@ -149,13 +147,13 @@ class ExactCall:
                 raise AsText("unavailable")
             ids = orjson.loads(raw)["token_ids"]
         except (LightningError, orjson.JSONDecodeError, TypeError, KeyError):
-            ids = None  # the call itself will meet it too, and say so
+            ids = None  # the call itself will fail in the same way, and show why
         if not ids or not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise AsText("refused")
         return ids
 
     async def _closing(self, request: Request) -> list[int]:
-        """The tokens that the template adds after an answer. Requested once per way of rendering; raises AsText."""
+        """The tokens that the template adds after an answer. Found once per upstream and options; raises AsText."""
         options = {"chat_template_kwargs": self.sent.get("chat_template_kwargs")}
         key, closings = f"{self.upstream.name} {dumps(options)}", self.exact.closings
         if key not in closings:

@@ -16,23 +16,23 @@ from ...core.tokens import NOT_THE_POLICY
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # Where several workers share their counts; prometheus_client looks at it when it is imported.
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
-# By name, what a gauge shows, and its labels. They are the store's: of several workers' looks the newest is right.
+# Each gauge's help text and labels, by name. The values are from the store: the newest that a worker read is right.
 _GAUGES: dict[str, tuple[str, ...]] = {
     "policy_version": ("The live policy version",),
     "policy_verify_deviations": (
-        "How clearly the live version's answers were the new weights': standard deviations; 0: not known",
+        "By how many standard deviations the live version's answers matched the new weights, not the old; 0: unknown",
     ),
     "policy_probed_seconds": ("Unix time when the live version was last probed",),
-    "policy_probe_ok": ("0 if the policy's server answers as with other weights",),
-    "policy_collapsed": ("1: publication is stopped, for this sign of collapse", "sign"),
-    "step": ("The last training step's numbers, as docs/page.md names them; its own: step", "metric"),
-    "upstream_up": ("Servers that are watched: 1 if up", "upstream", "replica"),
+    "policy_probe_ok": ("0 if the policy's server answers as if it had other weights",),
+    "policy_collapsed": ("1 if publishing has stopped because of this sign of collapse", "sign"),
+    "step": ("Metrics of the last training step, named as in docs/step-metrics.md; step: its number", "metric"),
+    "upstream_up": ("1 if a watched server is up", "upstream", "replica"),
     "rollouts": ("Rollouts in the store", "mode", "status"),
     "rollouts_waiting": ("Complete rollouts that no training step has taken yet",),
     "rollouts_per_step": ("Rollouts that a training step takes",),
-    "step_began_seconds": ("Unix time when the step under way began; 0: none is",),
+    "step_began_seconds": ("Unix time when the training step under way began; 0 if there is none",),
     "store_up": ("1 if the store can be read and written",),
-    "disk_free_bytes": ("Room on the disk of the store, of the policy", "directory"),
+    "disk_free_bytes": ("Free space on the disk of this directory: store or policy", "directory"),
 }
 
 
@@ -49,21 +49,21 @@ class Metrics:
                 except ProcessLookupError:
                     mark_process_dead(pid, str(self._shared))
         seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
-        self._latency = seconds("lightning_call_seconds", "Calls, to the last byte")
-        self._ttft = seconds("lightning_first_byte_seconds", "Until the answer's first byte")
-        calls = self.counter("calls", "Recorded calls by how they ended", "status")
+        self._latency = seconds("lightning_call_seconds", "Seconds from a call's start to its end")
+        self._ttft = seconds("lightning_first_byte_seconds", "Seconds until the answer's first byte")
+        calls = self.counter("calls", "Recorded calls, by how they ended", "status")
         unrecorded = self.counter("unrecorded_calls", "Calls without a record, by how they ended", "status")
-        # Looked up once: they are shown from the start, and a call costs no look.
+        # Looked up once: so they are shown from the start, and a call needs no look-up.
         self._calls, self._unrecorded = (
             {s: one.labels(s) for s in get_args(CallStatus)} for one in (calls, unrecorded)
         )
-        self._untrainable = self.counter("untrainable_calls", "Answered calls of the policy unfit for training")
+        self._untrainable = self.counter("untrainable_calls", "Answered calls of the policy that cannot be trained on")
         tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
         self._prompt, self._sampled = tokens.labels("prompt"), tokens.labels("sampled")
-        self.redacted = self.counter("redacted_calls", "Calls that could be trained on but for what was redacted")
-        self.continuity = self.counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
+        self.redacted = self.counter("redacted_calls", "Calls that cannot be trained on only because of redaction")
+        self.continuity = self.counter("token_continuity", "Policy chats, by how their prompt was sent", "outcome")
         self.rewards = self.counter("rewards", "Recorded rewards")
-        deleted = "Rollouts deleted: by request, or for their age or the store's size"
+        deleted = "Deleted rollouts, by reason: request, age or size of the store"
         self.deleted = self.counter("rollouts_deleted", deleted, "why")
         self._gauges = {name: self.gauge(name, *about) for name, about in _GAUGES.items()}
         queue = "Records that wait for their commit"

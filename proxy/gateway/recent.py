@@ -1,7 +1,7 @@
-"""Remembers the last calls of each rollout, in memory and within bounds.
+"""Keeps the last calls of each rollout, in a limited amount of memory.
 
-`RecentCalls` has calls as recorded: one of them is a new call's parent. `History` has answered calls as the model saw
-them, unredacted: a new call continues one of them by its messages, or by a response's id.
+`RecentCalls` has calls as recorded, to find a new call's parent. `History` has answered calls as the model saw them,
+unredacted, to find the one that a new call continues, by its messages or by a response's id.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ChatOf = Callable[[ModelCall, Mapping[str, Exchange]], Json | None]
 
 
 class RolloutMemory(Generic[Kept]):
-    """Keeps something for each rollout, about `most` bytes in all. The least recently used are dropped first."""
+    """Keeps a value for each rollout, about `most` bytes in all. The least recently kept are dropped first."""
 
     def __init__(self, most: int) -> None:
         self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()
@@ -60,9 +60,9 @@ class RolloutMemory(Generic[Kept]):
 class RecentCall:
     """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once durable.
 
-    `places`: of its messages (`places_of`), if there are tool calls. In bytes: `ends`, the running total over its
-    messages; `fields`, each other field; `size`, all of it; `own`, all but the objects that it shares with its parent
-    (`sharing`).
+    `places`: the places of its messages (`places_of`), if there are tool calls. Sizes in bytes: `ends`, the running
+    total over its messages; `fields`, of each other field; `size`, of the entire request; `own`, without the objects
+    that it shares with its parent (`sharing`).
     """
 
     call_id: str
@@ -77,7 +77,7 @@ class RecentCall:
     own: int = 0
 
     def measure(self, parent: RecentCall | None, shared_messages: int) -> None:
-        """Measure the request's bytes. What it shares with its parent was measured there."""
+        """Measure the request's bytes. What it shares with its parent has been measured already."""
         messages, parent = conversation(self.request), parent or RecentCall("", {})
         self.parent_id, self.ends = parent.call_id, parent.ends[:shared_messages]
         end = shared = self.ends[-1] if self.ends else 0
@@ -96,7 +96,7 @@ class RecentCall:
 def taken(value: Any, most: int = 2**27) -> int:
     """Return about how many bytes a JSON value takes in memory. Stops counting at `most`.
 
-    By lengths: `sys.getsizeof` takes four times as long. CPython uses a byte per ASCII character, else up to four.
+    It adds up lengths: `sys.getsizeof` is four times slower. CPython uses a byte per ASCII character, else up to four.
     """
     size, found = 0, [value]
     for one in found:  # it grows meanwhile
@@ -128,11 +128,11 @@ class RecentCalls:
         return self._calls.get(rollout_id) or []
 
     def add(self, rollout_id: str, call: RecentCall) -> None:
-        """Remember a call that was measured."""
+        """Keep a call that has been measured."""
         self._keep(rollout_id, [*self.of(rollout_id), call][-self._each :])
 
     def ended(self, end: CallEnd) -> None:
-        """Keep the tokens of a call that has ended, if it is still remembered."""
+        """Keep the tokens of a call that has ended, if the call is still kept."""
         calls = self.of(end.rollout_id)
         if end.choices and (call := next((one for one in calls if one.call_id == end.call_id), None)) is not None:
             call.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
@@ -166,10 +166,10 @@ def sharing(request: Json, parent: RecentCall | None, shared_messages: int) -> J
 
 @dataclass(slots=True)
 class Answered:
-    """What is kept of a rollout's answered calls. `seen`: their ids.
+    """What is kept of a rollout's answered calls. `seen`: the ids of these calls.
 
-    `turns`: the newest calls as tokens, newest last. `exchanges`: of Responses calls, by response id. `parents`: the
-    newest calls that were read.
+    `turns`: the newest calls as tokens, newest last. `exchanges`: the Responses calls, by response id. `parents`: the
+    newest calls that were read from the store.
     """
 
     seen: set[str] = field(default_factory=set)
@@ -187,20 +187,20 @@ class History:
     """Keeps the answered calls of recently used rollouts. All others, and other workers' calls, are in the store."""
 
     def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
-        """`chat_of`: a recorded call's chat request; without it there are no turns."""
+        """`chat_of` returns a recorded call's chat request; without it there are no turns."""
         self._calls = store.calls
         self._chat_of: ChatOf = chat_of or (lambda _call, _known: None)
         self._kept = RolloutMemory[Answered](memory)
         self.forget = self._kept.forget
 
     def known(self, rollout_id: str) -> Answered:
-        """Return what is in memory."""
+        """Return what is in memory for the rollout, which counts as a use."""
         kept = self._kept.get(rollout_id) or Answered()
         self._kept.keep(rollout_id, kept, kept.size)
         return kept
 
     async def read(self, rollout_id: str, newest: int = LATELY) -> Answered:
-        """Return what is in memory, and the rollout's `newest` calls that other workers answered."""
+        """Return what is in memory, after adding unseen ones of the rollout's `newest` answered calls in the store."""
         before = self.known(rollout_id).seen.copy()
         answered = await self._calls.answered(rollout_id, newest)
         if not answered:  # it was deleted, perhaps by another process
@@ -219,7 +219,7 @@ class History:
         return kept
 
     async def up_to(self, rollout_id: str, response_id: str) -> list[Exchange]:
-        """Return the exchanges up to a response, oldest first. Raise NotFound if it is unknown."""
+        """Return the exchanges up to a response, oldest first. Raise NotFound if the response is unknown."""
         with suppress(NotFound):
             return exchanges_up_to((await self.read(rollout_id)).exchanges, response_id)
         return exchanges_up_to((await self.read(rollout_id, EVERY)).exchanges, response_id)
@@ -239,7 +239,7 @@ class History:
     def _made(
         self, calls: Sequence[ModelCall], known: dict[str, Exchange]
     ) -> tuple[dict[str, Exchange], list[TokenTurn]]:
-        """The exchanges of recorded calls, and the newest turns. Calls of other APIs are turned into chat first."""
+        """The exchanges of recorded calls, and the newest turns. Calls of other APIs become chat requests first."""
         exchanges = by_response(call for call in calls if call.endpoint == "responses")
         made, known = list[TokenTurn](), exchanges | known
         for call in reversed(calls):

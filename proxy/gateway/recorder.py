@@ -2,7 +2,7 @@
 
 A plain call is four statements: ROLLOUT_SEEN and CALL_START at its start, CALL_END and ROLLOUT_CALL_ENDED at its end.
 Large requests, retries and tool calls add more. `start` returns when its statements are committed; the future that
-`end` returns is done when its are. If too many records wait, further calls wait too.
+`end` returns is done when the end's are. If too many records wait, further calls wait too.
 
 `GroupCommit` writes many records in one commit. Records that arrive during a commit wait for the next; none is dropped.
 """
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 
 class GroupCommit:
-    """The only writer of a process's records. Use it with `async with`; at the end it commits what still waits."""
+    """The only writer of a process's records. Use it with `async with`; on exit it commits all waiting records."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -126,8 +126,8 @@ class GroupCommit:
                 group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
                 await self._write(group)
         except (Exception, asyncio.CancelledError) as error:  # a bug, or cancelled: let nobody wait forever
-            why = "it was cancelled" if isinstance(error, asyncio.CancelledError) else error
-            self._ended = f"records are not written any more: {why!s:.200}; start the proxy again"
+            why = "the writer was cancelled" if isinstance(error, asyncio.CancelledError) else error
+            self._ended = f"records are no longer written: {why!s:.200}; start the proxy again"
             log.critical("%s", self._ended, exc_info=error)
             _resolve([*group, *self._waiting], StoreUnavailable(self._ended))
             self._waiting.clear()
@@ -162,7 +162,7 @@ class GroupCommit:
 class Recorder(GroupCommit):
     """Redacts the records of calls, turns them into statements, and commits them. Run it with `async with`.
 
-    Redaction comes before anything is compared or stored, because earlier calls are found by what was stored of them.
+    A request is redacted before it is compared with earlier ones, because those are known only as stored.
     `on_redacted` is called for every call that cannot be trained on because of redaction.
     """
 
@@ -186,7 +186,7 @@ class Recorder(GroupCommit):
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable.
 
-        Prepares it again, without a parent, if another process has deleted the parent meanwhile.
+        If another process has deleted the call's parent meanwhile, the call is prepared again without a parent.
         """
         size, shown = LARGE if start.request_text is None else len(start.request_text), False
         if self._redactor is not None:
@@ -223,9 +223,9 @@ class Recorder(GroupCommit):
         self._begun[start.call_id] = _Begun(call, None, shown)
 
     def end(self, end: CallEnd, also: Sequence[Statement] = (), *, counted: bool = False) -> asyncio.Future[None]:
-        """Record the outcome of a call, together with `also`. Count it, unless `incomplete` or already `counted`.
+        """Record the outcome of a call, together with `also`. Count the call, unless `incomplete` or already `counted`.
 
-        The future is done when that is durable, or fails with StoreUnavailable.
+        The future is done when the outcome is durable, or fails with StoreUnavailable.
         """
         return self._put_end(*self._prepared_end(end, also, counted=counted))
 
@@ -275,7 +275,7 @@ class Recorder(GroupCommit):
         return end, [(CALL_END, row), *counts, *_tool_calls(end, call), *also], stored_bytes
 
     async def put_in_order(self, end: CallEnd) -> None:
-        """Move an ended imported call to its place by time, and give it the results that arrived before it."""
+        """Move an ended imported call to its place by time, and add the tool results that were recorded before it."""
         if not await self._store.calls.put_in_order(end.rollout_id, end.call_id) or not end.tool_calls:
             return
         calls = await self._store.calls.of(end.rollout_id)
@@ -289,7 +289,7 @@ class Recorder(GroupCommit):
 
 
 class _Begun(NamedTuple):
-    """A running call and its parent. `shown`: the model was shown something that the record has redacted."""
+    """A running call and its parent. `shown`: the model was shown something that is redacted in the record."""
 
     call: RecentCall | None
     parent: RecentCall | None
@@ -333,7 +333,7 @@ def _prepared(
 
 
 def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
-    """The tool calls of an answer. `call`: None if its request is unknown; then the places are unknown too."""
+    """The statements for an answer's tool calls. `call`: None if the request, and so the places, are unknown."""
     place = None
     if end.tool_calls and call is not None:
         call.places = call.places or places_of(call.request)
@@ -345,7 +345,7 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
 
 
 def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], known: int) -> Iterator[Statement]:
-    """The tool results that a request brings after the `known` messages that it shares with its parent."""
+    """The statements for the tool results in a request, after the `known` messages that it shares with its parent."""
     for result, call, place, answer, is_old in results(request, places, known):
         content = dumps(result.content)
         yield (
@@ -367,7 +367,7 @@ def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], 
 
 
 def _readable(row: Json) -> Json:
-    """The row with `?` for characters in names and ids that UTF-8 cannot hold. In JSON they are escaped."""
+    """The row with `?` for characters in names and ids that UTF-8 cannot encode. JSON texts already escape them."""
     return {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
 
 

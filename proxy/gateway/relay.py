@@ -1,6 +1,6 @@
 """The data path (/v1/… and /rollouts/{id}/…/v1/…) as a raw ASGI app: admits requests and passes them on.
 
-If polling or resuming a response brings its end, the end is added to the record of its call.
+If a response that is polled or resumed has ended, its end is added to the record of its call.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_any(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in an unrecorded body, or a form's `model`; {} if it is neither."""
+    """Return an unrecorded body's JSON object, or a form's `model`; {} for any other body."""
     if is_form(body):
         match = form_model(body)
         return {} if match is None else {"model": match[1].decode(errors="replace")}
@@ -143,7 +143,7 @@ class Visit(NamedTuple):
     rollout: RolloutName
 
     def request(self, body: bytes, loan: Loan | None = None, *, identity: bool = False) -> Request:
-        """Return the request as it goes upstream. Once it is sent, the memory loan is returned."""
+        """Return the request to send upstream. Once it is sent, the memory loan is given back."""
         return Request(
             method=self.scope["method"],
             path=self.path,
@@ -157,7 +157,7 @@ class Visit(NamedTuple):
 
 
 class Relay:
-    """Lets requests in, hands model calls to the gateway, and forwards all others unrecorded."""
+    """Admits requests, hands model calls to the gateway, and forwards all others unrecorded."""
 
     def __init__(self, config: Config, keys: Keys, gateway: Gateway, bodies: Bodies) -> None:
         self._keys = keys
@@ -169,7 +169,7 @@ class Relay:
         self._named = {upstream.name: upstream for upstream in config.upstreams}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, path: DataPath | None = None) -> None:
-        """Answer a request. `path`: its path, if already parsed."""
+        """Answer a request. `path`: the request's path, if already parsed."""
         path = path or parse_path(scope["path"]) or DataPath("")
         dialect = DIALECTS.get(path.rest)
         reply = Reply(receive, send, dialect.error_body if dialect else LightningError.body)
@@ -189,7 +189,7 @@ class Relay:
             await _show(reply, InvalidRequest("the request body is nested too deeply"))
         except Exception:
             log.exception("%s %s: internal error", scope["method"], scope["path"])
-            await _show(reply, LightningError("internal error of the proxy; its log says more"))
+            await _show(reply, LightningError("internal error of the proxy; see its log"))
 
     async def _let_in(self, scope: Scope, path: DataPath) -> Visit:
         if not path.rest or not _is_allowed(path.rest):
@@ -255,9 +255,9 @@ class Relay:
             await reply.send(answer.status, answer.headers(keep_length=False), raw)
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
-        """Forward unrecorded. A model named in a JSON body or a form is routed as for recorded calls.
+        """Forward a request unrecorded. A model named in its JSON body or form is routed as for recorded calls.
 
-        Ended responses, and items that stand for a conversation, are recorded on the way.
+        The end of a background response, and the items of a compacted conversation, are recorded on the way.
         """
         body = await in_thread_if_large(len(request.body), partial(parse_any, request.body))
         unnamed, is_response, giver = self._gateway.unnamed, visit.path.startswith(_RESPONSES), None
@@ -272,7 +272,7 @@ class Relay:
         request = request._replace(rollout_id=rollout.rollout_id, identity=is_response)
         with reply.while_connected():
             async with Attempts(self._upstreams, route, request, body) as answer:
-                log.info("%s %s: forwarded, %d", request.method, visit.path, answer.status)
+                log.info("%s %s: forwarded, answered with %d", request.method, visit.path, answer.status)
                 await reply.start(answer.status, answer.headers(keep_length=True))
                 if is_response and answer.status == 200:
                     transcript: Transcript | BufferedTranscript
@@ -303,7 +303,7 @@ class Relay:
         elif giver is not None and is_under_way(giver.response) and response.get("id") == giver.response["id"]:
             if "status" not in response or is_under_way(response):
                 return
-            if giver.call_id not in self._ending:  # two that poll at once write it once
+            if giver.call_id not in self._ending:  # two clients that poll at once record it once
                 ending = asyncio.ensure_future(self._end(unnamed, giver.call_id, transcript, visit))
                 self._ending[giver.call_id] = ending
                 ending.add_done_callback(lambda _: self._ending.pop(giver.call_id))
@@ -312,7 +312,7 @@ class Relay:
     async def _end(
         self, unnamed: UnnamedRollouts, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit
     ) -> None:
-        """End a call with a response that continued after its answer (`background: true`, or a broken stream)."""
+        """Record the end of a call whose response went on after its answer (`background: true`, or a broken stream)."""
         gateway, call = self._gateway, await unnamed.call(call_id)
         if not is_under_way(call.response):
             return
@@ -338,13 +338,13 @@ class Relay:
 async def _show(reply: Reply, error: LightningError) -> None:
     """Send the error. If the answer has begun, leave it unfinished: the server closes the connection."""
     if reply.started:
-        log.warning("answer broken off: %s", error.message)
+        log.warning("the answer was broken off: %s", error.message)
     else:
         await reply.error(error)
 
 
 def _is_allowed(path: str) -> bool:
-    """False for operator routes, including those that a server would see after decoding the path once more."""
+    """Whether a path may be forwarded: it is unambiguous and no operator route, even if a server decodes it again."""
     if path in DIALECTS:
         return True
     for _ in range(3):
@@ -358,7 +358,7 @@ def _is_allowed(path: str) -> bool:
 
 
 def _as_escaped(scope: Scope, path: str) -> str:
-    """The path as the agent escaped it, if that certainly means the checked `path`."""
+    """The path as the agent escaped it if that certainly means the checked `path`, else `path` escaped by us."""
     sent = parse_path(scope["raw_path"].decode())
     return sent.rest if sent and unquote(sent.rest) == path and "\ufffd" not in path else quote(path)
 

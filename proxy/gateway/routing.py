@@ -1,7 +1,7 @@
-"""Decides which upstream, model and policy version a call goes to, and watches that the policy's vLLM serves them.
+"""Decides which upstream, model and policy version a call goes to, and watches that vLLM serves the live version.
 
-A label of weights proves nothing. So `Watch` also sends each server the same question with the same seed: when it
-starts, when another version goes live, and daily. This detects entirely wrong weights, not a single step.
+A server's label for its weights proves nothing. So `Watch` also sends each server the same prompt with the same seed:
+when it starts, when another version goes live, and daily. This detects wrong weights, but not a version one step off.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PolicyRouter:
         except (NotServed, UpstreamTimeout) as error:
             if not fallbacks:
                 raise
-            log.warning("upstream %s: %s; %s gets the call", upstream.name, error, fallbacks[0].upstream.name)
+            log.warning("upstream %s: %s; the call goes to %s", upstream.name, error, fallbacks[0].upstream.name)
             return fallbacks[0]._replace(fallbacks=fallbacks[1:])
         merged, chosen, servers = watch.swap.mode == "merged", live, tuple[str, ...]()
         choose = self._choose if recorded and by_alias else None
@@ -118,10 +118,10 @@ class PolicyRouter:
         else:
             is_served = model == self.alias or model in await self._watch.swap.vllm.first(VllmServer.adapters)
         if not is_served:
-            raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
+            raise NotFound(f"no upstream serves the model {model!r}; add it to an upstream's `models`", param="model")
 
     async def _require_version(self, number: int) -> None:
-        """Make the version served next to the live one. Conflict if that is impossible, NotFound if it is unknown."""
+        """Load the version next to the live one. Raise Conflict if it cannot be served, NotFound if it is unknown."""
         version, live = await self._store.versions.get(number), await self._store.versions.live_now()
         if version.version == live.version:
             return None
@@ -129,8 +129,8 @@ class PolicyRouter:
             why = "no upstream is of kind vllm: there are no policy versions"
         elif self._watch.swap.mode == "merged":
             why = (
-                f"policy version {number} is not served: with policy.publish: merged the live one alone is, version "
-                f"{live.version}; promote it first (`eval --promote` does, and takes it back)"
+                f"policy version {number} is not served: with policy.publish: merged, only the live version "
+                f"{live.version} is; promote {number} first (`eval --promote` does so, and undoes it at its end)"
             )
         elif not self._policy.pin_rollouts:
             why = "with policy.pin_rollouts: false only the live version answers"
@@ -154,7 +154,7 @@ class PolicyRouter:
         return self._named.get(model or "", self._first)
 
     def _fallbacks(self, upstream: UpstreamConfig, model: str | None, renamed: str | None = None) -> Iterator[Route]:
-        """The upstream's fallbacks, each once and followed by its own, except the ones that cannot name the model."""
+        """The upstream's fallbacks, each once and followed by its own, except those without a name for the model."""
         left, seen = [*upstream.fallbacks], set[str]()
         while left:
             other = self._upstreams[left.pop(0)]
@@ -166,7 +166,7 @@ class PolicyRouter:
 
 
 class Watch:
-    """Knows whether vLLM serves the live version. Servers that do not are reported and get no calls."""
+    """Checks whether vLLM serves the live version. Servers that do not are reported and get no calls."""
 
     def __init__(self, config: PolicyConfig, swap: Swap, upstream: UpstreamConfig, health: Health) -> None:
         self.swap, self.upstream, self.health = swap, upstream, health
@@ -201,7 +201,7 @@ class Watch:
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def current(self) -> Wanted:
-        """Return what vLLM should serve. If vLLM is down, the call itself fails. Raises NotServed, UpstreamTimeout."""
+        """Return the versions that vLLM should serve, even while it is down. Raises NotServed, UpstreamTimeout."""
         if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()
@@ -273,14 +273,14 @@ class Watch:
         return problems
 
     def _mend(self, pinned: set[int]) -> asyncio.Task[Problems]:
-        """Repair servers while calls continue. The next check shows where that failed."""
+        """Repair servers while calls continue. The next check shows which repairs failed."""
         if self._mending is None or self._mending.done():
             self._mending = asyncio.create_task(self.swap.restore(pinned))
             self._mending.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._mending
 
     async def _probe(self, server: VllmServer) -> None:
-        """Probe a server that is due, and compare its answer with the version's first one."""
+        """Probe a server that is due, and compare its answer with the first answer of the live version."""
         url, versions, merged = server.base_url, self.swap.store.versions, self.swap.mode == "merged"
         if self.health.problems.get((self.upstream.name, url), "not seen yet") is not None:
             self._probed.pop(url, None)
@@ -315,12 +315,13 @@ class Watch:
                 "the version again"
             )
         if problem != first.problem:
-            log.log(logging.INFO if problem is None else logging.ERROR, "%s", problem or "the live version is back")
+            level = logging.INFO if problem is None else logging.ERROR
+            log.log(level, "%s", problem or f"{self.upstream.server_name(url)} serves the live version again")
         await versions.keep_problem(live.version, problem)
 
 
 def difference(first: list[Any], again: list[Any]) -> float:
-    """Compute the distance between two answers in nats, up to where their tokens differ; NaN if unknown."""
+    """Return the mean difference of two answers' log-probabilities, up to where the tokens differ; NaN if unknown."""
     found: list[float] = []
     for (token, before), (other, now) in zip(first, again, strict=False):
         if not (both := before.keys() & now.keys()):

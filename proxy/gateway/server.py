@@ -1,7 +1,7 @@
-"""Changes how uvicorn reads HTTP/1.1, lets answers know that the server stops, and limits silent connections.
+"""Changes how uvicorn reads HTTP/1.1, tells answers that the server is stopping, and limits silent connections.
 
 Trailers are dropped: they come after the headers have been acted on. Upgrades are ignored: some clients ask for HTTP/2
-with every request. Connections hold a file each, calls another: silent ones get a part of them.
+with every request. A connection holds a file, and a call one more, so silent connections may hold only some of them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .asgi import SLOW_BYTES, SLOW_S, Loan, Memory
 log = logging.getLogger(__name__)
 
 HEAD_S = 10.0  # that a request's head may take
-UNTAKEN_S = 60.0  # in which a client takes a part of its answer
+UNTAKEN_S = 60.0  # in which a client has to read a part of its answer
 UNTAKEN_WITHOUT_KEY = 2**26  # bytes of answers that clients without a key leave untaken, all together
-WITHOUT_KEY_S = 1.0  # for which a request without a key keeps its place where all are taken
+WITHOUT_KEY_S = 1.0  # for which a request without a key keeps its place when there is no other
 _PROBE_PATHS = (b"/healthz", b"/readyz", b"/metrics")
 OWN_FILES = 64  # of the process: store, log, threads' pipes, connections of our own to model servers
 FILES_OF_A_CALL = 2
@@ -65,7 +65,7 @@ def calls_at_once(files: int) -> int:
 
 
 class Connections:
-    """Closes silent connections, oldest first, if there are many; for too many calls, those without a key."""
+    """Closes the oldest silent connections if there are too many; with too many calls, an idle one without a key."""
 
     def __init__(self, files: int) -> None:
         self._calls, self._room, self._logged_at = calls_at_once(files), files - OWN_FILES, -LOG_EVERY_S
@@ -74,7 +74,7 @@ class Connections:
         self.without_key = Memory(UNTAKEN_WITHOUT_KEY, UNTAKEN_WITHOUT_KEY)  # for answers that are not taken
 
     def began(self, connection: ServerProtocol, *, is_probe: bool) -> bool:
-        """Note that a request's head has arrived. Return False if there is no place for another call."""
+        """Note that a request's head has arrived. Return False if there is no room for another call."""
         if connection not in self.at_work and len(self.at_work) >= self._calls + is_probe * PROBES:
             idle = next((one for one in self.at_work if one.is_idle_without_key), None)
             self.lost(idle or connection)
@@ -98,7 +98,7 @@ class Connections:
             self.lost(oldest)
             oldest.close_silent()
             if monotonic() > self._logged_at + LOG_EVERY_S:
-                log.warning("silent connections are closed: %d may be open now", allowed)
+                log.warning("closing silent connections: at most %d may be open now", allowed)
                 self._logged_at = monotonic()
 
 
@@ -151,7 +151,7 @@ class _Joining:
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. In HTTP/1.0 the connection's end ends the answer; a reset shows that it broke off."""
+    """A request and its answer. In HTTP/1.0, closing the connection ends an answer; resetting it shows a broken one."""
 
     _has_length = True
 
@@ -254,7 +254,7 @@ class ServerProtocol(HttpToolsProtocol):
         super().shutdown()
 
     def close_silent(self) -> None:
-        """Close the connection while it has no request under way."""
+        """Close this connection, which has no request under way."""
         self.transport.close()
         if self.transport.get_write_buffer_size():  # the end of an answer is still to go
             self.loop.call_later(HEAD_S, self.transport.abort)
@@ -307,7 +307,7 @@ class ServerProtocol(HttpToolsProtocol):
 
     @property
     def is_idle_without_key(self) -> bool:
-        """Return whether its request had no key and its answer is unread or slow."""
+        """Return whether the request had no key and its answer is unread or slow."""
         waits = self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._requested_at + WITHOUT_KEY_S
         return waits and "caller" not in self._state
 

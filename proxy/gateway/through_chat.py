@@ -1,4 +1,4 @@
-"""Finds the chat request that a request for Messages or Responses stands for, its earlier turns included."""
+"""Translates a Messages or Responses request, with its earlier turns, into a chat request."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .upstream import Request, Route
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
-UNKNOWN_PREVIOUS = "unknown previous_response_id on the server's own route: send the entire conversation"
-NOT_AS_CHAT = "the chat route, which gives token ids, cannot stand for it"
+UNKNOWN_PREVIOUS = "the server's own route cannot find previous_response_id: send the entire conversation"
+NOT_AS_CHAT = "the request cannot use the chat route, which gives token ids"
 
-_NOT_NOW = frozenset({401, 403, 429})  # it did not let this request in; it may the next one
+_NOT_NOW = frozenset({401, 403, 429})  # it refused this request; it may accept the next one
 
 
 class ChatDecision(NamedTuple):
@@ -45,7 +45,7 @@ class ChatDecision(NamedTuple):
 
 
 class ChatRoute:
-    """Sends the policy's calls, and calls that continue them, through the chat route: only that returns tokens."""
+    """Sends the policy's calls, and calls that continue them, through the chat route: only it returns tokens."""
 
     def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
         self.translators = TRANSLATORS if config.dialects_through_chat else {}  # by endpoint
@@ -58,7 +58,7 @@ class ChatRoute:
         previous = previous if isinstance(previous, str) else ""
         continued = self.history.known(rollout_id).exchanges.get(previous)
         is_policys = route.version is not None and route.upstream.kind == "vllm"
-        if not (is_policys or (continued and continued.by_chat)):  # no server knows a response of chat's
+        if not (is_policys or (continued and continued.by_chat)):  # no server keeps a response of the chat route
             return ChatDecision()
         earlier = await self.history.up_to(rollout_id, previous) if previous else []
         if any(exchange.redacted for exchange in earlier):  # the model must not be shown masks
@@ -82,7 +82,7 @@ class ChatRoute:
                 raise InvalidRequest(f"{reason}; {UNKNOWN_PREVIOUS}", param="previous_response_id") from None
             return ChatDecision(reason=reason)
         except MALFORMED as error:  # vLLM says what is wrong with it
-            log.info("a request for %s goes unchanged: %r", endpoint, error)
+            log.info("a request for %s is forwarded unchanged: %r", endpoint, error)
             return ChatDecision()
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
@@ -102,7 +102,7 @@ class ChatRoute:
 
 
 class Templates:
-    """Knows the chat templates of probed servers. A server that could not answer is probed again."""
+    """Keeps what probes found out about servers' chat templates. A server that could not answer is probed again."""
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
@@ -133,7 +133,7 @@ class Templates:
             answers = await asyncio.gather(*(ask(path, body) for path, body in PROBES.values()))
             if not any(status in _NOT_NOW or status >= 500 for status, _ in answers):
                 return learn(dict(zip(PROBES, answers, strict=True)))
-        except LightningError as error:  # the call itself will meet it, too
-            log.info("upstream %s: its chat template is not known: %s", name, error.message)
+        except LightningError as error:  # the call itself will fail in the same way
+            log.info("upstream %s: its chat template cannot be probed: %s", name, error.message)
         del self._asked[name]
         return Template()

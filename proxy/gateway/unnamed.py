@@ -1,4 +1,4 @@
-"""Finds the rollout of an unnamed request: the rollout that has the conversation it continues.
+"""Finds the rollout of a request that names none: the rollout with the conversation that the request continues.
 
 The index is written in the same commit as the call's record, so it survives restarts and all workers share it. Named
 rollouts cost nothing here.
@@ -51,10 +51,10 @@ _FORCED = ("required", "any")  # what `tool_choice` is where the model has to ca
 
 
 class Conversation:
-    """A request that names no rollout: its atoms, and a state for each of their beginnings.
+    """A request that names no rollout: its atoms, and the state after each of them.
 
-    `size`: in bytes; large ones are handled in a thread. `within`: its key, task and mode, because other conversations
-    may have the same messages.
+    `size`: its bytes; large requests are handled in a thread. `within`: its key, task and mode; other conversations
+    with the same messages may differ in these.
     """
 
     def __init__(self, caller: str, name: RolloutName, request: Json, size: int = 0) -> None:
@@ -65,16 +65,16 @@ class Conversation:
         self._system = digest("", *(atom.what for atom in self.atoms if atom.who == "system"))
 
     def points(self, state: State) -> tuple[bytes, bytes]:
-        """Return the digests of a point: with system prompts and tool results, and without."""
+        """Return two digests of a state: with system prompts and tool results, and without."""
         return digest(self.within, self._system, state.exact), digest(self.within, state.loose)
 
     def asked(self) -> bytes:
-        """Return the digest of the request, including ids: requests of two agents may differ only in these."""
+        """Return the digest of the request, including ids: the requests of two agents may differ only in ids."""
         ids = (atom.who for atom in self.atoms if atom.kind != "text")
         return digest(self.within, "asked", self._system, self.begun[-1].exact if self.begun else b"", *ids)
 
     def ends(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the points that end in an answer, as far as the request shows, the longest first.
+        """Yield the digests of each beginning that ends in an answer, as far as the request shows, the longest first.
 
         An answer may have been empty; then two user messages follow each other.
         """
@@ -86,10 +86,10 @@ class Conversation:
             after = atom
 
     def extended_by(self, answer: list[Atom]) -> Iterator[State]:
-        """Yield the states of the request with an answer added.
+        """Yield the states of the request with an answer added, as clients may send the answer back.
 
-        A forced tool call is a structured answer, which may come back as text: a second state. A third one is the
-        answer without the thoughts at the beginning of its text, which many clients leave out.
+        Many clients leave out the thoughts at the beginning of its text. A forced tool call is a structured answer,
+        which may come back as text.
         """
         yield self._then(answer)
         if answer and answer[0].who == "assistant" and (plain := without_thoughts(answer[0].what)) != answer[0].what:
@@ -117,17 +117,17 @@ class UnnamedRollouts:
     async def find(self, conversation: Conversation, *, is_retry: bool = False) -> str | None:
         """Return the rollout that a request continues, or the one of a client's retry; None if there is none.
 
-        It tries, in this order: the same request, if it failed or the client says that it retries; ids that only one
-        answer has; the longest beginning that was answered; text of an answer, in an edited or summarised history or in
-        a sub-agent's order. Example, calls with one key:
+        It looks, in this order, for the same request, if it failed or the client says that it retries; ids that only
+        one answer has; the longest beginning that was answered; text of an answer, in an edited or summarised history
+        or in a sub-agent's instructions. Example, calls with one key:
 
             r1   user: go                                         answer: call f(1), id X
             r2   user: go                                         answer: call f(2), id X
                  user: go · call f(2), id Z · result 5            continues r2: "go, f(2)" was answered there alone
-                 user: He said "The tower was built in 1881."     continues the rollout that said so
+                 user: He said "The tower was built in 1881."     continues the rollout with this text in an answer
 
-        The entry is consumed: the next request like this one continues another rollout. A retry's waits until its start
-        is recorded: were it killed before, the next one finds it. Raises StoreUnavailable.
+        The entry found is consumed: the next request like this one continues another rollout. A retry's entry is kept
+        until the retry's start is recorded, so that a further retry would still find it. Raises StoreUnavailable.
         """
         index, within, request = self._index, conversation.within, conversation.request
         if is_retry or conversation.atoms:
@@ -146,7 +146,7 @@ class UnnamedRollouts:
         for point in islice(conversation.ends(), BEGINNINGS):
             if rollout := await index.rollout_at(*point):
                 return rollout
-        by_users = dict[str, None]()  # they may quote several, such as a summary's and the one that it is of
+        by_users = dict[str, None]()  # a user may quote several, such as a summary and the rollout that it summarises
         for is_answer, quotation in await in_thread_if_large(
             conversation.size, lambda: [*islice(quotations(within, conversation.atoms), QUOTATIONS)]
         ):
@@ -163,12 +163,12 @@ class UnnamedRollouts:
         return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
 
     async def call(self, call_id: str) -> ModelCall:
-        """Return a call that `giver` found."""
+        """Return a call whose id `giver` returned."""
         (call,) = await self._calls.some([call_id], {})
         return call
 
     async def compacted(self, caller: str, request: Json, name: RolloutName, response: Json) -> None:
-        """Remember that items that stand for a long conversation lead to that conversation's rollout."""
+        """Remember that the items of a compacted conversation lead to its rollout."""
         conversation = await asyncio.to_thread(Conversation, caller, name, request)
         if (rollout_id := await self.find(conversation)) is not None:
             digests = {digest(conversation.within, "id", mark) for mark in answer_marks(response)}
@@ -184,14 +184,14 @@ def start_statements(start: CallStart, conversation: Conversation) -> list[State
 
 
 def end_statements(start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
-    """Return statements that let requests that continue an answered call find it.
+    """Return statements that let requests find the answered call that they continue.
 
-    For a failed call there are none, unless its response continues: then the response's id.
+    A failed call has none, except for the id of a response that is still under way.
     """
     try:
         return list(_end_statements(start, conversation, end)) if isinstance(end.response, dict) else []
     except Exception:  # the call is recorded whatever its answer looks like
-        log.exception("call %s: its conversation is not remembered", end.call_id)
+        log.exception("call %s: later requests cannot find its conversation", end.call_id)
         return []
 
 

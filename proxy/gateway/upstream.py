@@ -47,7 +47,7 @@ IDLE_CLOSED_S = 1.0  # in which a server refuses what comes over a connection th
 
 
 class Route(NamedTuple):
-    """Where a call goes, with fallbacks in order for when the upstream does not answer."""
+    """Where a call goes, with the fallbacks to try, in order, if the upstream does not answer."""
 
     upstream: UpstreamConfig
     model: str | None  # None: the agent's
@@ -93,7 +93,7 @@ _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
 
 class Answer(ABC):
-    """An upstream's answer that has begun: its status and headers are known. `is_stream`: of server-sent events."""
+    """An upstream's answer that has begun: its status and headers are known. `is_stream`: it is an event stream."""
 
     _ahead = b""  # was read, and waits for `piece`
 
@@ -117,14 +117,14 @@ class Answer(ABC):
         return False
 
     async def piece(self) -> bytes:
-        """Return the next bytes, b"" at the end. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout."""
+        """Return the body's next bytes, b"" at the end. Raises UpstreamTimeout or UpstreamUnreachable."""
         if not self._ahead:
             return await self._next()
         data, self._ahead = self._ahead, b""
         return data
 
     async def read(self) -> bytes:
-        """Return the entire body, which `piece` and `read` will return again. Raises what `piece` does."""
+        """Return the entire body; the next `piece` or `read` returns it again. Raises the same errors as `piece`."""
         parts = []
         while data := await self.piece():
             parts.append(data)
@@ -147,7 +147,7 @@ class Answer(ABC):
 
 
 class Upstream(Protocol):
-    """One configured upstream in use."""
+    """A configured upstream that requests can be sent to."""
 
     async def open(self, request: Request) -> Answer:
         """Send the request and wait for the answer to begin. Raises NoConnection, UpstreamUnreachable, Unsupported."""
@@ -165,7 +165,7 @@ class NoConnectionInTime(UpstreamTimeout, NoConnection):
 
 
 class KeyMask:
-    """Masks the upstream's keys in one answer with asterisks: some servers name a refused key, or echo it."""
+    """Masks the upstream's keys in one answer with asterisks: some servers quote a refused key, or echo it."""
 
     def __init__(self, *keys: str) -> None:
         self._keys = [key.encode() for key in keys]
@@ -239,7 +239,7 @@ class _Protocol(ResponseHandler):
 
 
 def make_session() -> aiohttp.ClientSession:
-    """Return a session without a connection limit, which reports how connections end."""
+    """Return a session without a connection limit. Its connections report malformed answers as errors."""
     # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=4)
     connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
@@ -247,7 +247,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class HttpUpstream(Upstream):
-    """Calls servers that speak the agents' protocol: one, or replicas. aiohttp's session takes three times as long."""
+    """Sends requests to a server or its replicas over aiohttp's connections: its session takes three times as long."""
 
     def __init__(
         self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health, vouching: Mapping[str, str]
@@ -263,7 +263,7 @@ class HttpUpstream(Upstream):
         }
 
     async def open(self, request: Request) -> HttpAnswer:
-        """Send the request to the rollout's server, which has its cache; if it cannot be reached, to the next one."""
+        """Send the request to the server with the rollout's prefix cache, or to the next one that can be reached."""
         allowed = request.servers or self._config.urls
         if len(self._config.urls) == 1:
             return await self._open(self._config.urls[0], request)
@@ -276,11 +276,11 @@ class HttpUpstream(Upstream):
             try:
                 return await self._open(url, request)
             except NoConnection as error:
-                log.warning("%s; the next replica is tried", error.message)
+                log.warning("%s; trying the next replica", error.message)
         return await self._open(last, request)
 
     async def _open(self, base_url: str, request: Request) -> HttpAnswer:
-        """Send the request. Repeat it on a new connection if the server had already closed this one."""
+        """Send the request. If the server had already closed the idle connection, send it again on a new one."""
         config, anew = self._config, False
         try:
             async with asyncio.timeout(config.first_byte_timeout_s):
@@ -290,12 +290,12 @@ class HttpUpstream(Upstream):
         except aiohttp.ClientConnectorError as error:
             raise NoConnection(f"upstream {config.name} cannot be reached: {why_it_failed(error)}") from None
         except TimeoutError:
-            raise UpstreamTimeout(f"upstream {config.name}: no answer within {config.first_byte_timeout_s} s") from None
+            raise UpstreamTimeout(f"upstream {config.name} sent no answer in {config.first_byte_timeout_s} s") from None
         except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             raise _broken_off(config, error) from None
 
     async def _send(self, base_url: str, request: Request, *, anew: bool) -> HttpAnswer | None:
-        """Send the request. Return the answer once its head is there; None if the connection was closed while idle."""
+        """Send the request. Return the answer once its head is there; None if the server had closed the connection."""
         config, way, url = self._config, self._ways[base_url], _url(base_url, request.path, request.query)
         try:
             connection = await self._connector.connect(way, [], self._timeout)
@@ -303,7 +303,7 @@ class HttpUpstream(Upstream):
                 connection.close()
                 connection = await self._connector.connect(way, [], self._timeout)
         except TimeoutError:
-            why = f"upstream {config.name}: no connection within {config.connect_timeout_s} s"
+            why = f"upstream {config.name} accepted no connection within {config.connect_timeout_s} s"
             raise NoConnectionInTime(why) from None
         protocol, asked_at = connection.protocol, monotonic()
         assert isinstance(protocol, _Protocol)
@@ -323,7 +323,7 @@ class HttpUpstream(Upstream):
         return HttpAnswer(config, connection, begun, base=way.url, url=url, decodes=request.identity)
 
     def _head(self, way: aiohttp.ClientRequest, url: URL, request: Request) -> bytes:
-        """The request line (the full URL for a proxy) and headers: the agent's, without those for us, and our own."""
+        """The request line (the full URL for an HTTP proxy), the agent's headers except those for us, and our own."""
         config, own = self._config, dict(self._vouching)
         if config.session_header and request.rollout_id:
             own[config.session_header.lower().encode()] = request.rollout_id.encode()
@@ -371,7 +371,7 @@ class HttpAnswer(Answer):
     __del__ = release
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the upstream's headers, without hop-by-hop headers and an encoding that was undone."""
+        """Return the upstream's headers, without hop-by-hop ones, and without the encoding if the body was decoded."""
         message, mask = self._message, self._mask
         headers = [(name.lower(), value) for name, value in message.raw_headers]
         dropped = _HOP_BY_HOP.union(_named_by_connection(headers))
@@ -385,7 +385,7 @@ class HttpAnswer(Answer):
         return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
 
     def _location(self, value: bytes) -> bytes:
-        """A redirect's target, made relative if it is within the upstream (any scheme): the agent stays with us."""
+        """A redirect's target, made relative if it is within the upstream (any scheme), so that it leads back to us."""
         if not value.startswith((b"/", b"http://", b"https://")):
             return value
         try:
@@ -405,7 +405,7 @@ class HttpAnswer(Answer):
             while mask is not None and data and not (data := mask.feed(data)):
                 data = await self._content.readany()
         except TimeoutError:
-            raise UpstreamTimeout(f"upstream {config.name}: nothing for {config.idle_timeout_s} s") from None
+            raise UpstreamTimeout(f"upstream {config.name} sent nothing for {config.idle_timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _broken_off(config, error) from None
         return data if data or mask is None else mask.end()
@@ -425,6 +425,6 @@ def _url(base_url: str, path: str, query: bytes) -> URL:
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
-    """The error to show for an answer that broke off. aiohttp's own error may quote received data."""
+    """The error for an answer that broke off, with keys masked: aiohttp's errors may quote received data."""
     text = KeyMask(*upstream.masked).once(why_it_failed(error).encode()).decode()
     return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text}")

@@ -158,7 +158,7 @@ def test_a_header_that_decides_is_there_once_and_none_gets_in_by_an_id(proxy: Pr
     for name, path in itertools.product(names, (b"/v1/files", b"/rollouts")):
         twice = b"%b: 127.0.0.1\r\n%b: localhost\r\n" % (name, name)
         (answer,) = send(proxy.url, get(path, twice if name == b"Host" else HOST + twice))
-        assert statuses([answer]) == [400] and name.lower() + b" is there more than once" in answer, name
+        assert statuses([answer]) == [400] and name.lower() + b" is sent more than once" in answer, name
     names = b"X-Rollout-Id X-Task-Id X-Agent-Name X-Rollout-Mode".split()
     for name, value in itertools.product(names, (b"a%0d%0aX-Evil: 1", b"a\x0bX-Evil: 1")):
         (answer,) = send(proxy.url, CHAT + name + b": " + value + b"\r\n" + LENGTH + b"\r\n" + BODY)

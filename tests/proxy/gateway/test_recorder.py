@@ -164,5 +164,5 @@ async def test_where_the_writing_task_failed_calls_are_refused_and_the_proxy_is_
                 answers = await asyncio.gather(*(system.chat(f"r{n}") for n in range(3)))
         assert {status for status, _ in [*answers, await system.chat("after")]} == {503}
         status, view = await system.call("GET", "/readyz")
-        assert status == 503 and "records are not written any more: a fault of the writer's own" in view["store"]
+        assert status == 503 and "records are no longer written: a fault of the writer's own" in view["store"]
     assert "start the proxy again" in caplog.text
