@@ -29,10 +29,11 @@ REFRESH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request: its rollout, if the key was made for one, and whether it may use a keyless upstream.
+    """The sender of a request. `rollout`: the rollout that its key was made for, if any.
 
-    `key_id`: the stored key behind it, if any. `own`: it sees and rewards only what was opened with that key.
-    `evidence`: its rewards count in the test of a new version. `name`: of its key in the log.
+    `forward_authorization`: upstreams without a configured key get the sender's own. `key_id`: its stored key, if any.
+    `own`: it sees and rewards only rollouts opened with that key. `evidence`: its rewards count in the test of a new
+    version. `name`: the name of its key in the log.
     """
 
     rollout: RolloutKey | None = None
@@ -52,7 +53,7 @@ class Caller:
 
     @property
     def owner(self) -> Hashable:
-        """Return the owner of a request's share of memory: a key together with the rollout keys made with it."""
+        """Return the owner of a request's share of memory: a key, or all rollout keys made with a key."""
         return self.key_id or self.name, self.rollout is not None
 
     @property
@@ -62,7 +63,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """Return the key that opened all rollouts it may see; None: it sees all (`Keys.require` checks one rollout)."""
+        """Return the key that opened all rollouts that the caller may see; None: no limit, except in `Keys.require`."""
         return self.key_id if self.own else None
 
     def shown(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class Caller:
 class Keys:
     """Checks the keys of requests. Until the first key is made, everybody on this machine is let in.
 
-    All stored keys are read together, twice a second or when the store reports a change, so no request reads a table.
+    All stored keys are read together, twice a second, so that no request reads their table.
     Revoked keys still count as made: revoking the last key, or the last admin key, lets nobody in who was kept out
     before.
     """
@@ -170,7 +171,7 @@ class Keys:
         return self._anybody
 
     async def require(self, caller: Caller, rollout_ids: Iterable[str]) -> None:
-        """Allow access to these rollouts. Raise Forbidden for others than a key's own, NotFound for other tenants'."""
+        """Raise Forbidden if these are not the one rollout of a rollout's key, NotFound if one is another tenant's."""
         wanted = {*rollout_ids}
         if caller.rollout_id is not None and wanted != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
@@ -178,7 +179,7 @@ class Keys:
             raise NotFound(f"no rollout {other!r}", param="rollout_id")
 
     def require_admin(self, caller: Caller) -> None:
-        """Let admins in. If there is no admin key, let in agents that may see all; if there is no key, everybody."""
+        """Raise Unauthorized unless the caller is an admin or, while no admin key exists, may see all rollouts."""
         if not caller.is_admin and (self._has_admins or caller.own or caller.rollout is not None):
             raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")
 
@@ -230,7 +231,7 @@ def log_change(change: str, *, once: bool = False, **fields: Any) -> None:
 
 
 def log_keys(before: Sequence[StoredKey], after: Sequence[StoredKey]) -> None:
-    """Log keys that commands made, revoked or purged in the store since the last look."""
+    """Log keys that commands made, revoked or purged in the store since the last check."""
     old, new = {key.key_id: key for key in before}, {key.key_id: key for key in after}
     for key_id, key in (old | new).items():
         changes = []

@@ -1,7 +1,7 @@
 """Limits each key: requests and tokens per minute, requests at once, and what it sees of the record.
 
-A key made with `--scope own` sees the rollouts that were opened with it, and numbers computed from these alone. It is
-not shown what the trainer, a gate or an optimisation made of everybody's rollouts.
+A key made with `--scope own` sees the rollouts that were opened with it, and numbers computed from these alone. It does
+not see what the trainer, a gate or an optimisation computed from everybody's rollouts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bucket:
 
 
 class Limiter:
-    """Counts the requests of one key, and the tokens that they `spend` once these are known."""
+    """Counts the requests of one key and, once their number is known, the tokens of these requests."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class Limiter:
     def counted(self, *, answers: bool = True, reads: bool = False) -> Iterator[None]:
         """Count a request for the duration of the block. Raise RateLimited, and count nothing, if a limit is reached.
 
-        `answers`: a model answers it, so it needs tokens. `reads`: it does not count as one of the requests at once.
+        `answers`: a model answers it, so it needs tokens. `reads`: it does not count towards `concurrent`.
         """
         now = self._clock()
         if self._concurrent is not None and not reads and self._running >= self._concurrent:
@@ -84,7 +84,7 @@ class Limiter:
             self._running -= not reads
 
     def spend(self, end: CallEnd, request_bytes: int) -> None:
-        """Count the tokens of an ended call: from its usage, or else those seen, or else a guess."""
+        """Count the tokens of an ended call: by its usage, or else its token ids, or else an estimate."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
 
@@ -92,7 +92,7 @@ class Limiter:
 def _tokens(end: CallEnd, request_bytes: int) -> float:
     """The number of tokens in prompt and answer.
 
-    A streamed answer may come without usage. Then each `BYTES_A_TOKEN` bytes of request and answer count as a token.
+    A streamed answer may have no usage. Without token ids either, `BYTES_A_TOKEN` bytes count as a token.
     """
     if (counted := used(end.usage)) is not None:
         return counted.input + counted.output
@@ -103,7 +103,7 @@ def _tokens(end: CallEnd, request_bytes: int) -> float:
 
 Kind = Literal["policy", "version", "step", "status"]
 
-# What numbers made of everybody's rollouts, and paths, are for a caller who sees only its own, by kind of view.
+# What replaces paths and numbers computed from everybody's rollouts, for a caller who sees only its own, by view.
 OF_ALL: Mapping[Kind, dict[str, Any]] = {
     "policy": {"last_step": None, "collapse": None},
     "version": {"path": None, "metrics": {}, "error": None},
