@@ -12,7 +12,7 @@ from ...core.records import ID
 
 ID_PATTERN = f"^{ID.pattern}$"
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
-# In paths and queries they are checked with more to say than 422: their patterns are only for the document.
+# Our routes check ids in paths and queries, with better errors than 422: the patterns are only for the document.
 PathId = Annotated[str, Path(json_schema_extra={"pattern": ID_PATTERN})]
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]

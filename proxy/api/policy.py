@@ -139,8 +139,8 @@ class Compared:
     """A comparison of two versions on the tasks that both had. Each task counts once, however many rollouts it has.
 
     `rollouts_a`, `rollouts_b`: all rewarded rollouts of the mode that have a task, in common or not.
-    `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` has it. These
-    are null if there is no common task.
+    `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` shows it.
+    The means, `difference` and `interval` are null if there is no common task.
     """
 
     a: int

@@ -1,4 +1,4 @@
-"""Requests to the control API: admits them before their body is read, gives them the proxy's parts, sends answers."""
+"""Admits requests to the control API before it reads their bodies, gives them the proxy's parts, sends answers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from ..gateway.routing import PolicyRouter, Watch
 from ..hooks import OnDeleted, ProxyPlugin
 from .bodies import ERRORS
 
-# For the OpenAPI document alone: `Keys` reads them, and is asked first.
+# Only for the OpenAPI document: `Keys` checks the keys, before FastAPI sees the request.
 _ANY = "Any of the proxy's keys. None is needed until the first one is made."
-_ADMIN = "An admin's key. Where there is none, any key that sees all rollouts."
+_ADMIN = "An admin's key. Without any admin key, any key that sees all rollouts."
 _KEYS = [
     Security(HTTPBearer(scheme_name="key", description=_ANY, auto_error=False)),
     Security(APIKeyHeader(name="x-api-key", scheme_name="key in a header", auto_error=False)),
@@ -73,7 +73,7 @@ class Parts:
         return self.mode if self.swap is None else self.swap.mode
 
     def forget(self, rollout_id: str, why: str) -> None:
-        """Forget a deleted rollout in memory."""
+        """Drop a deleted rollout from memory, and count it."""
         for forget in self.on_deleted:
             forget(rollout_id)
         self.metrics.deleted.labels(why).inc()
@@ -106,7 +106,7 @@ OwnKey = Annotated[str | None, Depends(_own_key)]
 
 
 async def json_response(value: Any) -> Response:
-    """Return a JSON response, encoded in a thread as in the store: FastAPI is slow, and UTF-8 cannot hold every text.
+    """Return a JSON response, encoded in a thread as for the store: FastAPI is slow, and UTF-8 cannot hold every text.
 
     It is sent in parts. Each part is sent when the one before has left, and then freed.
     """
@@ -121,10 +121,10 @@ async def json_response(value: Any) -> Response:
 
 
 class AgentRoute(APIRoute):
-    """A route for any key, even a rollout's own. If it has a `rollout_id`, the caller must be able to see that.
+    """A route for any key, even a rollout's own. The caller must be able to see a rollout that the path names.
 
-    Its handler may ask for a `ControlRequest`. What it returns, records included, is encoded unchanged; the response
-    model is only for the OpenAPI document.
+    The handler may take a `ControlRequest`. What the handler returns, records included, is encoded unchanged; the
+    response model is only for the OpenAPI document.
     """
 
     lets_in: ClassVar[Literal["agents", "users", "admins"]] = "agents"
@@ -137,7 +137,7 @@ class AgentRoute(APIRoute):
                 return made
             try:
                 return await json_response(made)
-            except TypeError:  # FastAPI knows more types
+            except TypeError:  # FastAPI can encode more types
                 return made
 
         options["dependencies"] = options["dependencies"] + (_ADMIN_KEYS if self.lets_in == "admins" else _KEYS)
@@ -201,7 +201,7 @@ def require_may_reward(caller: Caller) -> None:
 
 
 class _UntilSent(Response):
-    """A response. Its request counts until all of the response has left, and its memory loan shrinks with each part."""
+    """A response. Its request counts until all of the response has left, and its memory loan shrinks part by part."""
 
     def __init__(self, response: Response, loan: Loan, held: ExitStack) -> None:
         self._response, self._loan, self._held = response, loan, held

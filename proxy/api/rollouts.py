@@ -1,4 +1,4 @@
-"""`/rollouts`: opens, reads, ends and deletes them; `/reward`; `/tasks`: rewards over time."""
+"""`/rollouts` opens, reads, ends and deletes rollouts; `/reward` records rewards; `/tasks` lists rewards over time."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ admins = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=AdminRoute
 
 
 class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties": False}):
-    """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model is available.
+    """Opens `n` sibling rollouts of one task. With `n: 0`, only checks that the model is available.
 
-    `policy_version` or `model`: what answers the policy's alias in them instead of the live version. Without
-    `may_reward`, their keys may only call the model. `sibling_of`: they join this rollout's task and group, such as
-    the failed one that a new attempt replaces.
+    `policy_version` or `model`: what answers for the policy's alias instead of the live version. Without `may_reward`,
+    their keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as a failed one
+    that a new attempt replaces.
     """
 
     task_id: Id | None = None
@@ -86,7 +86,8 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
         await p.keys.require(caller, [body.sibling_of])
         task_id = (await p.store.rollouts.get(body.sibling_of)).task_id
         if body.task_id not in (None, task_id):
-            raise Unprocessable(f"sibling_of: its task is {task_id!r}, not {body.task_id!r}", param="sibling_of")
+            why = f"sibling_of: the task of this rollout is {task_id!r}, not {body.task_id!r}"
+            raise Unprocessable(why, param="sibling_of")
         body.task_id = task_id
     await p.router.require(body.policy_version, body.model)
     for plugin, fields in added:
@@ -114,7 +115,7 @@ def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[Pro
             if (model := dict(plugin.fields).get(RolloutsBody)) is not None:
                 own = {name: given.pop(name) for name in model.model_fields if name in given}
                 found.append((plugin, model.model_validate(own)))
-        Body.model_validate(given)  # refuses what is nobody's
+        Body.model_validate(given)  # refuses unknown fields
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from None
     return found
@@ -130,9 +131,9 @@ def _metadata(p: Parts, body: RolloutsBody) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRollout(Rollout, Summary):
-    """A listed rollout. With `words`: first words of its first request and last answer, model, key name, latency.
+    """A listed rollout. With `words`, it has the first words of its first request and last answer, model, key, latency.
 
-    `awaits_reward`: as in the answer about one rollout. `last_call`, with `words`: the status of its last call.
+    `awaits_reward`: as in `GET /rollouts/{id}`. `last_call`, with `words`: the status of its last call.
     """
 
     awaits_reward: bool
@@ -161,9 +162,9 @@ class RolloutQuery(BaseModel):
 async def list_rollouts(request: ControlRequest, query: Annotated[RolloutQuery, Query()]) -> dict[str, Any]:
     """Rollouts, newest first, a page at a time.
 
-    `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id, `key` a
-    key's name. With one of these, or with a reward, version, step or model, each request searches a limited number: a
-    page may be short; follow `next_cursor` for more. With `words`, each has its first words, model, key and latency.
+    `since` is a Unix time, `text` is searched for in requests and answers, `prefix` is the beginning of an id, and
+    `key` a key's name. With one of these, or with a reward, version, step or model, a request searches only some of the
+    rollouts: the page may be short; follow `next_cursor` for more. `words` adds first words, model, key and latency.
     """
     store, sees = request.parts.store, request.caller.sees
     filters = query.model_dump(exclude={"words", "limit", "cursor"}, exclude_none=True)
@@ -183,7 +184,7 @@ def _only(key_id: str | None) -> dict[str, str]:
 
 
 class RolloutDetail(BaseModel):
-    """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
+    """A rollout's fields, with its calls in order (`calls`) and their number (`call_count`).
 
     `events`: what the agent posted between calls, each with the `seq` of the next call. `awaits_reward`: the reward
     function (`rewards.function`) has not scored it yet.
@@ -206,7 +207,7 @@ async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Req
     With `requests=whole` each call has both in full; the answer for a long rollout is then large.
     """
     store = request.parts.store
-    # Before the rewards: who sees that they are awaited no more sees them.
+    # Read before the rewards: a client that sees that none is awaited any more must see the reward.
     also: dict[str, Any] = {"awaits_reward": bool(await store.rollouts.awaiting([rollout_id]))}
     rollout = await store.rollouts.get(rollout_id)
     calls = await store.calls.of(rollout_id, short=requests == "short")
@@ -220,7 +221,7 @@ async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Req
 async def get_transitions(request: ControlRequest, rollout_id: PathId, requests: Requests = "short") -> dict[str, Any]:
     """The rollout as transitions of a Markov decision process.
 
-    The state of a model's call has only what it adds to an earlier state, like calls in `GET /rollouts/{id}`. With
+    The state of a model call has only what it adds to an earlier state, as in `GET /rollouts/{id}`. With
     `requests=whole` each state is complete.
     """
     store = request.parts.store
@@ -231,10 +232,10 @@ async def get_transitions(request: ControlRequest, rollout_id: PathId, requests:
 
 
 class CreditedCall(BaseModel):
-    """How the newest step that took the rollout trained a call; null if it assigned no credit.
+    """How the newest step with this rollout trained on a call; fields are null if the step assigned no credit.
 
-    `row`: the index of the training row in its rollout. `placed`: `first` in its rollout; `merged` into a row; `drift`,
-    `edited`, `repeated`, `adjoining` or `new`: why it opened a new row; otherwise why it is in none.
+    `row`: the index of its training row in the rollout. `placed`: `first` in its rollout; `merged` into a row; `drift`,
+    `edited`, `repeated`, `adjoining` or `new`: why it opened a new row; otherwise the reason that it is in no row.
     """
 
     call_id: str
@@ -258,7 +259,7 @@ class TrainingRow(BaseModel):
 
 
 class TrainingRows(BaseModel):
-    """`group`: the rollouts that it was or will be compared with (at most 256, oldest first, including itself)."""
+    """`group`: the rollouts with which this one was or will be compared (at most 256, oldest first, with itself)."""
 
     rollout_id: str
     task_id: str | None
@@ -271,7 +272,7 @@ class TrainingRows(BaseModel):
 
 @router.get("/{rollout_id}/rows", response_model=TrainingRows)
 async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any]:
-    """How the rollout was trained: credit by call, its siblings and its rows.
+    """How the rollout was trained on: the credit of each call, its siblings and its rows.
 
     Siblings that the caller may not see are left out. Supervised fine-tuning assigns no credit.
     """
@@ -383,9 +384,9 @@ class RewardBody(Body):
 
 
 def _not_too_many(rewards: Any) -> Any:
-    """Refuse a list that is too long before any reward in it is looked at."""
+    """Refuse a list that is too long before any of its rewards is checked."""
     if isinstance(rewards, list) and len(rewards) > MOST_REWARDS:
-        raise TooLarge(f"{len(rewards)} rewards in one list; post at most {MOST_REWARDS} at once")
+        raise TooLarge(f"the list has {len(rewards)} rewards; post at most {MOST_REWARDS} at once")
     return rewards
 
 
@@ -494,7 +495,7 @@ def tasks_seen(newest: Iterable[Row], compared: Iterable[Row]) -> list[TaskSeen]
     """Return the tasks of rollouts, ordered by newest rollout. The input is newest first.
 
     A task is `never` solved if all its rewards are the lowest in `compared`, and `always` solved if all are the
-    highest. That works on any scale of rewards; if all are equal, it is unknown.
+    highest, on any scale of rewards. If all rewards in `compared` are equal, `solved` is unknown.
     """
     known = [row["reward"] for row in compared if row["task_id"] is not None and row["reward"] is not None]
     lowest, highest = min(known, default=0.0), max(known, default=0.0)

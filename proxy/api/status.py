@@ -1,4 +1,4 @@
-"""`/status`, `/healthz`, `/readyz` and `/metrics`: what waits, how the policy is served, if calls are answered."""
+"""`/status`, `/healthz`, `/readyz` and `/metrics`: what waits, and whether calls are answered."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RECENT_CALLS = 500
 
 @dataclass
 class Verified:
-    """How the live version was verified; `story` says it for people.
+    """How the live version was verified; `story` says so in a sentence.
 
     `deviations`: by how many standard deviations the servers' answers matched the new weights rather than the old ones;
     null if not recorded. `difference`: their distance from the trainer's log-probabilities, in nats. `by`: what was
@@ -57,13 +57,13 @@ class Status(BaseModel):
     """`rollouts`: counts by mode and status. `waiting`: complete rollouts that no step has taken yet.
 
     `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `unrewarded`: how many of
-    them are completed without a reward that counts; `other_rewards`: how many of these got a reward with another name,
-    by name. `untrainable`: how many of the policy's newest 200 calls cannot be trained on, by reason. `publishing`: why
-    new weights cannot reach the policy's server. `standstill`: nothing was learned from the newest rollouts.
-    `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards acts on everybody. `plugins`: the
+    the newest 200 are completed but have no reward that counts; `other_rewards`: how many unrewarded ones got a reward
+    with another name, by name. `untrainable`: how many of the policy's newest 200 calls cannot be trained on, by
+    reason. `publishing`: why new weights cannot reach the policy's server. `standstill`: nothing was learned from the
+    newest rollouts. `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards is trusted. `plugins`: the
     configured plugins. `verified`: how the live version was verified. `recent`: the newest calls, at most 500.
-    `per_step`: how many rollouts a training step takes. The last three are null for a key that sees only its own
-    rollouts.
+    `per_step`: how many rollouts a training step takes. For a key that sees only its own rollouts, `untrainable` and
+    `plugins` are empty, and `per_step`, `standstill`, `uncounted`, `collapse`, `verified` and `recent` are null.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
@@ -84,7 +84,7 @@ class Status(BaseModel):
 
 @router.get("/status", response_model=Status)
 async def get_status(request: ControlRequest) -> dict[str, Any]:
-    """Counts of rollouts by mode and status, of waiting ones, and of the newest ones and calls that are not trained on.
+    """How many rollouts there are, by mode and status, how many wait, and how many of the newest are not trained on.
 
     For a key that sees only its own rollouts, only these are counted.
     """
@@ -138,9 +138,9 @@ async def verified(store: Store) -> Verified:
     elif not live.verified:
         story = "not verified yet: merged weights on a single server are compared once they answer agents"
     elif by is not None:
-        story = f"by {by} alone: answers did not tell new weights from old"
+        story = f"by {by} alone: answers of new and old weights are too similar"
     elif deviations is None:
-        story = "it was verified; how clearly is not recorded"
+        story = "the margin is not recorded"
     else:
         story = f"the new weights are {deviations:.3g} standard deviations from the old"
     at, problem = (probed.at, probed.problem) if probed else (None, None)

@@ -1,7 +1,7 @@
-"""Turns records into the control API's JSON, where its fields differ from the record's. Pure.
+"""Turns records into the control API's JSON, where the fields of the two differ. These are pure functions.
 
 `transitions` turns a rollout into transitions of a Markov decision process. `among_decisions` drops calls that are not
-decisions, and moves the text that other calls share with them. `words_in` finds the first words of question and answer.
+decisions, and gives the others the text shared with them. `words_in` finds the first words of question and answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Call(CallFields):
 
 _OF_CALL = tuple(field.name for field in fields(Call))
 
-# What of a request the model is shown, in any of the recorded APIs.
+# The fields of a request that the model is shown, in any of the recorded APIs.
 _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")
 
 Fields = dict[str, Any]
@@ -72,7 +72,7 @@ def call_view(call: ModelCall) -> dict[str, Any]:
 
 
 def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
-    """Return one transition for each call, and one for each tool call with a result that came back.
+    """Return one transition for each call, and one for each tool call whose result came back.
 
     A state is what the model was shown, an action its entire answer. The last call's transition carries the rollout's
     own reward. A request that the client repeated counts once, as its last call. An action that the agent
