@@ -54,7 +54,7 @@ CORE = (
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the proxy as an app. Its parts open with the server; `heard_by` hears of calls. Raise ConfigError."""
+    """Return the proxy as an app, which opens its parts on startup. `heard_by` get all calls. Raises ConfigError."""
     plugins = plugins_of(config)
     control = _control_api(config, plugins, (*CORE, status.health), heard_by)
     described = control.openapi
@@ -72,7 +72,7 @@ def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
 
 
 def api_to_read(config: Config, *routers: APIRouter) -> FastAPI:
-    """Return an app with the routes that read, and these, over a store that is never written."""
+    """Return an app with only the reading routes, those of `routers` included, for a store that it does not write."""
     control = _control_api(config, plugins_of(config), (*CORE, *routers), writes=False)
     control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
     return control
@@ -97,7 +97,7 @@ def _control_api(
         title="lightning-proxy", version=version("lightning-proxy"), lifespan=lifespan, docs_url=None, redoc_url=None,
         exception_handlers=dict.fromkeys((LightningError, RequestValidationError, HTTPException, Exception), _refused),
     )  # fmt: skip
-    # Unchanged: `include_router` would make them again, most of a start's time.
+    # Unchanged: `include_router` would build them again, which takes most of a start's time.
     for router in (*routers, *(router for plugin in plugins for router in plugin.routers)):
         control.router.routes.extend(router.routes)
     return control
@@ -219,7 +219,7 @@ class Dispatch:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    refusal = LightningError("internal error of the proxy; its log says more")
+    refusal = LightningError("internal error of the proxy; see its log")
     match error:
         case LightningError():
             refusal = error
@@ -233,7 +233,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
                 refusal = Unprocessable("a JSON body is needed")
             elif not where and isinstance(error.body, bytes):  # so FastAPI leaves it, for example curl's
                 kind = request.headers.get("content-type", "nothing")
-                problem = f"the body needs the header Content-Type: application/json; this one is called {kind}"
+                problem = f"the body needs the header Content-Type: application/json; got {kind}"
                 refusal = Unprocessable(problem)
         case HTTPException(status_code=404):
             refusal = NotFound(f"no route {request.method} {request.url.path}")

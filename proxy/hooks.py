@@ -21,7 +21,7 @@ from .gateway.routing import Choose
 from .gateway.upstream import Upstream
 
 Fields = Mapping[str, Any]  # of JSON
-OnDeleted = Callable[[str], None]  # hears the id of each rollout that was deleted
+OnDeleted = Callable[[str], None]  # is called with the id of each deleted rollout
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -37,7 +37,7 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """A plugin's hooks in an open proxy. A hook that no plugin has costs calls nothing."""
+    """A plugin's hooks while the proxy is open. A hook that no plugin uses adds no cost to calls."""
 
     choose: Choose | None = None  # says which version of the policy answers a rollout that begins
     placed: Placed | None = None  # says which servers have merged weights of another version than the live one
@@ -48,15 +48,15 @@ class Hooks:
 
 
 class ProxyPlugin:
-    """A feature of the proxy, or a third-party package. Raise ConfigError in `__init__` if it cannot run.
+    """A feature of the proxy, or a third-party package. `__init__` raises ConfigError if the plugin cannot run.
 
-    `key_id`: the caller may see only rollouts opened with this key, and nothing derived from others; None: all.
+    `key_id`, where a method has it: the caller may see only what comes from rollouts opened with this key; None: all.
     """
 
     routers: ClassVar[Sequence[APIRouter]] = ()
-    # Makes the upstreams of kinds that do not speak as OpenAI does.
+    # Makes the upstreams of kinds that do not offer OpenAI's API.
     upstreams: ClassVar[Mapping[str, Callable[[UpstreamConfig], Upstream]]] = {}
-    # Models of the core's bodies and answers, each with that of what is added, which bodies are checked by.
+    # Models of the core's bodies and answers, each with a model of the added fields, which also checks bodies.
     fields: ClassVar[Sequence[tuple[type[Any], type[BaseModel]]]] = ()
 
     def __init__(self, config: Config) -> None:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def plugins_of(config: Config) -> list[ProxyPlugin]:
-    """Return the plugins of features and those in the configuration. Raise ConfigError if one cannot run."""
+    """Return the plugins of features and of configured packages. Raise ConfigError if one cannot run."""
     plugins: list[ProxyPlugin] = [module.plugin(config) for module in modules("proxy")]
     for name in config.plugins:
         if (made := getattr(load_plugin(name), "proxy", None)) is None:
@@ -46,11 +46,11 @@ def plugins_of(config: Config) -> list[ProxyPlugin]:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"plugins: {name}: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"plugins: {name} cannot be started: {type(error).__name__}: {error}") from error
         for route in (route for router in plugin.routers for route in router.routes):
             if not isinstance(route, AgentRoute) or not route.path.startswith(f"/plugins/{name}/"):
                 raise ConfigError(
-                    f"plugins: {name}: its routes begin with /plugins/{name}/, and their router has "
+                    f"plugins: {name}: its routes must begin with /plugins/{name}/ and be in a router with "
                     "route_class=AgentRoute"
                 )
         plugins.append(OthersPlugin(name, plugin))
@@ -83,7 +83,7 @@ def add_fields(schemas: dict[str, Any], plugins: Sequence[ProxyPlugin]) -> None:
             described.setdefault("required", []).extend(added["required"])
 
 
-# By hook: what there is in place of its answer if it fails.
+# By hook: what replaces its result if it fails.
 _OTHERWISE: Mapping[str, Any] = {
     "rollouts_opened": None, "rollout_fields": {}, "status_fields": {}, "policy_fields": {},
     "version_fields": lambda _: {}, "measure": None,
@@ -111,7 +111,7 @@ class OthersPlugin(ProxyPlugin):
                 try:
                     calls.put_nowait((start, end, headers))
                 except asyncio.QueueFull:
-                    log.warning("plugin %s: its hook on_call is too slow: it misses call %s", self._name, start.call_id)
+                    log.warning("plugin %s: its hook on_call is too slow and misses call %s", self._name, start.call_id)
 
             async def tell(hear: Callable[..., Any]) -> None:
                 ask = hear if inspect.iscoroutinefunction(hear) else partial(asyncio.to_thread, hear)

@@ -54,7 +54,7 @@ def test_errors_of_every_route_have_the_shape_of_openais(proxy: Proxy) -> None:
         answer = proxy.call("GET", path)
         assert (answer.status, answer.error["type"], is_openais(answer)) == (404, "not_found_error", True)
     named = proxy.post("/rollouts", b'{"n": 1}', Content_Type="text/plain").error["message"]
-    assert named == "the body needs the header Content-Type: application/json; this one is called text/plain"
+    assert named == "the body needs the header Content-Type: application/json; got text/plain"
 
 
 def test_a_wrong_value_in_a_query_is_refused_by_name_on_every_route(proxy: Proxy, name: str) -> None:

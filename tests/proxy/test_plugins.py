@@ -208,7 +208,11 @@ def test_a_plugin_that_cannot_run_is_one_line(tmp_path: Path, install: Install) 
     for name, body, why in (
         ("none", None, "no installed package has a plugin 'none' (installed: "),
         ("odd", "import no_such_module", "odd cannot be imported: ModuleNotFoundError: No module named"),
-        ("their", OTHERS, "their: its routes begin with /plugins/their/, and their router has route_class=AgentRoute"),
+        (
+            "their",
+            OTHERS,
+            "their: its routes must begin with /plugins/their/ and be in a router with route_class=AgentRoute",
+        ),
     ):
         if body is not None:
             install(name, body)
