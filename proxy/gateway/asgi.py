@@ -124,7 +124,7 @@ class Bodies:
         self._seconds = config.body_timeout_s
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
-        """Return the body; `loan` holds one that comes in several pieces. Raises LightningError, ClientDisconnected."""
+        """Return the body. `loan` holds the memory of a body in pieces. Raises LightningError, ClientDisconnected."""
         length, now = headers.get("content-length", ""), asyncio.get_running_loop().time
         self._require_size(int(length) if length.isdecimal() else 0)
         body, seen, end, slow_at = bytearray(), 0, now() + self._seconds, now() + SLOW_S
@@ -240,7 +240,7 @@ async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> 
     """Return the decoded body, held by `loan`. Raise UnsupportedMediaType, TooLarge, InvalidRequest or Overloaded."""
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
     if len(layers) > MOST_LAYERS or not _UNPACKERS.keys() >= {*layers}:
-        known = f"gzip, deflate, zstd or none, and list at most {MOST_LAYERS}"
+        known = f"gzip, deflate or zstd, at most {MOST_LAYERS} in all"
         raise UnsupportedMediaType(f"Content-Encoding must be {known}; got {content_encoding[:60]!r}")
     held = loan.size
     for name in reversed(layers):

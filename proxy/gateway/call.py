@@ -139,7 +139,7 @@ class Gateway:
                 question.endpoint, question.request, question.body, rollout.rollout_id, route
             )
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
-        # A failure above this line is not recorded: no request was about to be sent.
+        # A failure above this line is not recorded: nothing has been sent upstream yet.
         with reply.while_connected(finish_s=self.finish_s if question.recorded else 0.0):
             try:
                 await call.record_start()
@@ -175,7 +175,7 @@ class Gateway:
         *,
         recorded: bool = True,
     ) -> None:
-        """Update limits and metrics and call the listeners. The call's end is durable; its request had `size` bytes."""
+        """Count a call whose end is durable in limits and metrics, and notify listeners. `size`: request bytes."""
         if limiter is not None:
             limiter.spend(end, size)
         if end.status == "incomplete":  # a background response, which ends later
@@ -397,7 +397,7 @@ class CallUnderWay:
             sent, limiter = len(question.request.body), question.limiter
             gateway.ended(self._start, end, question.headers, limiter, sent, recorded=question.recorded)
         except Exception:  # the record is there, and the agent shall have its answer
-            log.exception("call %s: the work that follows its end failed", end.call_id)
+            log.exception("call %s: the work after its end failed", end.call_id)
 
     def _head(self, answer: Answer, *, keep_length: bool = False) -> list[Header]:
         return [*answer.headers(keep_length=keep_length), *self._headers()]
@@ -423,7 +423,7 @@ def end_of(
     sent: dict[str, Any],
     version: int | None,
 ) -> CallEnd:
-    """Return how a call ended, from its answer. `sent`: the request that the model saw. `version`: the policy's."""
+    """Return how a call ended, from its answer. `sent`: the request that the model saw. `version`: of the policy."""
     unkept = transcript and transcript.unkept
     response, tokens = (transcript.response(), transcript.tokens) if transcript and not unkept else (None, Tokens())
     reason = NOT_THE_POLICY if status == "ok" and version is None else None

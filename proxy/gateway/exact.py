@@ -105,7 +105,7 @@ class ExactCall:
             except AsText as reason:
                 self.outcome, self.prompt, self.rendered = reason.args[0], (), ()
             if self.outcome != "first":
-                log.info("call %s goes as text: %s", self.start.call_id, self.outcome)
+                log.info("call %s: the prompt is sent as text: %s", self.start.call_id, self.outcome)
         return await open_upstream(request)
 
     def ended(self, end: CallEnd) -> None:

@@ -194,7 +194,7 @@ class History:
         self.forget = self._kept.forget
 
     def known(self, rollout_id: str) -> Answered:
-        """Return what is in memory for the rollout, which counts as a use."""
+        """Return what is in memory for the rollout, and mark it as recently used."""
         kept = self._kept.get(rollout_id) or Answered()
         self._kept.keep(rollout_id, kept, kept.size)
         return kept

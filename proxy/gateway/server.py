@@ -151,7 +151,7 @@ class _Joining:
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. In HTTP/1.0, closing the connection ends an answer; resetting it shows a broken one."""
+    """A request and its answer. In HTTP/1.0, an answer ends when the connection closes; a reset breaks it off."""
 
     _has_length = True
 
@@ -287,7 +287,7 @@ class ServerProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _wait_until_taken(self, before: float = math.inf) -> None:
-        """End the connection if the client has read too little of its answer since `before` bytes waited."""
+        """End the connection if the client has read too little of its answer since `before` bytes were unread."""
         size = self.transport.get_write_buffer_size()
         if size > before - SLOW_BYTES * UNTAKEN_S / SLOW_S:
             self.transport.abort()

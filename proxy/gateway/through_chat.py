@@ -102,7 +102,7 @@ class ChatRoute:
 
 
 class Templates:
-    """Keeps what probes found out about servers' chat templates. A server that could not answer is probed again."""
+    """Keeps the chat templates of probed servers. A server that could not answer is probed again."""
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams

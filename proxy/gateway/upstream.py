@@ -165,7 +165,7 @@ class NoConnectionInTime(UpstreamTimeout, NoConnection):
 
 
 class KeyMask:
-    """Masks the upstream's keys in one answer with asterisks: some servers quote a refused key, or echo it."""
+    """Masks the upstream's keys in one answer with asterisks: some servers quote a key that they refuse."""
 
     def __init__(self, *keys: str) -> None:
         self._keys = [key.encode() for key in keys]
@@ -247,7 +247,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class HttpUpstream(Upstream):
-    """Sends requests to a server or its replicas over aiohttp's connections: its session takes three times as long."""
+    """Sends requests to one server, or to replicas, over aiohttp's connections; its session is three times slower."""
 
     def __init__(
         self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health, vouching: Mapping[str, str]
