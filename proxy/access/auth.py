@@ -63,7 +63,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """Return the key that opened all rollouts that the caller may see; None: no limit, except in `Keys.require`."""
+        """Return the id of the key whose rollouts the caller may see; None: any that `Keys.require` permits."""
         return self.key_id if self.own else None
 
     def shown(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Keys:
         return self._anybody
 
     async def require(self, caller: Caller, rollout_ids: Iterable[str]) -> None:
-        """Raise Forbidden if these are not the one rollout of a rollout's key, NotFound if one is another tenant's."""
+        """Raise Forbidden if a rollout's key is used beyond its rollout, NotFound for rollouts of other tenants."""
         wanted = {*rollout_ids}
         if caller.rollout_id is not None and wanted != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
