@@ -56,8 +56,8 @@ class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties
     """Opens `n` sibling rollouts of one task. With `n: 0`, only checks that the model is available.
 
     `policy_version` or `model`: what answers for the policy's alias instead of the live version. Without `may_reward`,
-    their keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as a failed one
-    that a new attempt replaces.
+    the rollouts' keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as a failed
+    one that a new attempt replaces.
     """
 
     task_id: Id | None = None
@@ -131,7 +131,7 @@ def _metadata(p: Parts, body: RolloutsBody) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRollout(Rollout, Summary):
-    """A listed rollout. With `words`, it has the first words of its first request and last answer, model, key, latency.
+    """A listed rollout. `words` adds the first words of its first request and last answer, its model, key and latency.
 
     `awaits_reward`: as in `GET /rollouts/{id}`. `last_call`, with `words`: the status of its last call.
     """
@@ -259,7 +259,7 @@ class TrainingRow(BaseModel):
 
 
 class TrainingRows(BaseModel):
-    """`group`: the rollouts with which this one was or will be compared (at most 256, oldest first, with itself)."""
+    """`group`: the rollouts that this one was or will be compared with, and itself (at most 256, oldest first)."""
 
     rollout_id: str
     task_id: str | None

@@ -35,7 +35,7 @@ RECENT_CALLS = 500
 
 @dataclass
 class Verified:
-    """How the live version was verified; `story` says so in a sentence.
+    """How the live version was verified; `story` is the same in a sentence.
 
     `deviations`: by how many standard deviations the servers' answers matched the new weights rather than the old ones;
     null if not recorded. `difference`: their distance from the trainer's log-probabilities, in nats. `by`: what was
@@ -138,7 +138,7 @@ async def verified(store: Store) -> Verified:
     elif not live.verified:
         story = "not verified yet: merged weights on a single server are compared once they answer agents"
     elif by is not None:
-        story = f"by {by} alone: answers of new and old weights are too similar"
+        story = f"by {by} alone: the answers of new and old weights are too similar"
     elif deviations is None:
         story = "the margin is not recorded"
     else:

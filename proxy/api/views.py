@@ -127,7 +127,7 @@ def _state(call: ModelCall) -> dict[str, Any]:
 
 
 def among_decisions(calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Return the calls that are decisions. Short ones then refer only to each other."""
+    """Return the calls that are decisions, rewritten so that short ones refer only to these."""
     left_out = {call.call_id: call for call in calls if not call.is_decision}
     return [_shortened(call, left_out) for call in calls if call.is_decision]
 
@@ -144,7 +144,7 @@ def _shortened(call: ModelCall, left_out: dict[str, ModelCall]) -> ModelCall:
 
 
 def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None) -> tuple[Fields, Fields | None]:
-    """Fields that begin like a parent's, rewritten relative to what the parent itself begins with."""
+    """The fields of a short call and their reference, moved from its parent to its parent's parent."""
     own, before, shared = dict(own), parents_of or {}, dict[str, Any]()
     for name, count in of.items():
         if name == "call_id":
@@ -158,7 +158,7 @@ def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None
 
 
 def words_in(request: str | None, response: str | None) -> tuple[str | None, str | None]:
-    """Return the first words of the question in a first request, and of a last answer. Both are JSON as stored."""
+    """Return the first words of a first request's question, and of a last answer. Both are JSON texts as stored."""
     stored, answered = loads_or_none(request), loads_or_none(response)
     shown = messages_in(stored["new"]) if isinstance(stored, dict) and isinstance(stored.get("new"), dict) else []
     asked = [message for message in shown if message.get("role") == "user"] or shown or [{}]

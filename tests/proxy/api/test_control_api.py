@@ -50,7 +50,7 @@ async def test_status_says_how_the_live_version_was_verified(running: Running, t
     async with running(tmp_path, publish="lora") as system, system.store() as store:
         for n, (found, verified, story) in enumerate([
             (seen, True, "the new weights are 5.12 standard deviations from the old"),
-            (seen | {"verified_by": "its label"}, True, "by its label alone: answers of new and old weights"),
+            (seen | {"verified_by": "its label"}, True, "by its label alone: the answers of new and old"),
             (seen | {"version": 1}, True, "the margin is not recorded"),
             ({}, False, "not verified yet: merged weights on a single server are compared once they answer agents"),
         ], 1):  # fmt: skip
