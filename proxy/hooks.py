@@ -67,7 +67,7 @@ class ProxyPlugin:
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        """Yield the hooks. Close what was opened at the block's end, after the last call."""
+        """Yield the hooks. At the end, after the last call, close what was opened."""
         yield Hooks()
 
     async def check_rollouts(self, store: Store, added: Any) -> None:
@@ -89,7 +89,7 @@ class ProxyPlugin:
         return {}
 
     async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
-        """Return each version's fields for `GET /policy/versions`, as a function. The versions are read afterwards."""
+        """Return a function from version to fields for `GET /policy/versions`. The versions are read afterwards."""
         return lambda _: {}
 
     async def measure(self, store: Store, metrics: Metrics) -> None:
