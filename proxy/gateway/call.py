@@ -122,7 +122,7 @@ class Gateway:
 
     @property
     def finish_s(self) -> float:
-        """Return how long an answer is still read for the record after its agent has left."""
+        """Return for how many seconds an answer is still read for the record after its agent has left."""
         recording = self.config.recording
         return recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
 

@@ -1,4 +1,4 @@
-"""Sends a call that continues an earlier one as that call's exact tokens plus the new ones.
+"""Sends a call that continues an earlier one as the earlier call's exact tokens plus the new ones.
 
 If an answer is rendered and tokenised again, it may become other tokens. So the next prompt is, in tokens:
 
@@ -90,7 +90,7 @@ class ExactCall:
     outcome: Outcome | None = None
 
     async def open(self, request: Request) -> Answer:
-        """Return the upstream's answer to `sent`, like `Upstreams.open`. A second attempt goes as text."""
+        """Return the upstream's answer to `sent`, like `Upstreams.open`. A second attempt sends text."""
         open_upstream = partial(self.exact.upstreams.open, self.upstream)
         if self.outcome is None:
             try:

@@ -200,7 +200,7 @@ class History:
         return kept
 
     async def read(self, rollout_id: str, newest: int = LATELY) -> Answered:
-        """Return what is in memory, after adding unseen ones of the rollout's `newest` answered calls in the store."""
+        """Read the rollout's `newest` answered calls that are not in memory yet, and return all that are in memory."""
         before = self.known(rollout_id).seen.copy()
         answered = await self._calls.answered(rollout_id, newest)
         if not answered:  # it was deleted, perhaps by another process

@@ -1,6 +1,6 @@
 """Records calls: their start before they are sent upstream, their end before the answer's last byte.
 
-A plain call is four statements: ROLLOUT_SEEN and CALL_START at its start, CALL_END and ROLLOUT_CALL_ENDED at its end.
+A plain call takes four statements: ROLLOUT_SEEN and CALL_START first, CALL_END and ROLLOUT_CALL_ENDED at its end.
 Large requests, retries and tool calls add more. `start` returns when its statements are committed; the future that
 `end` returns is done when the end's are. If too many records wait, further calls wait too.
 

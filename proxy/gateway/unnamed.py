@@ -88,8 +88,8 @@ class Conversation:
     def extended_by(self, answer: list[Atom]) -> Iterator[State]:
         """Yield the states of the request with an answer added, as clients may send the answer back.
 
-        Many clients leave out the thoughts at the beginning of its text. A forced tool call is a structured answer,
-        which may come back as text.
+        Many clients leave out the thoughts at the beginning of an answer's text. A forced tool call is a structured
+        answer, which may come back as text.
         """
         yield self._then(answer)
         if answer and answer[0].who == "assistant" and (plain := without_thoughts(answer[0].what)) != answer[0].what:
@@ -123,7 +123,7 @@ class UnnamedRollouts:
 
             r1   user: go                                         answer: call f(1), id X
             r2   user: go                                         answer: call f(2), id X
-                 user: go · call f(2), id Z · result 5            continues r2: "go, f(2)" was answered there alone
+                 user: go · call f(2), id Z · result 5            continues r2: no other rollout answered "go" with f(2)
                  user: He said "The tower was built in 1881."     continues the rollout with this text in an answer
 
         The entry found is consumed: the next request like this one continues another rollout. A retry's entry is kept

@@ -247,7 +247,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class HttpUpstream(Upstream):
-    """Sends requests to one server, or to replicas, over aiohttp's connections; its session is three times slower."""
+    """Sends requests to a server or replicas over aiohttp's connections: an aiohttp session is three times slower."""
 
     def __init__(
         self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health, vouching: Mapping[str, str]
