@@ -31,9 +31,9 @@ REFRESH_S = 0.5
 class Caller:
     """The sender of a request. `rollout`: the rollout that its key was made for, if any.
 
-    `forward_authorization`: upstreams without a configured key get the sender's own. `key_id`: its stored key, if any.
-    `own`: it sees and rewards only rollouts opened with that key. `evidence`: its rewards count in the test of a new
-    version. `name`: the name of its key in the log.
+    `forward_authorization`: upstreams without a configured key get the sender's own. `key_id`: the id of the stored
+    key, if any. `own`: it sees and rewards only rollouts opened with that key. `evidence`: its rewards count in the
+    test of a new version. `name`: the name of its key in the log.
     """
 
     rollout: RolloutKey | None = None
@@ -226,7 +226,7 @@ def credentials(headers: Mapping[str, str]) -> str:
 
 
 def log_change(change: str, *, once: bool = False, **fields: Any) -> None:
-    """Log a change; `fields` are for JSON. `once`: all workers see it, but only one logs it."""
+    """Log a change; `fields` are for JSON. `once`: all workers see the change, but only one logs it."""
     audit.info("%s", change, extra={"fields": {"event": "audit"} | fields, "once": once})
 
 

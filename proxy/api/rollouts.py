@@ -441,10 +441,10 @@ Solved = Literal["never", "always", "sometimes"]
 
 @dataclass
 class TaskSeen:
-    """A task among the newest rollouts. Mean, `std`, `min` and `max` are over the rewards of its `rewarded` rollouts.
+    """A task among the newest rollouts. `mean` to `max` are over the rewards of its rollouts.
 
-    `solved`: `never` if each reward is the lowest that any task got, `always` if each is the highest. `recent`: the
-    newest 32 rollouts that have a reward, oldest first; `at` is Unix time.
+    `rewarded`: how many have a reward. `solved`: `never` if each reward is the lowest that any task got, `always` if
+    each is the highest. `recent`: the newest 32 rollouts that have a reward, oldest first; `at` is Unix time.
     """
 
     task_id: str

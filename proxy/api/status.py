@@ -38,8 +38,8 @@ class Verified:
     """How the live version was verified; `story` is the same in a sentence.
 
     `deviations`: by how many standard deviations the servers' answers matched the new weights rather than the old ones;
-    null if not recorded. `difference`: their distance from the trainer's log-probabilities, in nats. `by`: what was
-    compared instead if answers were inconclusive. `probed_at`: when the proxy last compared an answer with the
+    null if not recorded. `difference`: the answers' distance from the trainer's log-probabilities, in nats. `by`:
+    what was compared instead if answers were inconclusive. `probed_at`: when the proxy last compared an answer with the
     version's first one (Unix time); `problem`: what was wrong.
     """
 
