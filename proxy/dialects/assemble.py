@@ -29,7 +29,7 @@ _TEXTS = {"function": "arguments", "custom": "input"}
 def joined(old: Any, new: Any, name: str) -> Any:
     """Return a field's value joined with another chunk's: texts and lists are appended; null and "" change nothing.
 
-    The old object or list is ours and is changed in place; a chunk's own is never kept.
+    An object or list in `old` is changed in place; `new` is never changed.
     """
     if isinstance(new, dict):
         merged = old if isinstance(old, dict) else {}
@@ -71,7 +71,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
-    """The index of the item that this one continues: the one with its index, or the last, if of the same type."""
+    """The position of the item that this one continues: one with the same type and index; without index, the last."""
     if not isinstance(item, dict):
         return None
     alike, places = (item.get("type"), item.get("index")), range(len(items))
@@ -82,7 +82,7 @@ def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
 
 
 class AnswerParts(Generic[Part]):
-    """The parts of an answer, in index order. A part without an index, or with a taken one, goes to the end."""
+    """The parts of an answer, in index order. A part without an index, or with one that is taken, goes to the end."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Part] = {}  # by place
@@ -98,7 +98,7 @@ class AnswerParts(Generic[Part]):
         return [*self._parts.values()]
 
     def get(self, key: Any) -> Part | None:
-        """Return the last part with this index or id; for None, the part of the last piece."""
+        """Return the last part with this index or id; for None, the part that the last piece belongs to."""
         return self._known.get(key) if isinstance(key, int | str | None) else None
 
     def open(self, index: int | None, part: Part) -> Part:
@@ -109,14 +109,14 @@ class AnswerParts(Generic[Part]):
         return part
 
     def keep(self, part: Part, index: int | None, part_id: Any = None) -> None:
-        """Note the index or id under which a piece of this part came."""
+        """Note the index and id that a piece of this part had."""
         self._known[index] = self._known[None] = part
         if part_id and isinstance(part_id, str):
             self._known[part_id] = part
 
 
 class ToolCalls(AnswerParts["StreamedCall"]):
-    """The calls of one answer."""
+    """The tool calls of one answer."""
 
     def feed(self, deltas: Any) -> None:
         for delta in dicts(deltas if isinstance(deltas, list) else [deltas]):
@@ -127,7 +127,7 @@ class ToolCalls(AnswerParts["StreamedCall"]):
             self.keep(call, index, call.id)
 
     def _call_of(self, piece: StreamedCall, index: int | None) -> StreamedCall:
-        """The call that a piece belongs to, by id, by index, or else the previous piece's; or a new one."""
+        """The call that a piece belongs to: found by id or index, or else the last piece's; a new one if none fits."""
         call, last, same = self.get(index), self.get(None), self.get(piece.id or "")
         if same and (index is None or not piece.name or (piece.name == same.name and not same.is_complete)):
             call = same
@@ -203,12 +203,12 @@ class StreamedCall:
             self.arguments = more
 
     def result(self) -> Json:
-        """Return the call in the form that answers have."""
+        """Return the call as it is in a non-streamed answer."""
         return {"id": self.id} | self._fields | {self._kind: {"name": self.name, _TEXTS[self._kind]: self.text}}
 
 
 class Assembler:
-    """Joins the pieces of texts, tool calls and tokens. For other fields, the last non-empty value counts."""
+    """Joins the pieces of texts, tool calls and tokens. For other fields, the last non-empty value is kept."""
 
     def __init__(self) -> None:
         self._top: Json = {}

@@ -22,18 +22,18 @@ from ...core.tools import answers, calls_in, conversation, dicts, results_in
 Json = dict[str, Any]
 Key = tuple[str, str, str]
 
-UNIQUE, LONG = 9, 24  # characters from which on an id, or a thought, is no other answer's
-# May be counted from 0 in every answer, or stand in an example: `functions.search:0`, `call_1`.
+UNIQUE, LONG = 9, 24  # from this many characters on, an id or a thought occurs in no other answer
+# Ids that may be counted from 0 in every answer, or come from an example: `functions.search:0`, `call_1`.
 _COUNTED = re.compile(r".*:\d{1,5}|\D*\d{1,5}", re.DOTALL)
 _NO_TEXTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
-# How long at least the values of these fields are that no other answer has: ids, signatures, thoughts.
+# From how many characters on a value of these fields occurs in no other answer: ids, signatures, thoughts.
 _MARKS = dict.fromkeys(
     ("id", "call_id", "tool_call_id", "tool_use_id", "encrypted_content", "signature", "data"), UNIQUE
 ) | dict.fromkeys(("reasoning", "reasoning_content"), LONG)
 
 # Fewer bytes do not show which rollout a text comes from: "ok" is in many.
 TELLING, TELLING_ORDER = 24, 12
-# As many fragments of a long answer are remembered from either end.
+# How many fragments of a long text are remembered from either end.
 FRAGMENTS = 4
 # How many texts in a row are read as one: each is read again for every one after it.
 IN_A_ROW = 8
@@ -50,7 +50,7 @@ _FENCED = re.compile(r"```(?:json)?(.*)```", re.DOTALL | re.IGNORECASE)
 class Atom(NamedTuple):
     """One text, call or result in a conversation. `kind` says which; `who` is a role or a tool call's id.
 
-    `what`: the text, the call's arguments as JSON, or the result's text. `name`: of the called function.
+    `what`: the text, the call's arguments as JSON, or the result's text. `name`: the called function's name.
     """
 
     kind: str
@@ -82,7 +82,7 @@ def answer_atoms(response: Json) -> Iterator[list[Atom]]:
 
 
 def item_atoms(item: Any) -> list[Atom]:
-    """Return the atoms of one message, or of one item of Responses. A bare text counts as the user's."""
+    """Return the atoms of a message or of a Responses item. A bare text counts as a user's message."""
     if not isinstance(item, dict):
         return _said("user", item)
     role = str(item.get("role"))
@@ -101,7 +101,7 @@ def _said(role: str, content: Any) -> list[Atom]:
 
 
 def text_of(content: Any) -> str:
-    """Return the texts of a content as one: some clients split them, others join them."""
+    """Return all texts of a message's content as one: some clients split them, others join them."""
     if not isinstance(content, list):
         return content.strip() if isinstance(content, str) else ""
     texts = []
@@ -116,7 +116,7 @@ def text_of(content: Any) -> str:
 
 
 def same_arguments(text: str) -> str:
-    """Return a call's arguments in canonical form, however a client writes them. No arguments become {}."""
+    """Return a call's arguments in canonical form, however a client writes them. An empty text becomes {}."""
     text = text.strip()
     return same_json(text or "{}") or text
 
@@ -140,7 +140,7 @@ def same_json(text: str) -> str | None:
 
 
 def _even(number: str) -> float:
-    """A number, with 3.0 as 3: clients write 3 as 3.0 if they know that a field is a float."""
+    """The number, as an integer if it is whole: clients write 3 as 3.0 where they expect a float."""
     value = float(number)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
@@ -203,7 +203,7 @@ class State(NamedTuple):
 
 
 def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
-    """Return a state for every beginning of the conversation. `state`: of the conversation before these atoms.
+    """Return the state of the conversation after each of these atoms. `state`: its state before the first one.
 
     Ids of calls do not count, because clients write new ones, nor do system prompts, because some change every turn.
     Adjacent assistant texts count as one: a client may have the model continue where an answer ended.
@@ -225,8 +225,8 @@ def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
 def origins(caller: str, request_text: str, answer: Iterable[Atom], marks: Iterable[str] = ()) -> set[bytes]:
     """Return digests that identify this answer: of its marks, and of texts that are not in the request.
 
-    `request_text`: all texts of the request, joined. An answer may repeat those, such as the question or a shared page.
-    Of very many texts, or for a very long request, only the first ones count.
+    `request_text`: all texts of the request, joined. An answer may repeat some, such as the question or a shared page.
+    If the answer has very many texts, or the request is very long, only the answer's first texts are used.
     """
     limit = max(2 * FRAGMENTS, min(LOOKED_FOR, LOOKED_THROUGH // (len(request_text) + 1)))
     said = islice((text for atom in answer for text in _told(atom)), limit)
@@ -235,7 +235,7 @@ def origins(caller: str, request_text: str, answer: Iterable[Atom], marks: Itera
 
 
 def _told(atom: Atom) -> Iterator[str]:
-    """What distinguishes an answer from others: the orders that it gives in a call, and fragments of its texts."""
+    """The texts of an atom that distinguish its answer from others: strings in a call's arguments, and fragments."""
     orders = [*strings(parsed(atom.what))] if atom.kind == "call" else []
     yield from (order for order in orders if len(_bytes(order)) >= TELLING_ORDER)
     for text in [atom.who, *orders] if atom.kind == "call" else [atom.what]:
@@ -244,7 +244,7 @@ def _told(atom: Atom) -> Iterator[str]:
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes]]:
-    """Yield digests that may show which rollout a request quotes: first of answers (True), then of users.
+    """Yield digests that may show which rollout a request quotes: first from answers (True), then from users (False).
 
     System prompts do not count: the findings of one rollout may be in the prompts of all later ones.
     """

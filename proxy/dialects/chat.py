@@ -1,6 +1,6 @@
 """POST /v1/chat/completions and /v1/completions: the fields that the proxy adds for vLLM, and removes from answers.
 
-Field names are vLLM 0.32's, and so are the values that it sends unasked: null, unless a comment says otherwise.
+Field names are vLLM 0.32's. It sends null in fields that were not requested, unless a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def _wants_usage(body: Json, options: Any) -> bool:
-    """Whether to ask for usage. Not with several answers: all but the last would be held back (see ChatStream)."""
+    """Whether to ask for usage: only for a stream with one answer, because an answer's end is held (see ChatStream)."""
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)  # tokens are one prompt
     if body.get("stream") is not True or several or body.get("n") not in (None, 1):
@@ -69,7 +69,7 @@ _LOGPROB = re.compile(rb'"logprob":(%b),"bytes":' % _NUMBER)  # no string can ho
 class UsualChunks:
     r"""Passes on the usual chunks of a stream without parsing them: faster, with the same result for agent and record.
 
-    A chunk of the text "Hi" that vLLM sends where token ids and log-probabilities were asked for, in one line:
+    With token ids and log-probabilities, vLLM sends this chunk, in one line, for the text "Hi":
 
         data: {"id":"c1","object":"chat.completion.chunk","created":1,"model":"m","choices":[    `_start`, as in all
         {"index":0,"delta":                               what `_REST` finds, and its groups:
@@ -100,7 +100,7 @@ class UsualChunks:
     def learn(self, raw: bytes, *, is_last: bool) -> None:
         """Learn how usual chunks begin, from a parsed chunk. After the last chunk there are no more usual ones.
 
-        Nor after a chunk that begins differently: the record keeps the newest beginning, such as its id.
+        After a chunk that begins differently there are none either: the record keeps the newest beginning (its id).
         """
         if is_last or (self._start and not raw.startswith(self._start)):
             self._start = b""
@@ -110,7 +110,7 @@ class UsualChunks:
             self._start = start if alone and b"token_ids" not in start and b"logprobs" not in start else b""
 
     def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
-        """Keep the usual chunks at the start of `data`. Return the agent's bytes for them, and the rest of `data`."""
+        """Keep the usual chunks at the start of `data`. Return the bytes to send for them, and the rest of `data`."""
         start = self._start
         if not start or not _is_utf8(data):
             return b"", data
@@ -187,10 +187,10 @@ class ChatApi(Dialect):
 
 
 class ChatStream(Transcript):
-    """A stream of chunks without what only the proxy asked for. Other chunks keep their exact bytes.
+    """A stream of chunks without the fields that only the proxy asked for. Chunks without such fields stay unchanged.
 
     It ends with [DONE], which some servers omit. If usage was injected, the chunk with the finish reason is held until
-    the next one: the usage chunk, which is left out, may have fields that belong to it.
+    the next one: the usage chunk, which the agent does not get, may have a field that belongs in the held chunk.
     """
 
     def __init__(self, injection: Injection) -> None:
@@ -251,7 +251,7 @@ class ChatStream(Transcript):
         return self._assembler.result()
 
     def _without_extra(self, clean: bytes, chunk: Json) -> bytes:
-        """The bytes to send now for a chunk, or nothing if the agent would not have got this chunk."""
+        """The bytes to send now. A chunk that vLLM sends only because of the injected fields adds none."""
         usage, choices = self._injection.usage, dicts(chunk.get("choices"))
         if usage and chunk.get("choices") == [] and "usage" in chunk:
             fingerprint = chunk.get("system_fingerprint")  # vLLM has it in the last chunk

@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's API, answered by a server's own route, without token ids (`as_chat/` gets those)."""
+"""POST /v1/messages, Anthropic's API, as a server's own route answers it, without token ids (`as_chat/` gets them)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MessagesApi(Dialect):
 class MessagesStream(Transcript):
     """A stream of message_start, blocks (start, deltas, stop), message_delta and message_stop.
 
-    Some servers give several blocks one index, or leave out their starts.
+    Some servers give several blocks one index, or omit their starts.
     """
 
     def __init__(self) -> None:

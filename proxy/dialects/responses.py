@@ -1,4 +1,4 @@
-"""POST /v1/responses, answered by a server's own route, without the tokens of all its text (`as_chat/` gets those).
+"""POST /v1/responses, as a server's own route answers it, without token ids (`as_chat/` gets them).
 
 In the record, finished items are kept unchanged. Missing fields, and items that were never finished, are filled in from
 added items and deltas.
@@ -82,7 +82,7 @@ class ResponsesStream(Transcript):
             self._item_of(event, {"type": text[0], "id": event.get("item_id")}, "").add(text, what, event)
 
     def _item_of(self, event: Json, item: Json, what: str) -> _Item:
-        """The item that an event is about, or a new one if that is unknown. `what`: empty for a text.
+        """The item that an event is about; a new one if it is not known yet. `what`: added, done, or empty for a text.
 
         Some servers give several items one index, or each event a new id.
         """
@@ -135,7 +135,7 @@ _PARTS = {part: text for text in _TEXTS.values() if (part := text[2])}
 
 
 class _Item:
-    """One item as received so far: as it was added or finished, and as the events about its texts built it."""
+    """One item as received so far: from its added or done event, completed by the events about its texts."""
 
     def __init__(self, item: Json) -> None:
         self.id, self._type = item.get("id"), item.get("type")
@@ -179,7 +179,7 @@ class _Item:
 
 
 def filled(value: Any, more: Any) -> Any:
-    """Return a value, with another's fields where its own are missing or empty."""
+    """Return `value`, with its missing or empty fields filled in from `more`."""
     if isinstance(value, dict) and isinstance(more, dict):
         return more | {name: filled(item, more.get(name)) for name, item in value.items()}
     if isinstance(value, list) and isinstance(more, list) and len(value) == len(more):

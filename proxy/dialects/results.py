@@ -17,8 +17,8 @@ Json = dict[str, Any]
 def places_of(request: Json, before: Sequence[bytes] = (), known: int = 0) -> list[bytes]:
     """Return a digest of the conversation before each message, and one of the whole conversation.
 
-    The first `known` messages belong to a request with the places `before`. The model's texts do not count: some
-    clients drop what it says along with a call. Nor do results: some clients shorten them or send them late.
+    `before`: the places of a request with the same first `known` messages. Results and the model's texts are ignored,
+    because some clients drop the text next to a call, shorten results, or send them late.
     """
     place = _after(b"", {"role": "system", "content": request.get("system", request.get("instructions"))})
     if isinstance(text := request.get("input"), str):
@@ -44,8 +44,8 @@ def after_call(place: bytes, name: str, arguments: str) -> bytes:
 class Brought(NamedTuple):
     """A result in a request, with what identifies the recorded call that it belongs to.
 
-    `call`: that call as the request repeats it, if it does; `place`: the place of that call. `answer`: an id of the
-    answer with the call. `is_old`: an earlier request may have brought the result.
+    `call`: that call as the request repeats it, if it does; `place`: the place of that call. `answer`: the id of the
+    response with the call, or of the call's item. `is_old`: an earlier request may have brought the result.
     """
 
     result: ToolResult
@@ -57,7 +57,7 @@ class Brought(NamedTuple):
 
 @dataclass(slots=True)
 class _Resent:
-    """A call that a request repeats, or refers to by an item's id. Its answer begins with the item `turn`."""
+    """A call that a request repeats, or refers to by an item's id. Its answer begins at item number `turn`."""
 
     turn: int
     call: ToolCall | None
@@ -69,8 +69,8 @@ class _Resent:
 def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brought]:
     """Yield the results in the messages after the first `known`.
 
-    A result belongs to the call with its id that the request repeats before it; without an id, to the first call of the
-    newest answer that has no result yet. Example, where the model counts ids from 0 in every answer:
+    A result belongs to the call with the same id that the request repeats before it. A result without an id belongs to
+    the first call in the newest answer that lacks a result. Example, where the model counts ids from 0 in every answer:
 
         recorded   user: go                       answer: call f(1), id f:0; call f(2), id f:0
         recorded   user: stop                     answer: call f(1), id f:0
@@ -115,7 +115,7 @@ def _first(calls: deque[_Resent]) -> _Resent | None:
 
 
 def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, str | None]]:
-    """The calls in an item, as in `Brought`, or the call that it refers to by the id of a Responses item."""
+    """An item's calls, as (call, place, None), or the call that it refers to by id, as (None, place, item id)."""
     for call in calls_in(item):
         yield call, place, None
         place = after_call(place, call.name, call.arguments)
@@ -125,7 +125,7 @@ def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, s
 
 
 def _first_call(items: Sequence[Any], known: int) -> int:
-    """The index to begin at: the first new item, unless a result after it belongs to a call before it."""
+    """The index to begin at: `known`, or 0 if a new result may belong to a call in an earlier item."""
     wanted, made = set[str | None](), set[str | None]()
     for item in items[known:]:
         wanted |= {result.tool_call_id for result in results_in(item)} - made

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 MAX_ANSWER_BYTES = 2**26
 # From this many bytes on, an answer that is not a stream is read in a thread, though that takes several times as long.
 LARGE_ANSWER = 2**20
-TOO_LARGE = "the answer is larger than 64 MB: the agent got it, and it was not kept"
+TOO_LARGE = "the answer is larger than 64 MB: it was sent to the agent, but not recorded"
 # An event that may hold injected fields is held until it ends; no real one is as large as this.
 MAX_HELD_BYTES = 2**30
 _BLANKS = b" \t\r\n"
@@ -48,7 +48,7 @@ class Injection(NamedTuple):
 
 
 class Transcript:
-    """A streamed answer: turns the upstream's bytes into the agent's bytes and the record. Dialects handle its events.
+    """A streamed answer: turns upstream bytes into bytes for the agent, and into a record. Subclasses read its events.
 
     The last event, and all after it, is `held` until the record is written. If the stream is rewritten, an unfinished
     frame is kept from the agent, because it may hold injected fields.
@@ -71,16 +71,16 @@ class Transcript:
         raise NotImplementedError
 
     def flush(self) -> bytes:
-        """Return the bytes held back so far, for a stream that continues or ends differently."""
+        """Return the bytes that were held back until it was clear how the stream goes on."""
         return b""
 
     def last(self, raw: bytes) -> bytes:
-        """Return the agent's last bytes. `raw`: the upstream's [DONE], empty if that is missing."""
+        """Return the last bytes to send to the agent. `raw`: the upstream's [DONE], empty if that is missing."""
         return raw
 
     @property
     def complete(self) -> bool:
-        """Return whether the answer is complete even though the stream's last event is missing."""
+        """Return whether the answer is complete even if the stream's last event is missing."""
         return False
 
     @property
@@ -93,12 +93,12 @@ class Transcript:
 
     @property
     def unkept(self) -> str | None:
-        """Return why the record lacks the answer, or None if it has it."""
+        """Return why the record lacks the answer; None if it does not."""
         return TOO_LARGE if self.size > MAX_ANSWER_BYTES else None
 
     @property
     def may_end(self) -> bool:
-        """Return whether the stream may end here: after its last event or an error; for some servers, without one."""
+        """Return whether the stream may end here: it ended, failed, is complete, or had an event too large to read."""
         return self.ended or self.failure is not None or self.complete or self._let_go
 
     @property
@@ -146,7 +146,7 @@ class Transcript:
         return out
 
     def _pass(self, frame: Frame) -> bytes:
-        if frame.data is None or not frame.data.strip():  # an event without data is none, as SSE has it
+        if frame.data is None or not frame.data.strip():  # for SSE, a frame without data is not an event
             return frame.raw
         try:
             event = loads(frame.data)
@@ -210,7 +210,7 @@ class BufferedTranscript:
         self._body: Any = None
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to send now: nothing until the answer is `shown` as it arrives."""
+        """Return the bytes to send now: none before `shown` is set, which lets the answer pass as it arrives."""
         blanks_alone = self._may_be_sent == self.size
         if not self.rewrites and (text := data.rstrip(_BLANKS)):
             self._may_be_sent = self.size + len(text) - 1
@@ -225,9 +225,9 @@ class BufferedTranscript:
         return sent
 
     def end(self) -> bytes:
-        """Read the complete answer, in a thread if it is large (`LARGE_ANSWER`).
+        """Read the complete answer. If it has at least `LARGE_ANSWER` bytes, call this in a thread.
 
-        Returns nothing to send: the rest of it is `held`.
+        Returns nothing to send: the rest of the answer is `held`.
         """
         data, self._data, succeeded = bytes(self._data), bytearray(), self.error is None
         self.unkept = TOO_LARGE if len(data) > MAX_ANSWER_BYTES else None

@@ -25,11 +25,11 @@ Json = dict[str, Any]
 
 
 class ChatMessage(dict[str, Any]):
-    """A message. Calls that share it in their requests share the object."""
+    """A chat message. If consecutive requests share a message, they share this object."""
 
     @cached_property
     def identity(self) -> int:
-        """Return a digest of what identifies the message. Clients add and drop empty fields, and change call ids."""
+        """Return a digest of role, text and tool calls. Clients add and drop empty fields, and change call ids."""
         called = tuple((call.name, same_arguments(call.arguments)) for call in calls_in(self))
         return hash((str(self.get("role")), body(self).strip(), called))
 
@@ -37,7 +37,7 @@ class ChatMessage(dict[str, Any]):
 class ChatTurn(NamedTuple):
     """One call as chat: the messages that the model was `shown`, and its `answer` (empty if it did not answer).
 
-    `unreadable`: why it cannot be read as chat; then the messages are the request's own.
+    `unreadable`: why the call cannot be read as chat; its messages are then unchanged.
     """
 
     shown: list[ChatMessage]
@@ -64,7 +64,7 @@ def chat_turns(calls: Sequence[Json]) -> Iterator[ChatTurn]:
 class _Reader:
     def __init__(self) -> None:
         self.known: dict[str, Exchange] = {}  # by response
-        # Of the call before, which mostly goes on: each message by its `id`, and the tidy one.
+        # The previous call's messages, most of which come again: by Python's `id`, the message and the tidy one.
         self._made: dict[tuple[int, object], tuple[Json, ChatMessage]] = {}
         self._texts: dict[str, list[Json]] = {"": []}  # of completions: the messages, by all of their text
 
@@ -78,7 +78,7 @@ class _Reader:
             reason = error.message
         except MALFORMED as error:
             is_named = isinstance(error, Untranslatable)
-            reason = str(error) if is_named else "its request or answer is not as its API says"
+            reason = str(error) if is_named else "the request or answer does not follow its API"
         messages = [*map(ChatMessage, messages_answered(response))]
         return ChatTurn(self._as(ChatMessage, messages_in(request)), messages, [], reason)
 
@@ -95,7 +95,7 @@ class _Reader:
                 return chat_messages(request, Template(merges_system=False)), answer, chat_tools(request)
             case "responses":
                 if name := next(filter(request.get, ("conversation", "prompt", "background")), None):
-                    raise Untranslatable(f"`{name}` refers to what only the provider has")
+                    raise Untranslatable(f"`{name}` refers to data that only the provider has")
                 earlier = items_of(exchanges_up_to(self.known, request.get("previous_response_id")))
                 if not isinstance(request["input"], str):
                     request = request | {"input": _visible(request["input"])}
@@ -109,7 +109,7 @@ class _Reader:
         return messages, messages_answered(response), request.get("tools") or []
 
     def _completions(self, request: Json, response: Json) -> tuple[list[Json], list[Json]]:
-        """A text prompt as chat. One that extends an earlier prompt and answer is that conversation's next turn."""
+        """A text prompt as chat. One that extends an earlier prompt and its answer is the conversation's next turn."""
         prompts = request["prompt"] if isinstance(request["prompt"], list) else [request["prompt"]]
         if len(prompts) != 1 or not isinstance(prompt := prompts[0], str):
             raise Untranslatable("a prompt of tokens, or of several texts")
@@ -125,12 +125,12 @@ class _Reader:
 
 
 def _visible(items: Sequence[Json]) -> list[Json]:
-    """The items without thoughts that only the provider can read."""
+    """The items, except reasoning that only the provider can read."""
     return [one for one in items if one.get("type") != "reasoning" or one.get("content") or one.get("summary")]
 
 
 def _tidy(message: Json) -> ChatMessage:
-    """A message with the fields that chat templates know: text as one string, a tool call's arguments as an object."""
+    """A message with the fields that chat templates read: text as one string, a tool call's arguments as an object."""
     role, content = message["role"], message.get("content") or message.get("refusal") or ""
     if isinstance(content, list) and all(isinstance(part, str) or part.get("type") == "text" for part in content):
         content = text(message)
@@ -144,9 +144,9 @@ def _tidy(message: Json) -> ChatMessage:
 
 
 def _tool_call(call: Json) -> Json:
-    """A tool call with its arguments as an object, unchanged if the model did not write a JSON object."""
+    """A tool call with its arguments as an object. Arguments that are not a JSON object stay unchanged."""
     if "function" not in call:
-        raise Untranslatable(f"a call of a tool of type {call.get('type')}")
+        raise Untranslatable(f"a call to a tool of type {call.get('type')}")
     value = given = call["function"].get("arguments")
     with suppress(ValueError):
         value = loads(given or "{}") if isinstance(given, str | None) else given
@@ -155,7 +155,7 @@ def _tool_call(call: Json) -> Json:
 
 
 def _tidy_tool(tool: Json) -> Json:
-    """A tool with its fields in a fixed order, because templates show them in their order."""
+    """A tool with its fields in a fixed order, because templates show them in that order."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool

@@ -35,8 +35,8 @@ class TokenTurn:
     """An answered call, as messages and as tokens.
 
     `ids`: its prompt and answer. The answer is the last `sampled` ids, including the end of turn if that was sampled.
-    `rendered`: its messages with the generation prompt, as vLLM renders them; equals the prompt, unless that was built
-    here. `shape`: the parts of its request that a template reads besides the messages.
+    `rendered`: its messages with the generation prompt, as vLLM renders them; equals the prompt, unless the proxy built
+    the prompt from tokens. `shape`: the parts of its request that a template reads besides the messages.
     """
 
     messages: list[Any]
@@ -92,14 +92,14 @@ def _are_texts(messages: Any) -> TypeGuard[list[Any]]:
 
 
 def continued(known: Sequence[TokenTurn], messages: list[Any]) -> TokenTurn | None:
-    """Return the longest known turn that the messages continue, the newest of equals. `known` is newest last."""
+    """Return the longest known turn that the messages continue; of equally long ones, the last in `known`."""
     same = [turn for turn in known if _continues(messages, turn)]
     return max(reversed(same), key=lambda turn: len(turn.messages), default=None)
 
 
 def _continues(messages: list[Any], turn: TokenTurn) -> bool:
     old = len(turn.messages)
-    if len(messages) <= old + 1:  # with nothing after the answer the model is to write on itself
+    if len(messages) <= old + 1:  # if nothing follows the answer, the model is to continue it
         return False
     if messages[:old] != turn.messages and [*map(_atoms, messages[:old])] != [*map(_atoms, turn.messages)]:
         return False
@@ -121,15 +121,15 @@ def closing(one: list[int], other: list[int]) -> list[int]:
 
 
 def as_sampled(turn: TokenTurn, closing: list[int]) -> list[int]:
-    """Return the rendering of the turn with its answer, if the answer renders to the sampled tokens."""
+    """Return the rendering of the turn with its answer, assuming that the answer renders to the sampled tokens."""
     answer = turn.sampled_ids
     return [*turn.rendered, *answer[: len(answer) - _sampled_with(turn, closing)], *closing]
 
 
 def exact_prompt(turn: TokenTurn, history: list[int], rendered: list[int], closing: list[int]) -> list[int] | None:
-    """Return the tokens to send; None if the template mixes the new part with the old part.
+    """Return the tokens to send; None if the new rendering does not begin with that of the old messages.
 
-    `history`: the turn's messages and its answer, rendered; `rendered`: the request's with the generation prompt.
+    `history`: the turn's messages and answer, rendered; `rendered`: the new request's, with the generation prompt.
     """
     end = len(history) - len(closing)
     if rendered[: len(history)] != history or history[end:] != closing:
@@ -139,6 +139,6 @@ def exact_prompt(turn: TokenTurn, history: list[int], rendered: list[int], closi
 
 
 def _sampled_with(turn: TokenTurn, follows: list[int]) -> int:
-    """How many of the tokens after an answer were sampled with it (the end of turn): 0 if it was cut short."""
+    """How many of the tokens after an answer were sampled with it (the end of turn): 0 if the answer was cut short."""
     answer = [] if turn.finish_reason == "length" else turn.sampled_ids
     return next((n for n in range(min(len(answer), len(follows)), 0, -1) if answer[-n:] == follows[:n]), 0)

@@ -136,7 +136,7 @@ def test_a_response_that_cannot_be_gone_on_with_is_told_why(model: Scripted, rol
     assert model.asked["path"] == CHAT and "return_token_ids" not in model.asked, "asked again without our additions"
     assert [call["status"] for call in model.proxy.rollout(rollout)["calls"]] == ["ok", "error"]
     answer = ask(model, rollout, previous_response_id=first, background=True)
-    assert answer.status == 400 and "background is only known to the Responses route" in answer.error["message"]
+    assert answer.status == 400 and "only the Responses route supports background" in answer.error["message"]
     assert answer.error["param"] == "previous_response_id" and model.asked == {}
     model.proxy.post(f"/rollouts/{rollout}/end", {"status": "completed"})
     assert model.proxy.call("DELETE", f"/rollouts/{rollout}").status == 204

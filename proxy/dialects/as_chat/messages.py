@@ -1,6 +1,6 @@
 """Translates /v1/messages, Anthropic's API, to chat and back, as vLLM 0.32's own route does.
 
-Requests that the chat route refuses are sent to Messages' own route, so fields that both check are not checked here.
+Requests that the chat route refuses are sent to the Messages route, so fields that both check are not checked here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _thinking(body: Json, template: Template) -> Json:
         case "disabled":
             return {"reasoning_effort": template.known("disabled_effort")}
         case kind:
-            raise Untranslatable(f"vLLM does not know the type of thinking {kind!r}")
+            raise Untranslatable(f"vLLM does not support thinking of type {kind!r}")
 
 
 def chat_messages(body: Json, template: Template) -> list[Json]:
@@ -91,7 +91,7 @@ def _messages(role: str, content: str | list[Json]) -> list[Json]:
             case "tool_result" if role == "user":
                 results += _results(block)
             case kind if kind not in _MAY_BE_LEFT_OUT:
-                raise Untranslatable(f"vLLM does not take content blocks of type {kind!r}")
+                raise Untranslatable(f"vLLM does not support content blocks of type {kind!r}")
     if parts:
         only_text = len(parts) == 1 and parts[0]["type"] == "text"
         message["content"] = parts[0]["text"] if only_text else parts
@@ -103,7 +103,7 @@ def _results(block: Json) -> list[Json]:
     content = block.get("content") or ""
     items: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if any(item.get("type") == "tool_reference" for item in items):
-        raise Untranslatable("a tool result refers to tools")
+        raise Untranslatable("a tool result has tool references")
     texts = [item["text"] for item in items if item.get("type") == "text" and "text" in item]
     images = [_image(item["source"]) for item in items if item.get("type") == "image"]
     result = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": "\n".join(texts)}
@@ -123,7 +123,7 @@ def chat_tools(body: Json) -> list[Json]:
     tools: list[Json] = []
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
-            raise Untranslatable(f"vLLM does not take tools of type {tool.get('type')!r}")
+            raise Untranslatable(f"vLLM does not support tools of type {tool.get('type')!r}")
         # In the order of vLLM: templates show it.
         schema = {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")}
         function = {"name": tool["name"], "parameters": schema} | picked(tool, "description strict defer_loading")
@@ -135,7 +135,7 @@ def _tools(body: Json, template: Template) -> Json:
     tools, choice = chat_tools(body), body.get("tool_choice")
     if body.get("tools") == [] and not template.known("ignores_no_tools"):
         raise Untranslatable("the list of tools is empty")
-    # The chat route refuses an empty list. Null is not what the route takes for an absent choice.
+    # The chat route refuses an empty list, and treats a null choice differently from an absent one.
     chat: Json = {"tools": tools} if tools else {}
     if choice is None:
         return chat | {"tool_choice": "auto" if tools else None}
@@ -144,7 +144,7 @@ def _tools(body: Json, template: Template) -> Json:
     elif choice["type"] in _CHOICES:
         chosen = _CHOICES[choice["type"]] if tools or choice["type"] != "auto" else None
     else:
-        raise Untranslatable(f"vLLM does not know the tool choice {choice['type']!r}")
+        raise Untranslatable(f"vLLM does not support the tool choice {choice['type']!r}")
     return chat | {"tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
 
 
@@ -157,7 +157,7 @@ _PARTS: dict[str, tuple[Json, str, str]] = {
 
 
 class MessagesTranslator(Translator):
-    """Translates Messages. Its events: a start, one block after another, a delta with the usage, a stop."""
+    """Translates the Messages API, whose events are a start, block after block, a delta with usage, and a stop."""
 
     own: ClassVar = MessagesApi()
 
@@ -177,11 +177,11 @@ class MessagesTranslator(Translator):
         config = body.get("output_config") or {}
         effort, form = config.get("effort"), config.get("format") or {}
         if effort not in (None, "low", "medium", "high", "xhigh", "max"):
-            raise Untranslatable(f"vLLM does not know the effort {effort!r}")
+            raise Untranslatable(f"vLLM does not support the reasoning effort {effort!r}")
         if effort is not None:
             chat["reasoning_effort"] = effort
         if form.get("type", "json_schema") != "json_schema":
-            raise Untranslatable(f"vLLM does not know the output format {form['type']!r}")
+            raise Untranslatable(f"vLLM does not support the output format {form['type']!r}")
         if schema := form.get("schema"):
             named = {"name": "json_schema", "schema": schema}
             chat["response_format"] = {"type": "json_schema", "json_schema": named}
@@ -227,7 +227,7 @@ class MessagesTranslator(Translator):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """The whole block. A tool input that is not an object (cut by max_tokens) is kept as Anthropic suggests."""
+        """The whole answer. A tool input that is not an object (cut by max_tokens) is kept as Anthropic suggests."""
         stream = MessagesStream()
         for event in events:
             stream.take(b"", event)
@@ -240,7 +240,7 @@ class MessagesTranslator(Translator):
         return {name: value for name, value in answer.items() if value is not None}
 
     def _stop_reason(self) -> tuple[str | None, str | None]:
-        """Why the answer ended, and the stop sequence that ended it. A call that is cut by one must not run."""
+        """Why the answer ended, and the stop sequence that ended it. A call that a sequence cuts off must not run."""
         finish, stop = self.choice["finish_reason"], self.choice.get("stop_reason")
         if finish == "length":
             return "max_tokens", None

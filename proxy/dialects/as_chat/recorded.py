@@ -1,4 +1,4 @@
-"""Reads recorded calls of another API as chat, and the conversation that `previous_response_id` refers to. Pure."""
+"""Reads recorded calls of other APIs as chat; finds the conversation that `previous_response_id` refers to. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_chat(
 
 
 def chat_answer(endpoint: str, response: Any) -> Any:
-    """Return a recorded answer as the chat message that later requests have in their history."""
+    """Return a recorded answer as a chat answer, with the message that later requests have in their history."""
     if endpoint not in TRANSLATORS or not isinstance(response, dict):
         return response
     try:
@@ -45,10 +45,10 @@ def chat_answer(endpoint: str, response: Any) -> Any:
 
 
 class Exchange(NamedTuple):
-    """The items that one call added to its conversation, after the response `previous`: input and output.
+    """The input and output items that one call added to its conversation, after the response `previous`.
 
-    `by_chat`: it went through the chat route, so the server does not know the response. `redacted`: the record lacks
-    part of the input or output. `size`: approximate bytes.
+    `by_chat`: the call went through the chat route, so the server does not have the response. `redacted`: part of the
+    input or output is not in the record. `size`: approximate bytes.
     """
 
     response_id: str
@@ -60,13 +60,13 @@ class Exchange(NamedTuple):
 
 
 def by_response(calls: Iterable[ModelCall]) -> dict[str, Exchange]:
-    """Return the exchanges of calls that were answered, by the id of their response."""
+    """Return the exchanges of answered calls, by response id."""
     known = dict[str, Exchange]()
     for call in calls:
         if isinstance(call.response, dict):
             exchange = exchange_of(call.request, call.response)
             text = encode(exchange.items)
-            # Of one that continues another, the mask may stand in an earlier exchange.
+            # If this exchange continues another one, the mask may be in that one only.
             redacted = call.untrainable_reason == REASON and (exchange.previous is None or MASK.encode() in text)
             known[exchange.response_id] = exchange._replace(
                 by_chat=bool(call.prompt_token_ids), redacted=redacted, size=len(text)
@@ -80,7 +80,7 @@ def exchanges_up_to(known: Mapping[str, Exchange], previous: Any) -> list[Exchan
     while isinstance(previous, str):
         exchange = known.get(previous)
         if exchange is None or len(found) > len(known):
-            raise NotFound(f"Response with id '{previous}' not found in its rollout", param="previous_response_id")
+            raise NotFound(f"Response with id '{previous}' not found in this rollout", param="previous_response_id")
         found.append(exchange)
         previous = exchange.previous
     return found[::-1]

@@ -1,4 +1,4 @@
-"""Translates /v1/responses to chat and back, as vLLM 0.32's own route does, but keeps parts of a history that it drops.
+"""Translates /v1/responses to chat and back, as vLLM 0.32's own route does, but keeps more of the history.
 
 The items of one model turn become one message. In a stream, one item at a time is open.
 """
@@ -82,8 +82,8 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
 def messages_of(items: Iterable[Json]) -> list[Json]:
     """Return the messages for these items, oldest first; raise Untranslatable.
 
-    As in vLLM, a part of the model's turn joins the message of the parts before it, if that lacks such a part. Further
-    calls join it too, and text after a call, which chat has in one piece.
+    As in vLLM, a part of the model's turn joins the message before it if that message lacks such a part. Further tool
+    calls join it too, and so does text after a call, because a chat message has only one text.
     """
     messages: list[Json] = []
     for item in items:
@@ -187,7 +187,7 @@ def _tools(given: Json) -> Json:
         raise Untranslatable("tool_choice without tools")
     if isinstance(choice, dict):
         if choice["type"] not in ("function", "custom") or "structured_outputs" in given:
-            raise Untranslatable(f"tool_choice {choice['type']}, or structured_outputs with it")
+            raise Untranslatable(f"tool_choice is of type {choice['type']}, or is combined with structured_outputs")
         if all(tool["function"]["name"] != choice["name"] for tool in tools):
             raise Untranslatable(f"tool_choice names {choice['name']}, which is not a tool")
         choice = {"type": "function", "function": {"name": choice["name"]}}
@@ -206,7 +206,7 @@ _RESPONSE: Json = dict.fromkeys(_ORDER.split()) | {
     "tools": [], "top_p": 1, "background": False, "service_tier": "auto", "status": "in_progress",
     "truncation": "disabled", "presence_penalty": 0, "frequency_penalty": 0,
 }  # fmt: skip
-# The items of a response as they begin, by the kind of the part; their id says its prefix.
+# The items of a response as they begin, by the kind of the part; `id` is the prefix of an item's id.
 _ITEMS: dict[str, Json] = {
     "reasoning": {
         "id": "rs", "summary": [], "type": "reasoning", "content": None, "encrypted_content": None,
@@ -218,13 +218,13 @@ _ITEMS: dict[str, Json] = {
     "function": {"arguments": "", "type": "function_call", "id": "fc", "caller": None, "status": "in_progress"},
     "custom": {"input": "", "type": "custom_tool_call", "id": "ctc", "caller": None},
 }  # fmt: skip
-_LEAST_TEMPERATURE = 1e-2  # vLLM samples with no lower one, but for 0
+_LEAST_TEMPERATURE = 1e-2  # vLLM uses no lower temperature, except 0
 _REASONING = ("context", "effort", "generate_summary", "mode", "summary")
 _SCHEMA = ("name", "schema", "type", "description", "strict")
 
 
 class ResponsesTranslator(Translator):
-    """Translates Responses. Its numbered events: the new response, its items one by one, the complete response."""
+    """Translates the Responses API. The numbered events: the new response, its items in turn, the complete response."""
 
     own: ClassVar = ResponsesApi()
     opened_by_nothing: ClassVar[tuple[str, ...]] = ("reasoning",)
@@ -243,11 +243,11 @@ class ResponsesTranslator(Translator):
     def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
         given = self.body
         if name := next((name for name in _UNSUPPORTED if given.get(name)), None):
-            raise Untranslatable(f"{name} is only known to the Responses route")
+            raise Untranslatable(f"only the Responses route supports {name}")
         if given.get("previous_response_id") and not earlier:
             raise Untranslatable("previous_response_id without the earlier conversation")
         if more := {*given.get("include", ())} - {"reasoning.encrypted_content"}:
-            raise Untranslatable(f"{min(more)} is included by the Responses route alone")
+            raise Untranslatable(f"only the Responses route can include {min(more)}")
         chat = picked(given, _SAME_IN_CHAT)
         chat |= {"messages": messages_shown(given, earlier)} | _tools(given)
         if "max_output_tokens" in given:
@@ -272,7 +272,7 @@ class ResponsesTranslator(Translator):
         return (messages_of(dicts(answer.get("output"))) or [{"role": "assistant", "content": ""}])[-1]
 
     def refusal(self, body: Json) -> Json | None:
-        """The refusal, with the agent's name for the field."""
+        """The refusal, with the Responses API's name for the token limit."""
         text = encode(body).replace(b"max_completion_tokens", b"max_output_tokens")
         return loads(text) if isinstance(body.get("error"), dict) else None
 
@@ -373,7 +373,7 @@ def _cut(usage: Json | None) -> Json:
 
 
 def _custom_input(arguments: str) -> str:
-    """A custom tool's input: its only argument, or else the entire text."""
+    """A custom tool's input: the only argument of its call, or else the entire text."""
     try:
         value = json.loads(arguments)[_CUSTOM_INPUT]
     except (ValueError, TypeError, LookupError):

@@ -36,7 +36,7 @@ def picked(source: Json, names: str) -> Json:
 
 
 class Untranslatable(ValueError):
-    """The chat route cannot answer this request as its own route would. The text goes into the record."""
+    """The chat route cannot answer this request as the request's own route would. The text goes into the record."""
 
 
 class TemplateUnknown(Untranslatable):
@@ -56,7 +56,7 @@ class Template:
     ignores_no_tools: bool | None = None
 
     def known(self, name: str) -> Any:
-        """Return a field's value; raise TemplateUnknown."""
+        """Return a field's value; raise TemplateUnknown if it is None."""
         if (value := getattr(self, name)) is None:
             raise TemplateUnknown(f"the server's chat template is not known: {name}")
         return value
@@ -103,14 +103,14 @@ class Translator(ChatApi, ABC):
     """One call of another API on its way through the chat route. As a dialect, it reads chat and gives `own` events.
 
     One part of the answer is open at a time: its reasoning, its content, or a tool call. Calls come one after another,
-    however the server sends them; text that arrives inside a call waits for the call's end. `request`: for the chat
-    route, without the proxy's additions. `continues`: a response that only the proxy knows, so no other route can
-    answer it.
+    however the server sends them; text that arrives inside a call waits for the call's end. `request`: the request for
+    the chat route, without the proxy's additions. `continues`: whether it continues a response that only the proxy has,
+    so that no other route can answer it.
     """
 
     own: ClassVar[Dialect]
     kinds: tuple[str, ...] = ("reasoning", "content")  # the texts that are shown
-    opened_by_nothing: ClassVar[tuple[str, ...]] = ()  # those that vLLM opens for an empty text
+    opened_by_nothing: ClassVar[tuple[str, ...]] = ()  # the kinds that vLLM opens even for an empty text
 
     def __init__(self, body: Json) -> None:
         super().__init__("chat")
@@ -141,7 +141,7 @@ class Translator(ChatApi, ABC):
         return TranslatedStream(self)
 
     def agents(self, body: Json, injection: Injection) -> Json:
-        """Return the agent's answer; raise UpstreamUnreachable if this is not a chat completion."""
+        """Return the answer for the agent; raise UpstreamUnreachable if `body` is not a chat completion."""
         try:
             return self.answer(body)
         except MALFORMED as error:
@@ -169,7 +169,7 @@ class Translator(ChatApi, ABC):
                 yield from self._called(is_all=ends)
 
     def end(self) -> Iterator[Json]:
-        """Yield the events that are left when the chat answer is complete; the last of them ends the stream."""
+        """Yield the remaining events once the chat answer is complete; the last of them ends the stream."""
         yield from self._called(is_all=True)
         yield from self._closed()
         yield from self.ended()
@@ -193,7 +193,7 @@ class Translator(ChatApi, ABC):
         yield from self.added(text)
 
     def _called(self, *, is_all: bool) -> Iterator[Json]:
-        """New pieces of calls. Each call waits until the one before it, or (`is_all`) the answer, is complete."""
+        """Events for new pieces of calls. A call waits until the one before it or the answer (`is_all`) is complete."""
         calls = self.calls.opened
         while self._place < len(calls):
             call, is_last = calls[self._place], self._place + 1 == len(calls)
@@ -215,7 +215,7 @@ class Translator(ChatApi, ABC):
             yield from self.added(more)
 
     def _closed(self, unless: str = "") -> Iterator[Json]:
-        """Close the open part, and send what was held back, `unless` the part is of this kind."""
+        """Close the open part, except one of kind `unless`, and send the text that waited for its end."""
         while self.kind not in ("", unless):
             if self.kind == "call":
                 yield from self._more_of(self.calls.opened[self._place])
@@ -242,7 +242,7 @@ class Translator(ChatApi, ABC):
 
     @abstractmethod
     def whole(self, events: Sequence[Json]) -> Json:
-        """Return the complete answer that its events add up to."""
+        """Return the complete answer, built from its events."""
 
     @abstractmethod
     def error(self, error: Json) -> Json:
