@@ -31,18 +31,18 @@ class Health:
         before = self.problems.get((upstream, url))
         if (problem is None) != (before is None):
             now = "up again" if problem is None else f"down: {problem}"
-            log.warning("upstream %s, %s is %s", upstream, replica_name(url), now, extra=ONCE)
+            log.warning("upstream %s: server %s is %s", upstream, replica_name(url), now, extra=ONCE)
         self.problems[upstream, url] = problem
 
     def up(self, upstream: UpstreamConfig, urls: Sequence[str] = ()) -> list[str]:
-        """Return the servers of an upstream, or of these, that have shown no problem."""
+        """Return the servers without a known problem, among `urls` or else all of the upstream's."""
         return [url for url in urls or upstream.urls if not self.problems.get((upstream.name, url))]
 
     def is_down(self, upstream: UpstreamConfig) -> bool:
         return bool(upstream.urls) and not self.up(upstream)
 
     async def ask(self, upstream: UpstreamConfig) -> str | None:
-        """Return why none of its servers answers; None if one does, or has no address. Asks at most once a second."""
+        """Return why no server answers; None if one does, or if the upstream has no URL. Asks at most once a second."""
         if upstream.name not in self._asked:
             urls = upstream.urls or [url for url in [upstream.litellm_params.get("api_base")] if isinstance(url, str)]
             self._asked[upstream.name] = asyncio.gather(*(self._problem(upstream, url) for url in urls))

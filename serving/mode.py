@@ -25,7 +25,7 @@ SAVED = "config.json"  # of a checkpoint: every key of the trainer, and policy.m
 
 
 def has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU that we may use, by its device file (any number, as in containers)."""
+    """Return whether there is an NVIDIA GPU that we may use, by its device file or, under WSL, by nvidia-smi."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     if any(re.fullmatch(r"nvidia\d+", file.name) for file in DEVICES.glob("nvidia*")):
@@ -36,7 +36,8 @@ def has_gpu() -> bool:
 def publish_mode(config: Config) -> PublishMode:
     """Return how new weights reach vLLM: as configured, or for `auto` as recorded in the store.
 
-    Otherwise `lora` on a GPU and `merged` on a CPU, where LoRA makes vLLM ten times slower. Raises ConfigError.
+    If nothing is recorded, this is `lora` on a GPU, and `merged` on a CPU, where LoRA makes vLLM ten times slower. For
+    `auto`, full weights are always `merged`, and weights that a service trains `lora`. Raises ConfigError.
     """
     if config.policy.publish != "auto":
         return config.policy.publish
@@ -72,8 +73,8 @@ async def other_mode(store: Store, who: str, mode: PublishMode) -> str | None:
     since = datetime.fromtimestamp(decided.at).strftime("%Y-%m-%d %H:%M")
     return (
         f"policy.publish is {mode} for this {who}, and {decided.mode} for the {decided.decided_by} since {since}: give "
-        "proxy, trainer and vLLM one setting and start all of them again; versions published in one way are not "
-        "served in the other"
+        "the proxy, the trainer and vLLM the same policy.publish, and start them again; versions published in one mode "
+        "are not served in the other"
     )
 
 
@@ -95,6 +96,6 @@ def trained_model(config: StoreConfig) -> str | None:
         return None
     try:
         model = json.loads((Path(checkpoint) / SAVED).read_text())["policy.model"]
-    except (OSError, ValueError, LookupError, TypeError):  # opening it for good will give the error
+    except (OSError, ValueError, LookupError, TypeError):  # the trainer reports the error when it loads the checkpoint
         return None
     return model if isinstance(model, str) else None

@@ -1,6 +1,6 @@
 """Protects the operator routes of the vLLM that we start: they require the operator's key.
 
-A caller of these routes can replace the weights and write files, and any web page on this machine could reach them.
+A caller of these routes can replace the weights and write files, and any web page open here could reach them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OperatorGuard:
     """ASGI middleware around vLLM. It lets requests with the operator's key pass, whatever they are.
 
     Other requests may use the agents' routes and read the server's state, but must not come from a foreign web page,
-    unless the proxy vouches for them. What a request asks for is decided by the endpoint that vLLM's router matches.
+    unless the proxy vouches for them. The endpoint that vLLM's router matches decides what a request may do.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -92,7 +92,7 @@ class OperatorGuard:
         if has(KEY_HEADER, self._key):
             return None
         if (header := foreign(scope["headers"])) is not None and not has(RELAY_HEADER, self._relay_key):
-            return Forbidden(f"this vLLM answers programs on this machine and its proxy only, not {header}")
+            return Forbidden(f"this vLLM answers only its proxy and programs on this machine, not {header}")
         if _CONTROL.search(scope["path"]):
             return InvalidRequest("the path has control characters")
         if not _is_open(scope):
@@ -101,7 +101,7 @@ class OperatorGuard:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether none of the endpoints that the path reaches, by any method, is for operators only."""
+    """Whether every endpoint that the path reaches, by any method, is open to all callers."""
     matched = [route for route in _leaves(scope["app"].routes) if route.matches(scope)[0] is not Match.NONE]
     for route in matched:
         path = getattr(route, "path", "")

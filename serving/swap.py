@@ -1,4 +1,4 @@
-"""Puts a policy version behind the alias, keeps versions that rollouts are pinned to, reloads what vLLM has lost."""
+"""Makes policy versions live, keeps versions that rollouts are pinned to, and reloads versions that vLLM has lost."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Swap:
     async def _give_all(
         self, version: PolicyVersion, servers: Sequence[VllmServer], check: Check, commit: Callable[[], Awaitable[None]]
     ) -> None:
-        """Give new weights to one server after another, then `commit`. On failure all get their old weights back."""
+        """Give new weights to one server after another, then `commit`. On failure, all get their old weights back."""
         try:
             if not any([await self._give(server, version, check) for server in servers]):
                 raise UpstreamUnreachable("no server could be given the new weights: vLLM went down")
@@ -103,7 +103,7 @@ class Swap:
             raise
 
     async def _give(self, server: VllmServer, version: PolicyVersion, check: Check) -> bool:
-        """Give one server new weights while it answers no agents. Return False if it went away meanwhile."""
+        """Give one server new weights while it answers no agents. Return False if it becomes unreachable."""
         path, label = await self._weights(version), labels_of(version)[0]
         try:
             await server.name_weights(LOADING)
@@ -135,10 +135,10 @@ class Swap:
             try:
                 await self._mend_weights(server, only_look=False)
             except LightningError as error:
-                log.warning("%s does not have the live weights again yet: %s", shown(server.base_url), error)
+                log.warning("%s does not have its old weights back yet: %s", shown(server.base_url), error)
 
     async def promote(self, number: int) -> PolicyVersion:
-        """Make a version live by hand; Conflict if its files are gone or it failed."""
+        """Make a version live by hand. Raise Conflict if its files are gone, or if it failed or is being published."""
         version = await self.store.versions.get(number)
         if number and (version.path is None or version.status in ("failed", "publishing")):
             raise Conflict(f"policy version {number} cannot go live: {obstacle(version, self.mode)}", param="version")
@@ -184,7 +184,7 @@ class Swap:
         if label is None or (is_right and not await server.is_paused()):
             return
         if only_look:
-            raise NotServed(f"it does not serve policy version {version.version} yet")
+            raise NotServed(f"vLLM does not serve policy version {version.version} yet")
         if is_right:
             log.warning("vLLM was left paused: resuming it")
             await server.resume()
@@ -194,7 +194,7 @@ class Swap:
         await server.go_on(labels_of(version)[0])
 
     async def _label(self, server: VllmServer, version: PolicyVersion) -> str | None:
-        """The label of a server's weights; None if it has no route for that and needs none yet."""
+        """The label of a server's weights; None if it has no route for labels and the store has no versions yet."""
         error, until = self._refused.get(server, (None, 0.0))
         if monotonic() >= until:
             self._refused.pop(server, None)
@@ -209,11 +209,11 @@ class Swap:
             return None  # it serves its own weights, which are version 0
         raise NotServed(
             f"vLLM does not say whether it serves policy version {version.version} ({error}): `lightning-proxy doctor` "
-            "says what it needs to publish"
+            "shows what vLLM lacks for publishing"
         )
 
     def why_not_published(self) -> str | None:
-        """Return why new weights cannot reach a server, as far as its last check showed."""
+        """Return why new weights cannot reach some server, according to its last check; None if no check failed."""
         return next((str(error) for error, _ in self._refused.values()), None)
 
     async def _mend_adapters(self, pinned: Collection[int], server: VllmServer, *, only_look: bool) -> None:
@@ -224,7 +224,7 @@ class Swap:
             if not missing:
                 continue
             if only_look:
-                raise NotServed(f"it does not serve policy version {version.version} yet")
+                raise NotServed(f"vLLM does not serve policy version {version.version} yet")
             log.warning("vLLM does not serve policy version %d: loading it again", version.version)
             try:
                 files_of(version)
@@ -232,7 +232,7 @@ class Swap:
             except NotFound:
                 if version.status == "live":
                     raise
-                log.warning("policy version %d has lost its files: its rollouts get the live one", version.version)
+                log.warning("policy version %d has lost its files: its rollouts get the live version", version.version)
                 await self.store.versions.forget_files(version.version)
 
     async def _require_successor(self, version: PolicyVersion, expected: int | None) -> None:
@@ -246,7 +246,7 @@ class Swap:
         if version.publish not in (None, self.mode):
             raise NotServed(
                 f"policy version {version.version} was published as {version.publish}, and policy.publish is now "
-                f"{self.mode}: set it back, promote version 0, or start the trainer, which publishes it again"
+                f"{self.mode}: set it back, promote version 0, or start the trainer, which publishes the version again"
             )
 
     async def _weights(self, version: PolicyVersion) -> str:
@@ -261,7 +261,7 @@ class Swap:
 
 @asynccontextmanager
 async def swap_lock(directory: Path) -> AsyncIterator[None]:
-    """Hold the lock of `policy.directory`: nobody else may load weights or repair a server meanwhile."""
+    """Hold the lock of `policy.directory`: no other process may load weights or repair a server meanwhile."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "swap.lock").open("w") as file:
         while True:
@@ -295,7 +295,7 @@ def adapters_of(version: PolicyVersion) -> dict[str, str]:
 
 
 def files_of(version: PolicyVersion) -> str:
-    """Return the directory of a version's files. NotFound if it, or that of one of its adapters, is gone."""
+    """Return the directory of a version's files. NotFound if that directory, or an adapter's, is gone."""
     for path in adapters_of(version).values():
         if version.path is None or not Path(path).is_dir():
             raise NotFound(f"the files of policy version {version.version} are gone: {path}")
@@ -303,6 +303,6 @@ def files_of(version: PolicyVersion) -> str:
 
 
 def labels_of(version: PolicyVersion) -> tuple[str, ...]:
-    """Return vLLM's labels for our version. The time distinguishes stores; `default` is vLLM's label after a start."""
+    """Return vLLM's labels for a version. Their time tells stores apart; after a start, vLLM's label is `default`."""
     label = f"{version.version}-{int(version.created_at)}"
     return (label,) if version.version else (label, "default")

@@ -48,7 +48,7 @@ def operator_session() -> ClientSession:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VllmServer:
-    """One vLLM server. Operator routes are next to the /v1 of its `base_url`. `model`: which base model, of several."""
+    """One vLLM server. Operator routes are next to the /v1 of its `base_url`. `model`: the preferred base model."""
 
     session: ClientSession
     base_url: str
@@ -77,7 +77,7 @@ class VllmServer:
         return {model["id"]: model.get("root") for model in await self.models()}
 
     async def load_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Serve the LoRA adapter at each path under its name, replacing what has it. Harmless if already served."""
+        """Serve the LoRA adapter at each path under its name, replacing any other. Harmless if already served."""
         served = await self.adapters() if adapters else {}
         for name, path in adapters.items():
             if (root := served.get(name, "")) not in (path, None):
@@ -111,7 +111,7 @@ class VllmServer:
         await self._send("/reset_prefix_cache")
 
     async def go_on(self, label: str) -> None:
-        """Name the weights that were loaded, and resume the frozen requests."""
+        """Label the loaded weights, and resume the frozen requests."""
         await self.name_weights(label)
         await self.resume()
 
@@ -134,7 +134,7 @@ class VllmServer:
         return await self._complete(model, [*prompt], asked, read)
 
     async def probe(self, model: str) -> list[tuple[str, dict[str, float]]]:
-        """Sample with a fixed seed and prompt. Return, by position, the token and likely tokens' log-probabilities."""
+        """Sample with a fixed seed and prompt. Return each position's token and likely tokens' log-probabilities."""
 
         def read(choice: Any) -> list[tuple[str, dict[str, float]]]:
             likely = choice["logprobs"]["top_logprobs"]
@@ -150,7 +150,7 @@ class VllmServer:
         return await self._complete(model, text, asked, lambda choice: [*map(int, choice["prompt_token_ids"])])
 
     async def scored(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """Return each token's log-probability given those before it, at temperature 1; 0.0 for the first."""
+        """Return each token's log-probability given the tokens before it, at temperature 1; 0.0 for the first."""
 
         def read(choice: Any) -> list[float]:
             places = zip(choice["prompt_logprobs"][1:], token_ids[1:], strict=True)
@@ -164,7 +164,7 @@ class VllmServer:
         return _USAGE_CHUNK.search(await self._send("/v1/completions", body)) is not None
 
     async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tokens and sampling parameters that vLLM, with --enable-scale-out, makes of a request."""
+        """Return a request's tokens and sampling parameters, as vLLM with --enable-scale-out renders them."""
 
         def read(answer: Any) -> dict[str, Any]:
             rendered = answer[0] if isinstance(answer, list) else answer  # a completion's is a list of prompts
@@ -212,7 +212,7 @@ class VllmFleet:
     def __init__(
         self, session: ClientSession, urls: Sequence[str], headers: Mapping[str, str] = {}, model: str | None = None
     ) -> None:
-        """`urls`: the upstream's; `headers` go with every request; `model` as in `VllmServer`."""
+        """`urls`: the upstream's URLs; `headers` go with every request; `model` as in `VllmServer`."""
         self.servers = [VllmServer(session, url, headers, model) for url in urls]
 
     @classmethod
