@@ -1,4 +1,4 @@
-"""Reads a span as a chat call or an action: GenAI's, OpenLLMetry's (`gen_ai.prompt.0.content`), OpenInference's."""
+"""Reads spans of GenAI, OpenLLMetry (`gen_ai.prompt.0.content`) and OpenInference as chat calls or actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 Attributes = Mapping[str, Any]
 
 CALLS = frozenset({"chat", "text_completion", "generate_content"})
-# What GenAI, OpenLLMetry and OpenInference call it. The first that a span has counts.
+# The names in GenAI, OpenLLMetry and OpenInference. The first that a span has counts.
 OPERATION = ("gen_ai.operation.name", "llm.request.type", "openinference.span.kind")
 MODEL = ("gen_ai.request.model", "llm.model_name")
 INPUT = ("gen_ai.input.messages", "gen_ai.prompt", "llm.input_messages", "input.value")
@@ -49,7 +49,7 @@ def operation_of(attributes: Attributes) -> str | None:
 
 
 def is_action(attributes: Attributes) -> bool:
-    """Return whether the span is a retriever, or a tool that no model called: other results are in the next request."""
+    """Return whether the span is a retrieval, or a tool call that no model made (a model's are in its requests)."""
     operation = operation_of(attributes)
     return operation == "retrieval" or (operation == "execute_tool" and not attributes.get("gen_ai.tool.call.id"))
 
@@ -146,7 +146,7 @@ def parsed(value: Any) -> Any:
 
 
 def _numbered(attributes: Attributes, prefix: str) -> Any:
-    """`PREFIX0.role`, `PREFIX0.tool_calls.1.name` and the like as a list of objects."""
+    """A list of objects, from attributes such as `PREFIX0.role` and `PREFIX0.tool_calls.1.name`."""
     root: Json = {}
     for name, value in attributes.items():
         if not name.startswith(prefix):

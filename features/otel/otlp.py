@@ -25,13 +25,13 @@ MEDIA = {"protobuf": "application/x-protobuf", "json": "application/json"}
 
 # google.rpc.Code by the HTTP status; any other is UNKNOWN: 2.
 _CODES = {400: 3, 401: 16, 403: 7, 413: 8, 415: 3, 429: 8, 501: 12, 503: 14}
-# Half of a character, which exporters of JavaScript send. Protobuf refuses the entire export for it.
+# Half of a surrogate pair, which JavaScript exporters send. Protobuf refuses an entire export that has one.
 _HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span: hexadecimal ids, Unix seconds, attributes (with its resource's), its error, and its `agent`."""
+    """A span, with hexadecimal ids and times in Unix seconds. `attributes` include the attributes of its resource."""
 
     trace_id: str
     span_id: str
@@ -52,7 +52,7 @@ def encoding_of(content_type: str) -> Encoding:
 
 
 def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
-    """Return an export's spans, and errors for spans that cannot be read. InvalidRequest if it is not an export."""
+    """Return an export's spans, and errors for spans that cannot be read. InvalidRequest if the body is not one."""
     try:
         resources = [*(_export(body, encoding).get("resourceSpans") or ())]
     except Exception as error:  # whatever bytes from outside lead to

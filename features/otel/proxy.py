@@ -1,6 +1,6 @@
 """OpenTelemetry: spans of recorded calls go out; spans that agents post to `/otlp/v1/traces` become calls and actions.
 
-Incoming spans are recorded in their rollout, durably before they are acknowledged, and once even if sent repeatedly. A
+Incoming spans are recorded in their rollout, durably before they are acknowledged, and only once if sent again. A
 call without token ids, log-probabilities and a policy version is not trained on.
 
 Outgoing spans are sent in the background, with the attributes of
@@ -55,7 +55,7 @@ async def post_traces(request: Request) -> Response:
     try:
         from . import otlp
     except ImportError as error:
-        raise Unsupported(f"spans need OpenTelemetry ({error.name}): {INSTALL}") from None
+        raise Unsupported(f"receiving spans needs the module {error.name}: {INSTALL}") from None
     encoding: Encoding = "json"
     try:
         encoding = otlp.encoding_of(request.headers.get("content-type", ""))
@@ -70,7 +70,7 @@ async def post_traces(request: Request) -> Response:
 
 
 async def _record(request: Request, encoding: Encoding) -> list[str]:
-    """Record the calls and actions among the spans, oldest first. Return the errors of the others."""
+    """Record the calls and actions among the spans, oldest first. Return the errors of spans that were not recorded."""
     from .otlp import read_spans
 
     p: Parts = request.app.state.parts
@@ -157,9 +157,9 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
 
 
 def _rollout(span: Span) -> RolloutName:
-    """The rollout that the span or its resource names, or else its trace. InvalidRequest for a span without ids."""
+    """The rollout named by the span or its resource, or else its trace. InvalidRequest for a span with invalid ids."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
-        raise InvalidRequest("a trace id must have 16 bytes and a span id 8")
+        raise InvalidRequest("a trace id must have 16 bytes, and a span id must have 8")
     if span.started_at <= 0:
         raise InvalidRequest("the span has no start time")
     ids = {name: _named(span, name) for name in ("rollout_id", "task_id", "agent_name")}
@@ -198,7 +198,7 @@ def _named(span: Span, name: str) -> str | None:
 
 
 class Telemetry:
-    """Keeps spans in memory, up to a limit, until a thread has sent them. The agent's `traceparent` is their parent."""
+    """Keeps spans in memory, up to a limit, until a thread sends them. The agent's `traceparent` names their parent."""
 
     def __init__(self, config: OtelConfig, redactor: Redactor) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -218,7 +218,7 @@ class Telemetry:
         self._propagator = TraceContextTextMapPropagator()
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
-        """Export the call without waiting, and log failures. `headers` are of its request, with lower-case names."""
+        """Export the call without waiting, and log failures. `headers`: the request's, with lower-case names."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         try:
@@ -235,7 +235,7 @@ class Telemetry:
                 span.set_status(Status(StatusCode.ERROR, end.error and self._redactor.text(end.error)))
             span.end(began + int(end.latency_ms * 1e6))
         except Exception:
-            log.exception("call %s: no span could be made of it", start.call_id)
+            log.exception("no span could be made from call %s", start.call_id)
 
     async def close(self) -> None:
         """Send the waiting spans for up to FLUSH_S seconds. The SDK itself would wait 30 s for a collector."""
@@ -247,7 +247,7 @@ class Telemetry:
 
 
 def attributes_of(start: CallStart, end: CallEnd) -> dict[str, Any]:
-    """Return the span's attributes: numbers and names, nothing of what was said."""
+    """Return the span's attributes: numbers and names, no message text."""
     request, rollout = start.request, start.rollout
     response = end.response if isinstance(end.response, dict) else {}
     is_streamed, tokens = request.get("stream") is True, used(end.usage) or Used()
@@ -290,7 +290,7 @@ class OtelPlugin(ProxyPlugin):
                 import opentelemetry.exporter.otlp.proto.http.trace_exporter
                 import opentelemetry.sdk.trace  # noqa: F401
             except ImportError as error:
-                raise ConfigError(f"otel.otlp_endpoint needs OpenTelemetry's SDK ({error.name}): {INSTALL}") from None
+                raise ConfigError(f"otel.otlp_endpoint needs the module {error.name}: {INSTALL}") from None
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
