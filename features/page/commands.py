@@ -1,4 +1,4 @@
-"""Adds `dashboard`: the page over a store alone."""
+"""Adds the command `dashboard`, which shows the page for a store."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def dashboard(
     ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="the page's port")] = 8081,
 ) -> None:
-    """Show the page over a store alone, in a browser. The proxy need not run.
+    """Show the page for a store in a browser, without a proxy.
 
-    A running proxy has the same page at its own address. Here nothing is written, served or trained. The printed
-    address contains a key: share it only with people who may read the store.
+    A running proxy has the same page at its own address. This command only reads the store. The printed address
+    contains a key: share it only with people who may read the store.
     """
     from ...core.config.server import StoreConfig
     from .dashboard import dashboard as run

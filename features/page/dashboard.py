@@ -1,4 +1,4 @@
-"""`dashboard`: serves the page over a store alone, without a proxy and without writing."""
+"""`dashboard`: serves the page for a store, without a proxy and without writing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def readyz() -> dict[str, str]:
 
 
 def dashboard(store: StoreConfig, port: int) -> None:
-    """Serve the page until Ctrl-C, at an address that contains a key. LightningError if there is no port or store."""
+    """Serve the page until Ctrl-C, at an address that contains a key. LightningError without a free port or a store."""
     file = None if store.is_postgres else store.path.expanduser().absolute()
     if file is not None and not file.is_file():
         raise LightningError(f"there is no store at {file}: name one with --store FILE")

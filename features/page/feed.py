@@ -64,8 +64,8 @@ async def feed(
 ) -> StreamingResponse:
     """Calls, rewards, rollouts, training steps and policy versions as they occur, until the client or the proxy stops.
 
-    It continues after `cursor` (an event's `id`), or begins now. `missed` comes first if events after the cursor are no
-    longer kept: then reload everything. Of simultaneous events about one record, only the last is sent.
+    The feed continues after `cursor` (an event's `id`), or begins now. If events after the cursor are no longer kept,
+    the event `missed` comes first: reload everything. Of simultaneous events about one record, only the last is sent.
     """
     state = request.app.state
     if not hasattr(state, "looks"):  # one for all feeds

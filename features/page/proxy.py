@@ -72,7 +72,7 @@ class TokenRun:
     """The tokens of an answer. `texts`: null if the policy's tokenizer is not on this machine.
 
     If several tokens form one character, the last has its text and the others have null.
-    `advantage`: from the newest step; null if they were not trained on.
+    `step`, `advantage`: of the newest step that trained on the tokens; null if none did.
     """
 
     call_id: str
@@ -110,7 +110,7 @@ def _add_texts(model: str, runs: Sequence[TokenRun]) -> None:
         for run in runs:
             stream = DecodeStream(skip_special_tokens=False)
             run.texts = [stream.step(tokenizer, token) for token in run.token_ids]
-    except Exception:  # no such package or file, or ids that it does not know: ids are shown
+    except Exception:  # no such package or file, or unknown ids: the page shows ids
         return
 
 
