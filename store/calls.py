@@ -1,4 +1,4 @@
-"""The calls, and the events that agents report between them: the statements that record and read them."""
+"""Records and reads the calls, and the events that agents report between calls."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class Calls(Records):
     async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
         """Return some of a rollout's calls in order, without tool results and rewards.
 
-        Of the others, only the ancestors that they are stored against are read, back to `known` ones.
+        Other calls are read only if these are stored as differences from them, back to `known` ones.
         """
         rows = await self._db.all(CALLS_WITH_PARENTS, {"call_ids": dumps([*call_ids]), "known": dumps([*known])})
         calls = await asyncio.to_thread(_read_calls, rows, known=known)
@@ -244,9 +244,9 @@ class Calls(Records):
     ) -> ModelCall | None:
         """Return the call that this request repeats: the newest one with the same request that did not succeed.
 
-        Failed calls are preferred to unfinished ones, which another process may be answering. Otherwise it is the
-        rollout's newest call if that has the same request: its answer did not reach the client. Calls in `running`, and
-        all but the newest `REPEATED`, are ignored. `known`: as in `some`.
+        Failed calls are preferred to unfinished ones, which another process may be answering. If there are none, it is
+        the rollout's newest call, if that has the same request: its answer did not reach the client. Calls in `running`
+        and calls before the newest `REPEATED` are ignored. `known`: as in `some`.
         """
         rows = await self._db.all(CALLS_TO_REPEAT, {"rollout_id": rollout_id, "newest": REPEATED})
         calls = await self.some([call_id for (call_id,) in rows if call_id not in running], known)
@@ -303,7 +303,7 @@ def _read_calls(
     *,
     short: bool = False,
 ) -> list[ModelCall]:
-    """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
+    """Read a rollout's calls, in order of `seq` (parents before children). `log`: rows of POLICY_LOG_DURING."""
     tools = defaultdict[str, list[ToolCall]](list)
     for tool in tool_calls:
         made = read(ToolCall, tool, id=tool["tool_call_id"], result=loads_or_none(tool["result"]))

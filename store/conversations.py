@@ -1,4 +1,4 @@
-"""Digests of conversations: with them, a request that names no rollout finds the rollout that it continues."""
+"""Digests of conversations, which lead from a request that names no rollout to the rollout that it continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONVERSATION_POINT = """
 INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)
 ON CONFLICT (digest) DO UPDATE SET rollout_id = excluded.rollout_id, at = excluded.at
 """
-# What was said in several rollouts leads to none of them.
+# A text that occurs in several rollouts leads to none of them.
 CONVERSATION_ORIGIN = CONVERSATION_POINT.replace(
     "rollout_id = excluded.rollout_id",
     "rollout_id = CASE WHEN conversation_points.rollout_id = excluded.rollout_id THEN excluded.rollout_id END",
@@ -32,10 +32,10 @@ SELECT EXISTS (SELECT 1 FROM conversation_tips WHERE digest = :loose) AS waits,
     (SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :loose)
         AS loose
 """
-# Answers of parallel conversations that are at most so far apart are continued in their order. Older entries were
+# Answers of parallel conversations are continued in their order if they are at most this far apart. Older entries were
 # abandoned.
 TOGETHER_S = 60.0
-# How long a failed request is tried again, by clients that do not say so.
+# How long after a failure a request counts as a retry, if its client does not say so.
 TRIED_S = 3600.0
 # An entry that waits under a digest: with these results of tools, of this rollout, or that failed since then. Of
 # requests, one that failed goes before one that is under way, and that before an answered one.
@@ -85,21 +85,21 @@ POINT_DELETE = "DELETE FROM conversation_points WHERE digest = :digest AND rollo
 
 
 class ConversationIndex(Records):
-    """Finds the rollout of a digest. The recorder writes digests in the same commit as their call."""
+    """Finds the rollout that a digest leads to. The recorder writes digests in the same commit as their call."""
 
     async def leads_to(self, digest: bytes) -> str | None:
-        """Return the rollout that was at this point, if only one was."""
+        """Return the rollout that this digest leads to; None if it leads to none, or to several."""
         row = await self._db.quick(CONVERSATION_LEADS_TO, {"digest": digest})
         return None if row is None else row["rollout_id"]
 
     async def longest(self, rollout_ids: Sequence[str]) -> str | None:
-        """Return the rollout with the most calls, the first of equals; None if there are none."""
+        """Return the rollout with the most calls (the first, if several have as many); None without rollouts."""
         statement = "SELECT calls FROM rollouts WHERE rollout_id = :rollout_id"
         calls = {one: await self._db.quick(statement, {"rollout_id": one}) for one in rollout_ids}
         return max(calls, key=lambda one: (calls[one] or {"calls": 0})["calls"], default=None)
 
     async def rollout_at(self, exact: bytes, loose: bytes) -> str | None:
-        """Take an entry that waits at a point and return its rollout, or else return the last rollout that was there.
+        """Take an entry that waits at a point, and return its rollout; else return the last rollout that was there.
 
         `loose`: the digest of the point without tool results. An entry that also matches `exact` is preferred.
         """
@@ -126,8 +126,9 @@ class ConversationIndex(Records):
     ) -> str | None:
         """Take one of the calls that wait under this digest and return its rollout. Each can be taken only once.
 
-        Only calls that also have the digest `exact`; of `rollout_id`; that failed after `since`, in a running rollout.
-        `keep`: it goes behind the others, and the start of the call that takes it removes it.
+        The arguments narrow the choice: to calls that also have the digest `exact`, of `rollout_id`, or that failed
+        after `since` in a running rollout. `keep`: the call moves behind the others, and is removed once the call that
+        takes it is recorded.
         """
         row = {"digest": digest, "exact": exact, "rollout_id": rollout_id, "since": since}
         if await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:

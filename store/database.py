@@ -44,7 +44,7 @@ class Writing:
         self.why, self._at = why, time.monotonic()
         if self._at >= self._logged_at + TELL_S:
             self._logged_at, self._logged = self._at, True
-            log.error("records cannot be written, and requests that need one are refused (503): %s", why)
+            log.error("records cannot be written; requests that need a record are refused (503): %s", why)
 
     def succeeded(self) -> None:
         if self._logged:
@@ -52,7 +52,7 @@ class Writing:
         self.why, self._logged = None, False
 
     def require(self, has_room: bool = True) -> None:
-        """Raise StoreUnavailable if the newest record could not be written, recently or because the disk is full."""
+        """Raise StoreUnavailable if the newest record could not be written, and that was recent or the disk is full."""
         if self.why is not None and (time.monotonic() < self._at + REFUSED_S or not has_room):
             raise StoreUnavailable(f"the newest record could not be written: {self.why}")
         self.succeeded()
@@ -89,7 +89,7 @@ class Reads(ABC):
 
 
 class Transaction(Reads):
-    """The statements of one transaction. Its work awaits nothing else: SQLite does it in a thread without a loop."""
+    """Runs the statements of one transaction. Its work may await nothing else: SQLite's thread has no event loop."""
 
     async def many(self, sql: str, rows: Sequence[Params]) -> Sequence[Row]:
         """Run a statement once for each row of parameters; return all rows that it returned."""
@@ -102,7 +102,7 @@ Work = Callable[[Transaction], Coroutine[Any, Any, T]]
 class Database(Reads):
     """An open database. `where`: its location, for display.
 
-    Raises StoreUnavailable if it cannot be reached, read or written, ConstraintRefused if a row is not allowed.
+    Raises StoreUnavailable if it cannot be reached, read or written, and ConstraintRefused if a row is not allowed.
     """
 
     where: str
@@ -154,9 +154,9 @@ class Database(Reads):
 
     @abstractmethod
     def lock(self, work: str) -> AbstractAsyncContextManager[bool]:
-        """Yield True if this process got the lock for this work. It holds it until the block or the process ends.
+        """Yield whether this process got the lock for this work, which it holds until the block or the process ends.
 
-        If the lock is on a server and the connection breaks, the block is cancelled with StoreUnavailable.
+        If the connection to a server that has the lock breaks, the block is cancelled with StoreUnavailable.
         """
 
 
@@ -182,14 +182,14 @@ async def in_passing(database: Database, work: Work[T]) -> T:
 
 
 async def all_in_passing(database: Database, statement: str, params: Params) -> Sequence[Row]:
-    """Run a statement that writes a few rows, as `in_passing` does, until it returns no more; return all its rows."""
+    """Run a statement that writes a few rows as `in_passing` does. Return all rows that it returns."""
     return await in_passing(database, lambda db: db.all(statement, params))
 
 
 def read(kind: type[T], row: Row, **made: Any) -> T:
     """Return the record (a dataclass or a NamedTuple) in a row, by its columns' names.
 
-    JSON lists and objects are decoded, and 0 and 1 become booleans if the field is one. `made`: fields set instead.
+    JSON lists and objects are decoded, and 0 and 1 become booleans in boolean fields. `made`: fields that are not read.
     """
     for name, decode in _columns(kind):  # type: ignore[arg-type]
         if name not in made:

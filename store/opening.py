@@ -41,7 +41,7 @@ async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator
 
 
 def first_value(config: StoreConfig, statement: str) -> Any:
-    """Return the text in a query's first row and column, synchronously. None if there is no row or readable store."""
+    """Return the text in a query's first row and column, synchronously; None without a row or a readable store."""
 
     async def ask() -> Any:
         async with opened(config, to_write=False) as database:

@@ -144,7 +144,7 @@ class Reports(Records):
 
 @dataclass(frozen=True, slots=True)
 class ComparedRollout:
-    """A rollout in a group. `advantage`: of its first call with credit."""
+    """A rollout in a group. `advantage`: the one of its first call with credit."""
 
     rollout_id: str
     reward: float | None

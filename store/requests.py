@@ -10,8 +10,8 @@ Example, a second turn:
 
 A short call works the same way: its request is what is new, and `request_of` is `{"call_id": C, NAME: n, …}`.
 `prompt_of`, `{"call_id": C, "tokens": n}`, says that the prompt begins with the first n tokens of call C (prompt and
-answer). If they are absent or null, nothing is shared. C is an earlier call in the same list. `full_calls` completes
-both.
+answer). If `request_of` or `prompt_of` is absent or null, nothing is shared. C is an earlier call in the same list.
+`full_calls` restores full requests and prompts.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def unpack_ids(data: bytes | None) -> tuple[int, ...]:
 
 
 class Parent(NamedTuple):
-    """What children need of a call that was read before. `tokens`: its prompt and answer, packed."""
+    """The parts of an earlier call that its children are restored from. `tokens`: its prompt and answer, packed."""
 
     request: Json
     tokens: bytes
 
 
 def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> dict[str, Parent]:
-    """Return the known parents for reading later calls of a rollout, with these calls added."""
+    """Return the newest parents for reading later calls of a rollout: from the known ones and these calls."""
     more = {call.call_id: Parent(call.request, pack_ids(call.row_token_ids)) for call in calls[-PARENTS:]}
     return dict([*{**known, **more}.items()][-PARENTS:])
 
@@ -111,7 +111,7 @@ def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> d
 def full_calls(
     calls: Iterable[Json], known: Mapping[str, Parent] = MappingProxyType({}), *, prompts: bool = True
 ) -> list[Json]:
-    """Return a rollout's short calls with full requests. They share their messages in memory.
+    """Return a rollout's short calls with full requests, which share their messages in memory.
 
     `known`: calls that were read before. Without `prompts`, prompts stay short: in full they take much memory.
     """
@@ -162,7 +162,7 @@ def short_calls(rows: Iterable[Row], known: Mapping[str, Parent]) -> Iterator[Js
 
 
 def _stored_request(row: Row) -> Json:
-    """Parse a stored request. One nested as deeply as the parser allows is a level too deep in stored form."""
+    """Parse a stored request. A request nested as deeply as the parser allows is one level too deep once stored."""
     text = row["request"] or row["large_request"]
     try:
         stored: Json = loads(text) if len(text) < LARGE else loads_in_turns(text)

@@ -1,9 +1,9 @@
 """Keeps the store within `store.retention`, in steps so small that no agent notices them.
 
-Rollouts that are over are deleted, oldest first, with all that was recorded of them; policy versions and the steps'
-metrics stay. A rollout with a running call, or in a step that is being trained or published, is not over. A rollout
-that nobody ends is over after a day without a call. Rollouts that wait for the trainer are deleted like others when too
-old, but last when space is short.
+Rollouts that are over are deleted, oldest first, with all their records; policy versions and the steps' metrics stay.
+A rollout with a running call, or in a step that is being trained or published, is not over. A rollout that nobody ends
+is over after a day without a call. Rollouts that wait for the trainer are deleted like others when too old, but last
+when space is short.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class Keeper:
         self._problem = problem
 
     async def _delete(self, before: float, reason: str, waiting: bool | None = None, limit: float = 0.0) -> None:
-        """Delete rollouts that were over `before` (Unix time), oldest first, until no more than `limit` bytes are used.
+        """Delete rollouts that were over at `before` (Unix time), oldest first, until at most `limit` bytes are used.
 
-        `waiting` True or False: only rollouts that do, or do not, wait for the trainer.
+        `waiting`: True, only rollouts that wait for the trainer; False, only others.
         """
         over = {"before": before, "quiet": min(before, time.time() - ABANDONED_S)}
         params = {"after": 0, "limit": LOOK, **over, **self._waiting}
@@ -169,13 +169,13 @@ async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[P
 
 
 async def over_bound(database: Database, retention: RetentionConfig) -> str | None:
-    """Return a warning if the store is larger than `store.retention.max_gib`. Ended rollouts are deleted."""
+    """Return a warning if the store is larger than `store.retention.max_gib`. Ended rollouts are deleted already."""
     used = (await read_pages(database)).used / 2**30
     if retention.max_gib is None or used <= retention.max_gib:
         return None
     return (
         f"the store holds {used:.3g} GiB, more than store.retention.max_gib ({retention.max_gib:g}): "
-        "what is left is in use, by rollouts that run or by the newest training step"
+        "the rest is in use by running rollouts or by the newest training step"
     )
 
 

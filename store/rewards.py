@@ -3,13 +3,13 @@
 A post recomputes the returns of its rollouts. When the rules change, all are recomputed, newest first, a few at a time;
 `stale_to` tracks the progress. A repeated post gets the first one's answer.
 
-All rewards count in the training of their rollout (`reward`). `trusted_reward` acts on everybody: it decides whether
+All rewards count in the training of their rollout (`reward`). `trusted_reward` affects everybody: it decides whether
 training stops or rolls back, and which version is best. It counts the rewards
 
 - of evaluators (`evidence` is 1): admin keys, keys made with `keys create --evaluator`, `rewards.function`, and
 everybody if no key is needed
-- of other keys that see all rollouts, until the first one of an evaluator (`returns.evaluated`)
-- never of other keys made with `--scope own`
+- of other keys that see all rollouts, until the first reward of an evaluator (`returns.evaluated`)
+- but never of other keys made with `--scope own`
 
 A gate counts only evaluators' rewards (`features/promotion/promotions.py`).
 """
@@ -99,7 +99,7 @@ UPDATE rollouts SET own_reward = :own, reward = :reward, trusted_reward = :trust
 WHERE rollout_id = :rollout_id AND (own_reward IS NOT :own OR reward IS NOT :reward
     OR trusted_reward IS NOT :trusted OR rewarded_at IS NOT :at)
 """
-LOOKED_AT = 2**16  # rollouts among which those that act on everybody are looked for
+LOOKED_AT = 2**16  # rollouts among which trusted rewards are looked for
 SINCE_VERSION = f"""
 SELECT policy_version AS version, task_id, trusted_reward AS reward, created_at AS began,
     CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END AS done
@@ -126,7 +126,7 @@ Answer = list[dict[str, Any]]
 
 
 class Scored(NamedTuple):
-    """The return of a rollout that acts on everybody. `version`: the one it began with. Times are Unix times.
+    """A rollout with its `trusted_reward`. `version`: the one that it began with. Times are Unix times.
 
     `done`: when it had ended and was rewarded.
     """
@@ -140,7 +140,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Uncounted:
-    """None of the newest `rewards` acts on everybody."""
+    """No trusted reward is among the newest `rewards` (their number). `story`: a text for people."""
 
     rewards: int
     story: str
@@ -168,25 +168,26 @@ class Rewards(Records):
     ) -> Answer:
         """Record all of `rewards` or none, and return one answer for each. `by`: who posts them.
 
-        A second post with the same `key` (Idempotency-Key) and body gets the first answer again; with another body it
-        is a Conflict.
+        A second post with the same `key` (Idempotency-Key) and body gets the first answer again. Another body is a
+        Conflict.
         """
         work = partial(post_rewards, rewards=rewards, by=by)
         return await self._db.write(lambda db: answer_once(db, key, body, work))
 
     async def since(self, version: int, newest: int) -> list[Scored]:
-        """Return the newest ended rollouts that act on everybody, of this version and later ones, oldest first."""
+        """Return the newest ended rollouts of this and later versions that have a trusted reward, oldest first."""
         return (await self._db.records(Scored, SINCE_VERSION, version=version, newest=newest))[::-1]
 
     async def uncounted(self) -> Uncounted | None:
-        """Return a warning, with what to do, if none of the newest rewards acts on everybody; None if one does."""
+        """Return a warning, with what to do, if none of the newest rewards is trusted; None if one is."""
         ((rewards, counted, evaluated),) = await self._db.all(NEWEST_REWARDS)
         if not rewards or counted:
             return None
-        why = "an evaluator's came before" if evaluated else "their keys see their own rollouts alone"
+        why = "an evaluator's reward came before them" if evaluated else "their keys see only their own rollouts"
         return Uncounted(rewards, (
-            f"none of the newest {rewards} acts on all, as {why}. They are trained on, but nothing watches for "
-            "a falling reward. Reward with an admin's key, or one of `keys create NAME --evaluator` (docs/security.md)"
+            f"none of the newest {rewards} rewards is trusted, because {why}. They are trained on, but a falling "
+            "reward goes unnoticed. Post rewards with an admin key, or one from `keys create NAME --evaluator` "
+            "(docs/security.md)"
         ))  # fmt: skip
 
     async def rules(self) -> Rules:
@@ -210,7 +211,7 @@ class Rewards(Records):
             await in_passing(self._db, _count_some)
 
     async def keep(self) -> None:
-        """Recompute outdated returns until cancelled: a process that changed the rules may end before it is done."""
+        """Recompute outdated returns until cancelled: a process that changed the rules may end before they are done."""
         while True:
             with suppress(StoreUnavailable):  # the next look may succeed
                 await self.recount()
@@ -223,7 +224,7 @@ class Rewards(Records):
 
 
 async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = OPERATOR) -> Answer:
-    """Record rewards in the current transaction, and return an answer for each. Raise NotFound."""
+    """Record rewards in the current transaction, and return an answer for each. NotFound for an unknown id."""
     rows = [asdict(one) | by._asdict() | {"at": time.time()} for one in rewards]
     ids = sorted({one.rollout_id for one in rewards})
     named = {"rollout_ids": dumps(ids), "call_ids": dumps([one.call_id for one in rewards if one.call_id])}

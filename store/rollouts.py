@@ -175,7 +175,7 @@ WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:ids)) AND n IN (
 class RolloutKey:
     """A key that was made for one rollout, with facts about that rollout.
 
-    `key_id`: the stored key that requested it; `evidence`: whether that key gave evidence (`Sender`). Without
+    `key_id`: the stored key that requested it; `evidence`: whether that key's rewards are evidence (`Sender`). Without
     `may_reward`, this key may only call the model.
     """
 
@@ -201,11 +201,11 @@ class Rollouts(Records):
         may_reward: bool = True,
         sibling_of: str | None = None,
     ) -> None:
-        """Open rollouts with this metadata. Each gets the hash of its own key.
+        """Open rollouts with this metadata. `names`: each with the hash of the rollout's own key.
 
-        Several rollouts of a task are a group, or join the group of the rollout `sibling_of`. Without `may_reward`, the
-        keys may only call the model. `policy_version`, `model`: what answers the alias in them instead of the live
-        version.
+        Several rollouts of a task form a group, or join the group of the rollout `sibling_of`. Without `may_reward`,
+        the keys may only call the model. `policy_version` or `model` answers the alias in these rollouts, instead of
+        the live version.
         """
         grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
         same: dict[str, Any] = {
@@ -245,8 +245,8 @@ class Rollouts(Records):
     ) -> tuple[list[Rollout], int | None]:
         """Return a page, newest first, and the next page's cursor (None after the last).
 
-        `filters`: from ROLLOUT_FILTERS, and from SEARCHED, which have no index: with one of these, a limited number of
-        rollouts is searched. Then a page may be short or empty without being the last.
+        `filters`: from ROLLOUT_FILTERS and SEARCHED. A filter of SEARCHED has no index, so only a limited number of
+        rollouts is searched, and a page may be short or empty without being the last.
         """
         chunk, left = (TEXT_CHUNK, MOST_TEXTS) if "text" in filters else (CHUNK, MOST)
         chunk = chunk if filters.keys() & SEARCHED.keys() else limit + 1
@@ -274,7 +274,7 @@ class Rollouts(Records):
         return {(mode, status): n for mode, status, n, _ in rows}, sum(int(waiting) for *_, waiting in rows)
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
-        """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""
+        """End a rollout. Ending it again with the same status changes nothing; with another, it is a Conflict."""
         row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time(), "evidence": by.evidence}
 
         async def work(db: Transaction) -> None:
@@ -356,7 +356,7 @@ def _pattern(string: str) -> str:
 
 
 async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:
-    """End idle rollouts until cancelled, as `rollouts.end_after_idle_s` says. One process of several does it."""
+    """End idle rollouts until cancelled, as `rollouts.end_after_idle_s` says, in one process at a time."""
     if (idle_s := config.end_after_idle_s) is None:
         return
     while True:

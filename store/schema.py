@@ -1,7 +1,7 @@
-"""The tables of a store: `schema.sql` of the core and of each feature that has tables, each with its number.
+"""The tables of a store: a `schema.sql` for the core and for each feature with tables, each with a version number.
 
-They are written for SQLite and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` next to it has what only that
-database has. A store with other numbers is left unchanged. Tables of a feature that was removed stay in the store.
+The scripts are written for SQLite and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` next to a script adds
+what only one database needs. A store with other version numbers is left unchanged, as are tables of removed features.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 from ..core.errors import OtherSchema
 
 NUMBERS = "SELECT room, number FROM schema_numbers"
-WAY_OUT = "move the store and policy.directory aside; the checkout that made them can export what is there"
+WAY_OUT = "move the store and policy.directory elsewhere; the lightning-proxy that made them can export their data"
 
 # By these rules alone, in this order. TEXT is compared by its bytes, as SQLite does.
 _FOR_POSTGRES = (
@@ -34,7 +34,7 @@ _TRIGGER = re.compile(r"CREATE TRIGGER (\w+) (AFTER .*? ON \w+)(?:\s+WHEN (.*?))
 
 @cache
 def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]:
-    """Return the schema numbers and scripts of the core (`store`) and of features, by name, for one database."""
+    """Return the schema version and script of the core (`store`) and of each feature, by name, for one database."""
     found = {}
     package = resources.files("lightning_proxy")
     for folder in [package / "store", *sorted((package / "features").iterdir(), key=attrgetter("name"))]:
@@ -49,26 +49,26 @@ def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
-    """Return the features with missing tables. Raise OtherSchema if it is not a store, or of another schema.
+    """Return the features with missing tables. Raise OtherSchema for another program's database or another schema.
 
-    `tables`: the names of its tables; `numbers`: of its schemas, by the names in `parts`.
+    `tables`: the names of the database's tables; `numbers`: its schema versions, by the names in `parts`.
     """
     wanted = {name: number for name, (number, _) in parts("sqlite").items()}
     if tables and "schema_numbers" not in tables:
         other = "it belongs to another program; set store.url to a new file or database"
     elif differ := [name for name in wanted if numbers.get(name, wanted[name]) != wanted[name]]:
         name = differ[0]
-        other = f"its schema of {name} is number {numbers[name]}, and this checkout's {wanted[name]}: {WAY_OUT}"
+        other = f"its {name} schema has version {numbers[name]}, but version {wanted[name]} is needed: {WAY_OUT}"
     else:
         return [name for name in wanted if name not in numbers]
     raise OtherSchema(f"store {where} cannot be opened: {other}")
 
 
 def require_all(where: str, missing: Collection[str]) -> None:
-    """Raise OtherSchema if a store that is only read lacks tables."""
+    """Raise OtherSchema if a store that is opened only for reading lacks tables."""
     if missing:
-        what = "it is empty" if "store" in missing else f"it has no tables of {', '.join(missing)} yet"
-        raise OtherSchema(f"store {where} cannot be opened: {what}: `lightning-proxy serve` makes its tables")
+        what = "it is empty" if "store" in missing else f"it has no tables for {', '.join(missing)} yet"
+        raise OtherSchema(f"store {where} cannot be opened: {what}; `lightning-proxy serve` creates the tables")
 
 
 def _for_postgres(script: str) -> str:

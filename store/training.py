@@ -1,6 +1,6 @@
 """The training steps: the rollouts that each step took, and its result.
 
-Commit points: `claim` (a step owns its rollouts), `trained` (they are never offered again).
+Commit points: `claim` (the step owns its rollouts) and `trained` (a restart no longer releases them).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ FORGET_TRAINING = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step. `base`: the policy version it started from; `version`: the one it was published as."""
+    """A training step. `base`: the policy version that it started from; `version`: the one that it published."""
 
     step: int
     status: str
@@ -89,7 +89,7 @@ class Step:
 class CallCredit:
     """How a step trains a call. `returned`: the call's return.
 
-    `row`: the index of the training row in its rollout, None if it is in none; `placed`: why (trainer/rows/samples.py).
+    `row`: the index of its training row in the rollout, None if in no row; `placed`: why (trainer/rows/samples.py).
     """
 
     rollout_id: str
@@ -104,9 +104,9 @@ class CallCredit:
 class Collapse:
     """Why publishing stopped at `at` (Unix time). It resumes when somebody makes a version live.
 
-    `sign`, `what`: the sign that was seen, by name and in words. `live_at`: when the then live version went live.
-    `go_back_to`: the newest earlier version that can be served, or else the oldest later one. The last step's metrics
-    keep it as `collapse`.
+    `sign`, `what`: the sign that was seen, by name and in words. `live_at`: when the version that was live then went
+    live. `go_back_to`: the newest earlier version that can be served, or else the oldest later one. The collapse is
+    stored in the last step's metrics, as `collapse`.
     """
 
     sign: CollapseSign
@@ -166,7 +166,7 @@ class TrainingSteps(Records):
         await self._db.write(lambda db: _drop(db, dropped, groups, None))
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
-        """Commit a step once its checkpoint is complete: its rollouts are never offered again."""
+        """Commit a step once its checkpoint is complete: a restart no longer releases its rollouts."""
         row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
         await self._db.commit([(STEP_TRAINED, [row])])
 

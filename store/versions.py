@@ -100,7 +100,7 @@ class TaskMean(NamedTuple):
     """The mean and mean squared reward of a task's `rollouts` that began with this version.
 
     `task_id` None: all rollouts without a task. `rewarded` of them have a reward; the others failed. `tokens`: mean
-    sampled tokens of a rollout; `latency_ms`: mean of a rollout's calls. None if not requested.
+    sampled tokens of a rollout; `latency_ms`: mean of a rollout's calls; None if not requested.
     """
 
     version: int
@@ -123,9 +123,9 @@ class Decided(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """A version's first answer: the name that it was served under, and the positions of `proxy/gateway/routing.py`.
+    """A version's first `answer` to a probe, under the name `model` (proxy/gateway/routing.py).
 
-    `at`: when its newest answer was compared (Unix time).
+    `problem`: how its newest answer differs, if it does; `at`: when that was compared (Unix time).
     """
 
     model: str
@@ -136,7 +136,7 @@ class Probed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeanReward:
-    """The mean reward over tasks, and the number of their rollouts. Rollouts without a task count as a task each."""
+    """The mean reward over tasks, and the number of their rollouts. Rollouts without a task each count as a task."""
 
     mean: float
     rollouts: int
@@ -146,7 +146,7 @@ class MeanReward:
 class VersionReward(MeanReward):
     """The reward of a version, the same wherever it is shown. `low`, `high`: its 95 % interval, if known.
 
-    The interval is over tasks, or over the rollouts of a single one.
+    The interval is over tasks, or, if there is only one task, over its rollouts.
     """
 
     low: float | None = None
@@ -154,7 +154,7 @@ class VersionReward(MeanReward):
 
     @classmethod
     def of(cls, means: Sequence[TaskMean]) -> VersionReward:
-        """Return the reward of a version in one mode. `means`: of all its tasks (at least one)."""
+        """Return the reward of a version in one mode. `means`: its `TaskMean`s, at least one."""
         rollouts = sum(one.rollouts for one in means)
         units = [1 if one.task_id is not None and len(means) > 1 else one.rollouts for one in means]
         count = sum(units)
@@ -205,7 +205,7 @@ class PolicyVersions(Records):
         raise NotFound(f"no policy version {version}", param="version")
 
     async def named(self, model: str) -> int | None:
-        """Return the version that vLLM serves (itself or an adapter) under this name; None if there is none."""
+        """Return the version that vLLM serves under this name (or an agent's adapter of it); None if there is none."""
         # Adapters of agents are served under the version's own name with a point and theirs.
         names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
         served = "served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names))"
@@ -223,7 +223,7 @@ class PolicyVersions(Records):
         return frozenset(version for (version,) in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
-        """Return the live version, the candidate, and `pinned` versions that have files, by number."""
+        """Return the live version, the candidate and `pinned` versions, as far as they have files, by number."""
         wanted = {*pinned}
         return [v for v in await self.with_files() if v.status in ("live", "candidate") or v.version in wanted]
 
@@ -237,7 +237,7 @@ class PolicyVersions(Records):
         return int(version)
 
     async def reserve(self, versions: Iterable[int]) -> None:
-        """Reserve the numbers of versions that sampled imported rollouts. Their files are not here."""
+        """Reserve the numbers of versions that imported rollouts were sampled from, and that have no files here."""
         other = "INSERT INTO policy_versions (version, status, created_at) VALUES (:version, 'ready', :at)"
         rows = [{"version": version, "at": time.time()} for version in versions]
         await self._db.commit([(f"{other} ON CONFLICT DO NOTHING", rows)])
@@ -245,7 +245,7 @@ class PolicyVersions(Records):
     async def saved(
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
     ) -> None:
-        """Note that the version's files are complete, and the names that it and its other adapters are served under."""
+        """Note that the version's files are complete, and the names of it and its agents' adapters in vLLM."""
         statement = (
             "UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters"
             " WHERE version = :version"
@@ -299,8 +299,8 @@ class PolicyVersions(Records):
     ) -> list[TaskMean]:
         """Return the rewards of rollouts, by the version that they began with, mode and task.
 
-        They are the rewards that act on everybody (`rewards.py`); with `key_id`, the rewards of this key's newest
-        rollouts. Rollouts that another model answered do not count. With `costs`, also their tokens and latency.
+        They are trusted rewards (`rewards.py`) or, with `key_id`, all rewards of this key's newest rollouts. Rollouts
+        that another model answered do not count. With `costs`, also their tokens and latency.
         """
         statement = REWARDS_BY_TASK if key_id is None else REWARDS_BY_TASK_OF_KEY
         statement = statement.replace(NO_COSTS, COSTS) if costs else statement

@@ -125,7 +125,7 @@ class Waiting(Records):
     """Reads rollouts that wait for training; `store.steps` takes them."""
 
     async def groups(self, grouping: Grouping = Grouping(), tasks: Collection[str] | None = None) -> list[Group]:
-        """Return the groups, of all tasks or of some, with at least one rollout to train on.
+        """Return the groups of all tasks, or of `tasks`, with at least one rollout to train on.
 
         By default, all rollouts of a task that were opened one by one are one group.
         """
@@ -167,7 +167,7 @@ class Waiting(Records):
         return of_tasks + (of_nothing.rewarded if of_nothing else 0)
 
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
-        """Return each rollout's owner: a key that sees only its own, or None for all others, which share groups."""
+        """Return each rollout's owner: a key with scope `own`, or None for all other rollouts, which share groups."""
         return dict(map(tuple, await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})))
 
     async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
@@ -183,7 +183,7 @@ class Waiting(Records):
     async def standstill(self, batch: int) -> Standstill | None:
         """Return how many rollouts in a row were dropped for equal rewards, once they fill BATCHES batches; else None.
 
-        Only rollouts with rewards that act on everybody count. `batch`: the rollouts of a training step.
+        Only rollouts with trusted rewards count. `batch`: the number of rollouts in a training step.
         """
         enough = BATCHES * batch
         ((rollouts, reward),) = await self._db.all(UNLEARNED, {"reason": EQUAL_REWARDS, "enough": enough})
@@ -194,13 +194,13 @@ class Waiting(Records):
             f"nothing was learned from the newest {rollouts} rollouts{mean}: in each group all rewards are equal. "
             "If the tasks are solved, give harder ones. Otherwise go back to an earlier version "
             "(`lightning-proxy policy promote N`) and train with a lower trainer.learning_rate or trainer.entropy, "
-            "or let rewards tell more answers apart (docs/training.md)"
+            "or use rewards that distinguish more answers (docs/training.md)"
         ))  # fmt: skip
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
         """Return rewarded rollouts that were opened before this one, newest first: of one task, or of all (None).
 
-        Rollouts of keys that see only their own are compared among themselves.
+        Rollouts of a key that sees only its own are compared only with each other.
         """
         statement = EARLIER if task_id is None else EARLIER_OF_TASK
         params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "task_id": task_id}

@@ -130,7 +130,7 @@ class PostgresDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Commit within `store.busy_timeout_s` plus time for this many bytes, because calls wait for it."""
+        """Commit within `store.busy_timeout_s`, plus time for `size` bytes, because calls wait for it."""
 
         async def work(db: Transaction) -> None:
             # Every process locks rollouts and digests in the same order.
@@ -166,7 +166,7 @@ class PostgresDatabase(Database):
         return min(FROZEN_S, self._config.busy_timeout_s) if self._frozen else self._config.busy_timeout_s
 
     async def _to_the_end(self, work: Work[T], begin: str, seconds: float) -> T:
-        """Run it shielded: a transaction that has begun ends even if its caller is cancelled."""
+        """Run `work` shielded: a transaction that has begun is completed even if its caller is cancelled."""
         task = asyncio.ensure_future(self._transact(work, begin, seconds))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -177,7 +177,7 @@ class PostgresDatabase(Database):
             raise
 
     async def _transact(self, work: Work[T], begin: str | None, seconds: float) -> T:
-        """Do `work`, with or without a transaction. Retry while the server is down, or if another one conflicts."""
+        """Do `work`, with or without a transaction. Retry while the server is down or another transaction conflicts."""
         until = monotonic() + min(seconds, self._config.busy_timeout_s)
         while True:
             committing = False
@@ -254,7 +254,7 @@ async def _one_of(places: asyncio.Semaphore, seconds: float) -> AsyncIterator[No
         async with asyncio.timeout(seconds):
             await places.acquire()
     except TimeoutError:
-        raise StoreUnavailable(f"the store is busy with longer work: no connection within {seconds:g} s") from None
+        raise StoreUnavailable(f"the store is busy with other work: no connection within {seconds:g} s") from None
     try:
         yield
     finally:
@@ -298,7 +298,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoReturn:
-    """Raise StoreUnavailable or Refused for a database error, others unchanged. `unknown`: it came during a commit."""
+    """Raise a database error as StoreUnavailable or ConstraintRefused. `unknown`: the commit may have succeeded."""
     if isinstance(error, asyncpg.IntegrityConstraintViolationError):
         raise ConstraintRefused(str(error)) from error
     if not is_away(error) and (not isinstance(error, asyncpg.PostgresError) or isinstance(error, OURS)):
@@ -306,7 +306,7 @@ def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoRetur
     silent = "the server does not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
     message = str(error).partition("\n")[0] or silent
     if unknown:
-        raise OutcomeUnknown(f"the store cannot be {what}: {message}; it may or may not have been recorded") from error
+        raise OutcomeUnknown(f"the store cannot be {what}: {message}; the data may or may not be recorded") from error
     raise unavailable(what, message) from error
 
 
@@ -317,7 +317,7 @@ def require_held() -> None:
     """Raise StoreUnavailable if this job needs a lock that has been lost."""
     if (held := _held.get()) is not None and held[1].is_closed():
         raise StoreUnavailable(
-            f"the connection to the store broke, and the lock of the {held[0]} with it: another process may have it"
+            f"the connection to the store broke, so the {held[0]} lock was lost: another process may have it"
         )
 
 

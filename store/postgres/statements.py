@@ -60,7 +60,7 @@ class PostgresTransaction(Transaction):
         return await self._connection.fetch(text, *_values(names, params or {}))
 
     async def many(self, sql: str, rows: Sequence[Params]) -> list[asyncpg.Record]:
-        """Like the base class, in one round trip."""
+        """As in the base class, but in one round trip."""
         if len(rows) < 2:
             return await self.all(sql, rows[0]) if rows else []
         text, names = translated(sql)
@@ -72,7 +72,7 @@ def _values(names: Sequence[str], params: Params) -> list[Any]:
 
 
 def storable(value: Any) -> Any:
-    """A value that PostgreSQL can store: without character 0. Raise UnicodeEncodeError for what UTF-8 cannot hold."""
+    """The value as PostgreSQL can store it, with `?` for NUL. Raise UnicodeEncodeError for a lone surrogate."""
     if not isinstance(value, str):
         return value
     if not value.isascii():

@@ -1,4 +1,4 @@
-"""One SQLite file: opens, reads and writes it, in transactions that are recorded completely or not at all."""
+"""A store in one SQLite file, written in transactions that are committed completely or not at all."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 class SqliteDatabase(Database):
     """Three connections: one in the event loop's thread, and two in their own threads for writing and reading.
 
-    What every call needs is done in the event loop (`commit`, `quick`): that is faster than handing it to a thread. It
-    never blocks there: a commit that is large or synced, or finds the store locked, goes to the writer's thread, as
-    other transactions do. Readers never wait for writers.
+    Statements that every call needs run in the event loop (`commit`, `quick`), which is faster than in a thread. They
+    never block it: a commit that is large or synced, or finds the store locked, goes to the writer's thread, as other
+    transactions do. Readers never wait for writers.
     """
 
     def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
@@ -82,7 +82,7 @@ class SqliteDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Raises StoreUnavailable: file locked for `store.busy_timeout_s`, damaged, full, removed or replaced."""
+        """Raise StoreUnavailable if the file stays locked, is damaged, removed or replaced, or the disk is full."""
 
         def work(connection: sqlite3.Connection) -> None:
             for statement, rows in runs:
@@ -109,7 +109,7 @@ class SqliteDatabase(Database):
         return done
 
     async def _in_thread(self, job: Job[T]) -> T:
-        """Run it shielded: a job that has begun ends even if its caller is cancelled, and the next job waits for it."""
+        """Run a job shielded: once begun, it ends even if its caller is cancelled, and the next job waits."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.shield(loop.run_in_executor(self._thread, job, self._writer))
@@ -117,7 +117,7 @@ class SqliteDatabase(Database):
             self._failed(error)
 
     def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
-        """The error to raise: StoreUnavailable for file, disk or another process, ConstraintRefused for a row."""
+        """Raise StoreUnavailable if file, disk or another process is to blame, ConstraintRefused if it is a row."""
         if isinstance(error, sqlite3.IntegrityError):
             raise ConstraintRefused(str(error)) from error
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -154,7 +154,7 @@ class SqliteDatabase(Database):
         self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
 
     def _require_place(self) -> None:
-        """Raise StoreUnavailable if the file or its write-ahead log was deleted: it would vanish with the process."""
+        """Raise StoreUnavailable if the file or its write-ahead log was removed or replaced: records would be lost."""
         for file, known in self._files.items():
             if _identity(file) != known:
                 way = "put it back, or restore it from a backup, and start the proxy again"
@@ -192,7 +192,7 @@ class SqliteDatabase(Database):
             self._failed(error, "read")
 
     async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        """Without `params`, run a query once per turn of the event loop: calls that begin in a turn share the row."""
+        """Without `params`, run a query once per turn of the event loop: calls in the same turn share the row."""
         if params is None and sql in self._of_turn:
             return self._of_turn[sql]
         try:
@@ -301,9 +301,9 @@ def _is_locked(error: BaseException) -> bool:
 def _checkpoint(path: Path, config: StoreConfig, empty: bool) -> None:
     """Move committed pages from the write-ahead log into the file, as far as nobody has to wait for it.
 
-    It uses its own connection, so that the writer continues. Under constant writes a long log never restarts by itself;
-    here that takes little waiting. The log's file keeps up to `journal_size_limit` bytes, unless it is to be `empty`:
-    truncating it, only to let it grow again, cost a tenth of a large call.
+    A separate connection lets the writer continue. Under constant writes a long log never restarts by itself, so it is
+    restarted here, after a short wait. Unless `empty`, the log's file keeps up to `journal_size_limit` bytes:
+    truncating it, only to let it grow again, took a tenth of a large call's time.
     """
     with suppress(sqlite3.DatabaseError), closing(_connect(path, config, "rw")) as connection:
         _set_timeout(connection, CHECKPOINT_S)

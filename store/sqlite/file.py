@@ -1,4 +1,4 @@
-"""A store's file: its tables, locks for jobs of a single process, copies, and reading without writing."""
+"""A store's file: its tables, locks for work of one process at a time, copies, and reading without writing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 
 
 def make_private(path: Path) -> None:
-    """Make an empty file that only its owner may read, if missing. SQLite gives its side files the same rights."""
+    """Create the file if missing, readable only by its owner. SQLite gives its other files the same permissions."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
@@ -28,7 +28,7 @@ def is_sqlite(path: Path) -> bool:
 
 
 def copy_store(source: Path, target: Path) -> None:
-    """Copy a store as of one moment. A store not in use is copied unopened, so SQLite leaves no files by it."""
+    """Copy a store as of one moment. SQLite leaves no files next to a store that is not in use."""
     try:
         with closing(only_read(source)) as connection:
             missing_in(connection, str(source))  # or it is not a store of this schema
@@ -39,7 +39,7 @@ def copy_store(source: Path, target: Path) -> None:
 
 
 def back_up(store: Path, target: Path) -> None:
-    """Copy a store that may be in use to a new file. On failure raises LightningError and leaves no partial copy."""
+    """Copy a store that may be in use to a new file. On failure, raise LightningError and leave no partial copy."""
     if target.exists():
         raise LightningError(f"{target} already exists: name a new file")
     if not target.absolute().parent.is_dir():
@@ -49,7 +49,7 @@ def back_up(store: Path, target: Path) -> None:
 
 
 def restore(backup: Path, store: Path) -> None:
-    """Make a store from a backup. Raise LightningError if a store exists or the backup has another schema."""
+    """Make a store from a backup. Raise LightningError if a store exists or the file is no backup of this schema."""
     if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
         raise LightningError(
             f"there is already a store at {store}: move it away, with the files next to it, or set store.url"
@@ -62,7 +62,7 @@ def restore(backup: Path, store: Path) -> None:
 
 @contextmanager
 def new_store(target: Path) -> Iterator[Path]:
-    """Yield a path to create a store at. It gets its name when the block succeeds and all is on disk in one file."""
+    """Yield a temporary path to create a store at. The file becomes `target` once the block succeeds."""
     part = target.with_name(f".{target.name}.part")
     _remove(part)
     try:
@@ -100,7 +100,7 @@ def is_in_use(store: Path) -> bool:
 
 
 class IdleFile:
-    """A store's file that was not in use when first seen. It is read as a file that does not change."""
+    """A store's file that was not in use when first seen. SQLite reads it as a file that does not change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,7 +126,7 @@ def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
 
 @contextmanager
 def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
-    """Yield True if this process got the lock for this work. It holds it until the block or the process ends."""
+    """Yield whether this process got the lock for this work, which it holds until the block or the process ends."""
     with Path(f"{store}-{work}").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -309,7 +309,8 @@ def test_the_number_of_a_rooms_schema_that_differs_is_named(proxy: Proxy, room: 
         file.execute(NEWER.format(room))
     refused(
         proxy,
-        f"its schema of {room} is number 99, and this checkout's {number}: move the store and policy.directory aside",
+        f"its {room} schema has version 99, but version {number} is needed: move the store and policy.directory "
+        "elsewhere",
         *READING,
         *WRITING,
     )
@@ -320,14 +321,14 @@ def test_tables_of_a_room_that_a_store_has_not_yet_are_made_once_it_is_written_t
     ok(proxy.run("keys", "create", "before"))
     with closing(sqlite3.connect(proxy.directory / "store.db", isolation_level=None)) as file:
         file.executescript("DROP TABLE evaluations; DELETE FROM schema_numbers WHERE room = 'evaluation'")
-    refused(proxy, "it has no tables of evaluation yet: `lightning-proxy serve` makes its tables", *READING)
+    refused(proxy, "it has no tables for evaluation yet; `lightning-proxy serve` creates the tables", *READING)
     ok(proxy.run("keys", "create", "after"))
     assert [key["name"] for key in proxy.run("keys", "list", "--json").json["data"]] == ["before", "after"]
 
 
 @pytest.mark.parametrize(
     ("script", "told"),
-    [("CREATE TABLE rollouts (a TEXT)", OTHERS), (NEWER.format("store"), "its schema of store is number 99")],
+    [("CREATE TABLE rollouts (a TEXT)", OTHERS), (NEWER.format("store"), "its store schema has version 99")],
 )
 def test_a_database_of_another_schema_is_one_line(tmp_path: Path, server: Server, script: str, told: str) -> None:
     url = server.new_database()

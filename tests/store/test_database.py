@@ -172,7 +172,7 @@ async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
     with pytest.raises(StoreUnavailable, match="the newest record could not be written: .* is full"):
         await database.require_writable()
     assert [record.message for record in caplog.records] == [
-        "records cannot be written, and requests that need one are refused (503): database or disk is full"
+        "records cannot be written; requests that need a record are refused (503): database or disk is full"
     ]
     monkeypatch.setattr(databases, "REFUSED_S", 0.0)
     monkeypatch.setattr(files, "ROOM", 2**62)  # as if the disk had less

@@ -122,7 +122,7 @@ async def test_one_process_at_a_time_does_a_work_and_who_loses_its_lock_stops_be
         async with two.lock("trainer") as second, two.lock("another") as other:
             assert (second, other) == (False, True)
         await two.all(END_LOCKS)
-        with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
+        with pytest.raises(StoreUnavailable, match="the trainer lock was lost"):
             await holding
         assert ended
         async with two.lock("trainer") as second:
@@ -137,7 +137,7 @@ async def test_what_was_begun_alone_is_not_written_once_the_lock_is_lost(databas
         await database.all(END_LOCKS)
         await asyncio.sleep(0.1)
 
-    with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
+    with pytest.raises(StoreUnavailable, match="the trainer lock was lost"):
         async with database.lock("trainer"):
             await database.write(work)
     await database.write(lambda db: db.all("SELECT 1"))  # after it
@@ -146,7 +146,7 @@ async def test_what_was_begun_alone_is_not_written_once_the_lock_is_lost(databas
 
 async def test_a_cut_way_to_the_lock_is_noticed(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["lightning_proxy.store.postgres.database"], "BEAT_S", 0.1)
-    with pytest.raises(StoreUnavailable, match="the lock of the keeper"):
+    with pytest.raises(StoreUnavailable, match="the keeper lock was lost"):
         async with database.lock("keeper"):
             (holder,) = await database.all(END_LOCKS.replace("pg_terminate_backend(pid)", "pid"))
             with frozen(holder["pid"]):  # it is there, and says nothing
@@ -227,7 +227,7 @@ async def test_a_commit_whose_answer_is_lost_is_looked_for(
             if arrives:
                 await record()
                 continue
-            with pytest.raises(StoreUnavailable, match="it may or may not have been recorded"):
+            with pytest.raises(StoreUnavailable, match="the data may or may not be recorded"):
                 await record()
             await record()
     (call,) = await Store(database).calls.of("r")
