@@ -28,5 +28,5 @@ class EvaluationConfig(FeatureSection):
     @model_validator(mode="after")
     def _has_tasks_and_a_command(self) -> EvaluationConfig:
         if (self.tasks is None) == bool(self.command):
-            raise ValueError("evaluation needs both: tasks, a file of held-out tasks, and command, the agent program")
+            raise ValueError("evaluation needs both tasks (a file of held-out tasks) and command (the agent program)")
         return self

@@ -47,8 +47,8 @@ ENOUGH = 8  # rollouts of training by which a version is judged, if any version 
 class HeldOut:
     """An evaluation of a version on held-out tasks: the mean reward over tasks, with its 95 % interval.
 
-    `difference`: how far it is above the first evaluated version, paired by task; null for that one. `ended_at` is null
-    while it runs; `error` says why it has no result. `step`: the one that made the version.
+    `difference`: to the first evaluated version's mean, paired by task; null for that version. `ended_at`: null while
+    the evaluation runs; `error`: why it has no result. `step`: the training step that made the version.
     """
 
     version: int
@@ -89,7 +89,7 @@ class Evaluations:
         return {one.version: one for one in read}
 
     async def is_due(self, live: PolicyVersion, every_steps: int) -> bool:
-        """Return whether neither the live version nor one of the last steps has been evaluated."""
+        """Return whether neither the live version nor a version of the last `every_steps` steps has been evaluated."""
         after = (live.step or 0) - every_steps
         return await self._db.one(DONE, {"version": live.version, "after": after}) is None
 
@@ -111,7 +111,7 @@ class Evaluations:
         return {row["version"] for row in await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})}
 
     async def best(self) -> Best | None:
-        """Return the best version by finished evaluations, or else the newest with an interval not below another's."""
+        """Return the version with the best held-out reward, or else the newest not clearly worse in training."""
         servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]  # the few that have files
         stored = await self.read(OF_VERSIONS, versions=dumps(servable))
         if servable == [0] and not stored:

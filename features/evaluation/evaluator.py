@@ -40,7 +40,7 @@ class Evaluator:
         return await self.evaluations.under_way() | (set() if best is None else {best.version})
 
     async def evaluate(self, stop: asyncio.Event, verify: Callable[[], Awaitable[object]]) -> None:
-        """Evaluate the live version if due, once it is verified. Once `stop` is set, leave it to the next start."""
+        """Evaluate the live version if due, once it is verified. If `stop` is set, the next start evaluates it."""
         live = await self._core.store.versions.live()
         if self._config.tasks is None or not await self.evaluations.is_due(live, self._config.every_steps):
             return
@@ -59,17 +59,17 @@ class Evaluator:
         """Store the result, or why there is none: problems with held-out tasks do not stop training."""
         version, step = live.version, live.step or 0
         await self.evaluations.begin(version, step)
-        log.info("policy version %d is evaluated on held-out tasks", version)
+        log.info("policy version %d is being evaluated on held-out tasks", version)
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 found = await self._run(version)
         except StoreUnavailable:
             raise
         except Exception as error:
-            late = f"it was not done after {self._config.timeout_s:g} s (evaluation.timeout_s)"
+            late = f"the tasks were not done within {self._config.timeout_s:g} s (evaluation.timeout_s)"
             why = late if isinstance(error, TimeoutError) else str(error) or repr(error)
             is_fault = not isinstance(error, (LightningError, OSError))
-            log.warning("policy version %d is not evaluated: %s", version, why, exc_info=is_fault)
+            log.warning("policy version %d was not evaluated: %s", version, why, exc_info=is_fault)
             await self.evaluations.ended(version, error=why)
             return
         await self.evaluations.ended(version, **found)

@@ -23,7 +23,7 @@ class PolicyEvaluation(BaseModel):
 
 
 class VersionEvaluation(BaseModel):
-    """`evaluation`: on held-out tasks, null if none. `best`: whether this is the best version that can be served."""
+    """`evaluation`: the version's own, null if none. `best`: whether it is the best version that can be served."""
 
     evaluation: HeldOut | None
     best: bool

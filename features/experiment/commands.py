@@ -17,7 +17,7 @@ def experiment(
         Path | None, typer.Option("--dir", help="the runs' folder", show_default="lightning-experiments/FILE")
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", min=1, help="runs side by side, each with a vLLM of its own")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what it costs; nothing is started")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the cost; start nothing")] = False,
 ) -> None:
     """Compare variants of the configuration over seeds, with your tasks and agent.
 

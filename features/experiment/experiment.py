@@ -71,7 +71,7 @@ class Experiment(Work):
     @model_validator(mode="after")
     def _makes_sense(self) -> Experiment:
         if (self.rollouts is None) == (self.minutes is None):
-            raise ValueError("rollouts or minutes, one of the two, says how long each run trains")
+            raise ValueError("give either rollouts or minutes: how long each run trains")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: give each seed once")
         return self
@@ -98,7 +98,7 @@ class LessonPlan:
 
 
 def read_experiment(file: Path, config: Path | None) -> Experiment:
-    """Read the file. `config` is the configuration if it names none. ConfigError has a line for each wrong key."""
+    """Read the file. `config`: the configuration if the file names none. ConfigError has a line for each wrong key."""
     try:
         found = Experiment.model_validate({"config": config} | read_yaml(file))
     except ValidationError as error:
@@ -134,7 +134,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         keys = {*flat(changes), *OWN}
         for variable, key in variables():
             if hidden := next((one for one in sorted(keys) if f"{one}.".startswith(f"{key}.")), None):
-                raise ConfigError(f"the variable {variable} would hide {hidden}: unset it")
+                raise ConfigError(f"the variable {variable} would override {hidden}: unset it")
         if own := next((one for one in OWN if one in flat(changes)), None):
             raise ConfigError(f"{own}: each run has its own; leave it out")
         require_model(config)
@@ -147,11 +147,11 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         upstream = config.policy_upstream
         urls = upstream.urls if upstream is not None and not upstream.servers else ()
         if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:
-            raise ConfigError("upstreams: each run starts one vLLM: leave out replicas, and name the port of vllm.port")
+            raise ConfigError("upstreams: each run starts one vLLM: leave out replicas, and use the port of vllm.port")
         if config.run.proxy_url is not None:
             raise ConfigError("run.proxy_url: each run has its own proxy; leave it out")
         if rollouts is not None and rollouts % config.trainer.group_size:
-            raise ConfigError(f"trainer.group_size: {rollouts} rollouts make no groups of {config.trainer.group_size}")
+            raise ConfigError(f"trainer.group_size {config.trainer.group_size} does not divide {rollouts} rollouts")
     except LightningError as error:
         raise ConfigError(f"{label}: {error.message}") from None
     return settings, config
@@ -230,7 +230,7 @@ def say(what: str, lesson: str = "") -> None:
 async def run_lessons(
     plan: Experiment, lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env]
 ) -> list[str]:
-    """Run the lessons without a result, one per slot at once, and save results. Return the failed ones."""
+    """Run the lessons without a result, one per slot at a time, and save results. Return the names of failed ones."""
     left = iter([lesson for lesson in lessons if lesson.name not in results])
     failed: list[str] = []
 
@@ -277,7 +277,7 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
 
 
 def gpus_of(jobs: int) -> list[Env]:
-    """Return the variables of each job: GPUs, if there are any, are divided among jobs."""
+    """Return the environment variables of each job, which divide the GPUs, if there are any, among jobs."""
     gpus = list(cards()) if jobs > 1 else []
     if gpus and len(gpus) < jobs:
         raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs at least one")
@@ -286,7 +286,7 @@ def gpus_of(jobs: int) -> list[Env]:
 
 
 def cost(plan: Experiment, left: int, finished: Sequence[Json], jobs: int) -> str:
-    """Say what the remaining lessons will cost, estimated from finished ones if there are any."""
+    """Describe what the remaining lessons will cost, estimated from finished ones if there are any."""
     held_out = 2 * len(read_tasks(plan.held_out)) * plan.samples
     train = f"{plan.rollouts} rollouts" if plan.rollouts else f"{plan.minutes:g} minutes"
     runs = f"{left} runs to do; each trains for {train}, and evaluates {held_out} rollouts"
@@ -297,7 +297,7 @@ def cost(plan: Experiment, left: int, finished: Sequence[Json], jobs: int) -> st
     tokens, gib = (left * fmean(one[key] for one in finished) for key in ("tokens", "gib"))
     minutes = left * fmean(map(minutes_of, finished)) / jobs
     amounts = f"{minutes:.0f} minutes, {gib:.1f} GiB on the disk, {tokens:.0f} tokens sampled in training"
-    return f"{runs}\nabout {amounts}, as measured on {len(finished)} finished"
+    return f"{runs}\nabout {amounts}, estimated from {len(finished)} finished runs"
 
 
 def minutes_of(result: Json) -> float:
@@ -305,7 +305,7 @@ def minutes_of(result: Json) -> float:
 
 
 def lines(results: Sequence[Json]) -> list[list[str]]:
-    """Return the table's header and a line per variant. `above`: the difference from the first, paired by task."""
+    """Return the table's header and a line per variant. `above`: the difference from the first variant."""
     variants: dict[str, dict[int, Json]] = {}
     for one in sorted(results, key=lambda one: int(one["seed"])):
         variants.setdefault(one["variant"], {})[one["seed"]] = one
@@ -366,7 +366,7 @@ def write(results: Sequence[Json], directory: Path) -> None:
 
 
 def commit() -> str | None:
-    """Return the commit of the working directory, ignoring local changes; None outside a checkout."""
+    """Return the working directory's commit, with `-dirty` if it has local changes; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

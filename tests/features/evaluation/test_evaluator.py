@@ -127,7 +127,7 @@ async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
 async def test_a_command_that_hangs_is_ended_in_time(e: Evaluating) -> None:
     pids = e.directory / "pids"
     found = await e.evaluated(e.evaluator("--hang", str(pids), timeout_s=3))
-    assert found.error == "it was not done after 3 s (evaluation.timeout_s)"
+    assert found.error == "the tasks were not done within 3 s (evaluation.timeout_s)"
     assert {one["status"] for one in await e.rollouts()} == {"discarded"}
     (left,) = {Path("/proc", pid).exists() for pid in pids.read_text().split()}
     assert not left

@@ -115,11 +115,11 @@ def trainer(**keys: Any) -> Any:
         ({"agent": "nowhere agent.py"}, "agent: there is no program 'nowhere' to start"),
         (trainer(loss="agent.py:x"), "variant a: trainer.loss: "),
         (trainer(loss="mine.py:ppo"), "variant a: trainer.loss mine.py:ppo: it has no gradient"),
-        (trainer(discount=0.9), "variant a: the variable LIGHTNING_TRAINER__DISCOUNT would hide trainer.discount"),
+        (trainer(discount=0.9), "variant a: the variable LIGHTNING_TRAINER__DISCOUNT would override trainer.discount"),
         (trainer(credt="anchor"), "variant a: trainer.credt: unknown key; did you mean"),
         (trainer(seed=3), "variant a: trainer.seed: each run has its own"),
         ({"variants": {"a": {"upstreams": [{"name": "p", "base_url": "http://h:1/v1"}]}}}, "variant a: upstreams: "),
-        (trainer(group_size=5), "variant a: trainer.group_size: 16 rollouts"),
+        (trainer(group_size=5), "variant a: trainer.group_size 5 does not divide 16 rollouts"),
         (trainer(credit="no.py:x"), "variant a: trainer.credit: there is no file "),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_dry_run_says_the_cost_as_far_as_it_is_known(place: Path) -> None:
         measured = {"minutes": {"training": 2, "start": 1}, "tokens": 1000, "gib": 0.4}
         lesson.result.write_text(json.dumps({"made_with": lesson.made_with} | measured))
     done = lightning(*command, "--jobs", "2").stdout.splitlines()
-    cost = "about 3 minutes, 0.8 GiB on the disk, 2000 tokens sampled in training, as measured on 2 finished"
+    cost = "about 3 minutes, 0.8 GiB on the disk, 2000 tokens sampled in training, estimated from 2 finished runs"
     assert done == ["2 runs to do; each trains for 16 rollouts, and evaluates 16 rollouts", cost]
 
 
