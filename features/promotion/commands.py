@@ -1,4 +1,4 @@
-"""Adds a line about a version's test to `status` and `policy list`. The page shows all its numbers."""
+"""Adds a line about a version's test to `status` and `policy list`. The page shows all numbers of a test."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def below_versions(policy: dict[str, Any], versions: list[dict[str, Any]]) -> It
 def line_of(test: dict[str, Any]) -> Text:
     versions, evidence = f"version {test['version']} against {test['against']}", test["evidence"]
     if test["status"] != "testing":
-        return plain(f"the test of {versions} was {test['status']}: {test['reason']}")
+        return plain(f"the test of {versions} is over ({test['status']}): {test['reason']}")
     if not evidence:
-        return plain(f"testing {versions}: no proxy with promotion.mode gated has weighed it yet", "yellow")
+        return plain(f"testing {versions}: no proxy with promotion.mode gated has looked at it yet", "yellow")
     text = f"{count(evidence['rollouts'])} of at most {count(evidence['max_rollouts'])} rollouts"
     if not evidence["rollouts"]:
         text += " that an admin's or an evaluator's key opened or rewarded"

@@ -12,7 +12,7 @@ from ...core.config.section import FeatureSection, Number
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 ONE_SERVER = (
-    "promotion.mode gated needs a second server where weights are published merged: one server has one version. "
+    "promotion.mode gated needs a second server where weights are published merged: a server serves one version. "
     "Give the policy's upstream `replicas`, or set policy.publish to lora"
 )
 
@@ -34,7 +34,7 @@ class PromotionConfig(FeatureSection):
     def faults(self) -> Iterator[str]:
         low, high = self.reward_range
         if not low < high:
-            yield f"reward_range is the lowest and the highest reward, got [{low:g}, {high:g}]"
+            yield f"reward_range must be the lowest and the highest reward, in this order; got [{low:g}, {high:g}]"
 
     def check(self, config: Config) -> None:
         if self.is_gated and not config.policy.pin_rollouts:
@@ -44,7 +44,7 @@ class PromotionConfig(FeatureSection):
             raise ValueError(obstacle)
 
     def merged_obstacle(self, config: Config) -> str | None:
-        """Merged weights need several servers, each with one version, and the choice of the server that answers."""
+        """Return why gated mode cannot publish merged weights (it needs a server for each version); None if it can."""
         upstream = config.policy_upstream
         has_another = upstream is None or not self.is_gated or len(upstream.urls) > 1
         return None if has_another else ONE_SERVER

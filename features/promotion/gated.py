@@ -29,7 +29,7 @@ class CandidateSwap(Swap):
 
 
 class GatedPublisher(Publisher):
-    """Publishes versions that are not live yet. All state is in the store, so a restart changes nothing."""
+    """Publishes candidates, which are not live yet. All state is in the store, so a restart changes nothing."""
 
     _swap: CandidateSwap
 
@@ -54,7 +54,7 @@ class GatedPublisher(Publisher):
         if ahead <= self._max_staleness:
             return None
         return (
-            f"the gate: its weights are {ahead} versions ahead of the live one, and rollouts may be "
+            f"the gate: the trained weights are {ahead} versions ahead of the live one, and rollouts may be "
             f"{self._max_staleness} behind (trainer.max_staleness)"
         )
 

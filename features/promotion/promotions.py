@@ -107,10 +107,10 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rollout that counts in a test, with what is known now. `rewards`: the ones that count as evidence.
+    """A rollout that counts in a test, as known so far. `rewards`: only rewards that are evidence.
 
-    `opened_by`: each opener's rollouts are counted separately. `alone`: only its version answered it. The last five are
-    metrics (`NO_REWARDS`), None where it has no value.
+    `opened_by`: each opener's rollouts are grouped separately. `alone`: only its version answered it. The last five
+    fields are metrics (`NO_REWARDS`); None: the rollout has no value.
     """
 
     rollout_id: str
@@ -141,7 +141,7 @@ class Promotions:
         self._now: UnderTest | None = None
 
     async def now(self) -> UnderTest | None:
-        """Return the running test; None if none runs. Its evidence may be older than that of `last`."""
+        """Return the running test; None if none runs. Its evidence may be older than in `under_way`."""
         row = await self._db.quick(TESTING)
         if row is None:
             self._now = None
@@ -159,20 +159,20 @@ class Promotions:
         return {one.version: one for one in await self._db.records(Promotion, PROMOTIONS)}
 
     async def begin(self, version: int, step: int, against: int) -> None:
-        """Begin the test of a step's served version. Superseded if another test runs or another version went live."""
+        """Begin the test of a step's version. Raise Superseded if another test runs or another version went live."""
         row: dict[str, Any] = {"version": version, "step": step, "against": against, "at": time.time()}
 
         async def work(db: Transaction) -> None:
             live = await db.one(LIVE_NOW)
             if await db.one(TESTING) is not None or live is None or live["version"] != against:
-                raise Superseded(f"policy version {version} cannot be tested now: another version was made live")
+                raise Superseded(f"policy version {version} cannot be tested now: another was made live or is tested")
             for statement in (BEGUN, STEP_PUBLISHED, PROMOTION_BEGIN):
                 await db.all(statement, row)
 
         await self._db.write(work)
 
     async def assign(self, test: Promotion, rollout: RolloutName, config: Config) -> int:
-        """Return the version that a rollout keeps: the live one after `max_rollouts`, or if it comes late."""
+        """Return the version that a rollout keeps: the live one after `max_rollouts`, or once the test is over."""
         row: dict[str, Any] = {"n": test.n, "against": test.against, "rollout_id": rollout.rollout_id}
         row |= {"task_id": rollout.task_id, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
         known = await self._db.one(KNOWN, row)
@@ -197,7 +197,7 @@ class Promotions:
         return await self._db.write(work)
 
     async def stamp(self, test: Promotion) -> tuple[Any, ...]:
-        """Return a stamp that changes with every reward, and with every compared rollout that begins or ends."""
+        """Return a value that changes with every reward, and with every compared rollout that begins or ends."""
         row = await self._db.one(STAMP, {"n": test.n})
         return () if row is None else tuple(row)
 
@@ -232,11 +232,11 @@ class Promotions:
 
 
 def choose(test: Promotion, task_id: str | None, place: int, group_size: int, share: float) -> int | None:
-    """Return the version for a rollout, by its place among its task's rollouts, from 0. `task` None: without a task.
+    """Return the version for a rollout, by its place among its task's rollouts, from 0.
 
-    A group is compared entirely or not at all (None). Of each two consecutive rollouts in it, one goes to each version;
-    a hash decides which (permuted blocks of two), so order has no effect. All depends on the place only, so every
-    process decides the same.
+    A group is compared as a whole or not at all (None). Of every two consecutive rollouts in it, one gets each version;
+    a hash decides which (permuted blocks of two), so order has no effect. Only test, task and place count, so every
+    process makes the same choice.
     """
     size = LONE if task_id is None else group_size
     group, within = divmod(place, size)
@@ -253,7 +253,7 @@ def _drawn(*what: object) -> float:
 
 
 def candidates_server(config: Config, tests: Promotions) -> Placed:
-    """Return a hook that knows whether the policy's last server has the candidate's merged weights."""
+    """Return the `Placed` hook: during a test, the policy's last server has the candidate's merged weights."""
     upstream = config.policy_upstream
 
     async def placed() -> Mapping[str, PolicyVersion]:

@@ -1,6 +1,6 @@
-"""The gate before new versions (`promotion.mode: gated`): splits new rollouts, weighs them, and decides.
+"""The gate for new versions (`promotion.mode: gated`): splits new rollouts between two versions, and decides.
 
-Groups of siblings become pairs, pairs evidence by each guarded metric, and evidence a decision.
+Groups of siblings are reduced to pairs, pairs to evidence by each guarded metric, and evidence to a decision.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Gate:
         self._seen: tuple[Any, ...] = ()  # changes when there is something new to weigh
 
     async def run(self) -> None:
-        """Weigh new rollouts and decide, until cancelled. One of several processes does it."""
+        """Evaluate new rollouts and decide, until cancelled. One of several processes does it."""
         while True:
             read = 0
             try:
@@ -69,7 +69,7 @@ class Gate:
             await asyncio.sleep(max(LOOK_S, read / PACE))
 
     async def look(self) -> int:
-        """Weigh the rollouts so far, and decide if they suffice. Return how many were read."""
+        """Evaluate the rollouts so far, and decide if they suffice. Return how many were read."""
         now, test = time.time(), await self._tests.under_way()
         if test is None:
             return 0
@@ -80,7 +80,7 @@ class Gate:
         evidence, outcome, reason = await asyncio.to_thread(weigh, test, rollouts, self._config, now)
         if outcome == "promoted" and await self._store.steps.collapse() is not None:
             # A new live version would lift the stop, which only a person may.
-            evidence, outcome = evidence | {"waits": "publication is stopped for a collapse"}, None
+            evidence, outcome = evidence | {"waits": "publishing has stopped after a collapse"}, None
         if outcome is None:
             await self._tests.found(test, evidence)
         elif await self._tests.decide(test, outcome, reason, evidence):
@@ -90,7 +90,7 @@ class Gate:
 
 
 class GuardedMetric(NamedTuple):
-    """A metric that must not become worse. Without a `range` only order counts; without `rules` lower is better."""
+    """A metric that must not become worse. Without a `range`, only order counts; without `rules`, lower is better."""
 
     name: str
     margin: float
@@ -107,7 +107,7 @@ class GuardedMetric(NamedTuple):
         return earned(rollout.rewards, self.rules).returned
 
     def compared(self, groups: Sequence[SiblingGroup], metrics: int) -> tuple[dict[str, Any], Evidence]:
-        """Return the numbers of all groups, for storing, and the evidence. `metrics`: how many there are."""
+        """Return the numbers of all groups, for storing, and the evidence. `metrics`: the number of metrics."""
         pairs, seen = list[float](), {side: list[float]() for side in SIDES}
         for group in groups:
             values = {side: [v for one in group[side] if (v := self.of(one)) is not None] for side in SIDES}
@@ -201,9 +201,9 @@ def _settled_at(rollout: Observed, missing: bool) -> float:
 
 
 def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | None, str]:
-    """The outcome of each metric's evidence; `is_over`: no more rollouts will come."""
+    """The outcome of all metrics' evidence, and the reason. `is_over`: no more rollouts will come."""
     lines = {
-        name: "no pair has a value" if one.mean is None else f"{one.mean:+.3f} on average of {one.pairs} pairs"
+        name: "no pair has a value" if one.mean is None else f"{one.mean:+.3f} on average over {one.pairs} pairs"
         for name, one in judged.items()
     }
     if worse := [name for name, one in judged.items() if one.verdict == "worse"]:
@@ -214,20 +214,20 @@ def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | 
     if not is_over:
         return None, ""
     low = [name for name, one in judged.items() if one.mean is None or one.mean < -one.margin / 2]
-    bound = "more than half a drop" if low else "at most half a drop"
+    bound = "with no value or a drop over half the margin" if low else "with no drop over half the margin"
     told = "; ".join(f"{name}: {lines[name]}" for name in low or judged)
     return ("rejected" if low else "promoted"), f"undecided at max_rollouts, {bound}: {told}"
 
 
 class PolicyTest(BaseModel):
-    """`promotion`: whether new versions are tested before they go live. `test`: the running one."""
+    """`promotion`: whether new versions are tested before they go live. `test`: the running test."""
 
     promotion: Literal["immediate", "gated"]
     test: Promotion | None
 
 
 class VersionTest(BaseModel):
-    """`promotion`: its last test against a live version, with the numbers; null if there was none."""
+    """`promotion`: the version's last test against a live one, with the numbers; null if there was none."""
 
     promotion: Promotion | None
 

@@ -132,7 +132,7 @@ async def test_rewards_decide_whether_a_candidate_goes_live_or_back(start: Any, 
         told = (found["status"], found["live"], test["status"], test["against"])
         assert told == (("live", True, "promoted", 0) if better else ("rejected", False, "rejected", 0))
         if not better:
-            assert found["error"].startswith("reward is worse: -1.000 on average of ")
+            assert found["error"].startswith("reward is worse: -1.000 on average over ")
             assert test["reason"] == found["error"]
         assert (await system.get("/policy"))["live_version"] == now
         if publish == "merged":
@@ -208,7 +208,7 @@ async def test_a_test_is_shown_while_it_is_under_way_and_after_it(start: Any, tm
             assert words in page["text"]
         assert (await system.call("POST", "/policy/rollback"))[0] == 409
         await system.post("/policy/promote", {"version": 0})
-        ended = f"the test of version {version} against 0 was ended: version 0 was made live during the test"
+        ended = f"the test of version {version} against 0 is over (ended): version 0 was made live during the test"
         assert ended in await told("policy", "list")
         assert (await seen(system, version))["promotion"]["evidence"] == evidence, "its numbers are kept"
 

@@ -91,7 +91,7 @@ async def test_no_candidate_goes_live_while_publication_is_stopped_for_a_collaps
         await Gate(config, store, tests).look()
     assert (await store.versions.live()).version == 0
     test = (await tests.last())[1]
-    assert (test.status, test.evidence["waits"]) == ("testing", "publication is stopped for a collapse")
+    assert (test.status, test.evidence["waits"]) == ("testing", "publishing has stopped after a collapse")
     await Gate(config, store, tests).look()
     assert (await store.versions.live()).version == 1
 

@@ -89,7 +89,7 @@ def test_a_candidate_that_is_no_worse_goes_live_and_one_that_is_worse_is_taken_b
     assert weighed.outcome == "promoted" and "a drop of 0.1 is excluded" in weighed.reason
     weighed = weigh(TEST, groups(40, 0.2, 0.6), rules(), NOW)
     assert weighed.outcome == "rejected"
-    assert weighed.reason.startswith("reward is worse: -0.400 on average of 40 pairs")
+    assert weighed.reason.startswith("reward is worse: -0.400 on average over 40 pairs")
 
 
 @pytest.mark.parametrize(("candidate", "outcome"), [(0.5, "promoted"), (0.46, "promoted"), (0.44, "rejected")])
@@ -101,7 +101,7 @@ def test_what_is_undecided_after_the_last_rollout_goes_live_within_half_a_margin
     weighed = weigh(TEST, few, rules(max_rollouts=20), NOW)
     assert weighed.outcome == outcome
     assert weighed.reason.startswith("undecided at max_rollouts, ")
-    assert weighed.reason.endswith(f" reward: {candidate - 0.5:+.3f} on average of 5 pairs")
+    assert weighed.reason.endswith(f" reward: {candidate - 0.5:+.3f} on average over 5 pairs")
     still_running = [*few[:-1], seen("t4", 3, None, status="running", ended_at=None, created_at=20.0)]
     assert weigh(TEST, still_running, rules(max_rollouts=20), 30.0).outcome is None
 
@@ -109,7 +109,7 @@ def test_what_is_undecided_after_the_last_rollout_goes_live_within_half_a_margin
 def test_a_metric_that_no_rollout_has_a_value_of_lets_nothing_go_live() -> None:
     weighed = weigh(TEST, groups(5, 1.0, 0.5), rules({"reward": 0.1, "style": 0.1}, max_rollouts=20), NOW)
     assert weighed.outcome == "rejected"
-    assert weighed.reason.endswith("more than half a drop: style: no pair has a value")
+    assert weighed.reason.endswith("with no value or a drop over half the margin: style: no pair has a value")
 
 
 def test_a_failed_rollout_has_the_lowest_reward() -> None:
