@@ -1,7 +1,7 @@
-"""What some users never need, a folder each. To remove a feature, delete its folder, its line below and its tests.
+"""The features, which some users never need: a folder each. To remove one, delete its folder, line and tests.
 
-A folder has any of: `config.py` (its keys), `proxy.py` (its plugin of the proxy), `trainer.py` (its plugin of the
-trainer), `commands.py` (its commands), `schema.sql` (its tables) and `views/` (what the page shows of it).
+A folder has any of: `config.py` (settings), `proxy.py` (a plugin for the proxy), `trainer.py` (a plugin for the
+trainer), `commands.py` (commands), `schema.sql` (tables) and `views/` (views for the page).
 """
 
 # In this order: a feature may add options to the commands of those before it.

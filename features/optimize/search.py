@@ -1,9 +1,9 @@
-"""Searches for a better prompt, by GEPA or APO, and judges the best one by held-out tasks.
+"""Searches for a better prompt, by GEPA or APO, and judges the best one on held-out tasks.
 
 `gepa`: reflective mutation, and a Pareto front over tasks (arXiv 2507.19457), by its authors' package.
-`apo`: textual gradients (a critic's words, by which an editor rewrites) and beam search (ProTeGi, arXiv 2305.03495).
+`apo`: textual gradients (an editor rewrites as a critic says) and beam search (ProTeGi, arXiv 2305.03495).
 
-A search always replays from its beginning. The store and the file of reflections make earlier parts free.
+A search always replays from its beginning. The store and the file of reflections have the results of earlier parts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Score(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A version of the prompt that was tried. `mean`: over the validation tasks."""
+    """A version of the prompt that was tried. `mean`: its mean reward over the validation tasks."""
 
     version: int
     text: str
@@ -100,7 +100,7 @@ async def optimized(
     config: Config, command: list[str], *, method: str, prompt: str, tasks: Path, held_out: Path | None, reflect: str,
     reflect_url: str | None, budget: int, concurrency: int, promote: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a search's result. `mean_…`: over validation tasks, others: held-out ones. Raises LightningError."""
+    """Search, and return the result. `mean_…`: rewards on validation tasks; `before`, `after`: on held-out tasks."""
     require_litellm(f"--reflect {reflect}")
     lessons, validation, unseen = split(tasks, held_out)
     view = ProgressView(Console(stderr=True))
@@ -118,7 +118,7 @@ async def optimized(
         await job.open()
         await (apo_search if method == "apo" else gepa_search)(job, reflection, own)
         if not job.tried:
-            raise ConfigError(f"--budget {budget} is less than one run of the validation tasks")
+            raise ConfigError(f"--budget {budget} is too small: validation tasks take {len(validation)} rollouts")
         first, best = next(iter(job.tried.values())), job.best
         before, after = [
             [score.reward for score in await job.scores(one.version, unseen, held_out=True)] for one in (first, best)
@@ -167,7 +167,7 @@ def summary(found: dict[str, Any], *, promoted: bool) -> str:
 
 
 class Search:
-    """Tries versions of a prompt, never twice on the same task. Rollouts are in the store, by the name of the `run`."""
+    """Tries versions of a prompt, never twice on the same task. The store has its rollouts, under the name `run`."""
 
     def __init__(
         self, api: ApiClient, runner: Runner, options: RunOptions, view: ProgressView, prompt: str, run: str,
@@ -205,7 +205,7 @@ class Search:
         return int((await self._api.request("POST", "/prompts", body))["version"])
 
     async def scores(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
-        """Return rewards on the tasks, in order. Raises BudgetSpent before running any; `held_out` ones are free."""
+        """Return the tasks' scores, in order. Raise BudgetSpent if they exceed the budget; `held_out` ones are free."""
         # By name: gepa pads a batch to its size with a task that it has already.
         missing = {task.task_id: task for task in tasks if (version, task.task_id) not in self._known}
         if not held_out and len(missing) > max(self.budget - self.taken, 0):
@@ -223,7 +223,7 @@ class Search:
 
     def _add(self, version: int, task_id: str, rollout_id: str, reward: float | None, failed: bool) -> None:
         if reward is None and not failed:
-            raise LightningError(f"rollout {rollout_id} has no reward: the agent posts one to /reward before it ends")
+            raise LightningError(f"rollout {rollout_id} has no reward: the agent must post one before it ends")
         self._known[version, task_id] = Score(rollout_id, self._failed_reward if reward is None else reward)
 
     async def validate(self, version: int, text: str) -> Candidate:
@@ -240,7 +240,7 @@ class Search:
 
 
 class Reflection:
-    """The reflecting model. For the n-th same text it returns the file's n-th answer. `most`: answers allowed."""
+    """The reflecting model. The n-th request with a text gets the file's n-th answer to it. `most`: answers allowed."""
 
     def __init__(self, model: str, base_url: str | None, file: Path, most: int) -> None:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
@@ -258,7 +258,7 @@ class Reflection:
         return reduce(Used.plus, (used(kept["usage"]) or Used() for kept in self._answers.values()), Used())
 
     async def ask(self, text: str) -> str:
-        """Return the model's answer. LightningError if it gives none, BudgetSpent if it may not be asked again."""
+        """Return the model's answer. LightningError if it gives none, BudgetSpent if no more answers are allowed."""
         digest = hashlib.sha256(f"{self._model}\n{text}".encode(errors="surrogatepass")).hexdigest()
         self._uses[digest] += 1
         key = f"{digest} {self._uses[digest]}"
@@ -286,7 +286,7 @@ class Reflection:
             raise LightningError(f"{self._model} does not answer: {error}") from None
         content = answer.choices[0].message.content
         if not isinstance(content, str) or not content.strip():
-            raise LightningError(f"{self._model} answered nothing")
+            raise LightningError(f"{self._model} returned an empty answer")
         usage = getattr(answer, "usage", None)
         return {"answer": content, "usage": usage and usage.model_dump()}
 
@@ -376,11 +376,11 @@ async def gepa_search(job: Search, reflection: Reflection, own: str) -> None:
 
 
 class _Ended(BaseException):
-    """Stops the package, which ignores all other exceptions."""
+    """Stops the package gepa, which ignores all other exceptions."""
 
 
 class _Adapter:
-    """Evaluates candidates for the package, in its thread."""
+    """Evaluates candidates for the package gepa, in its thread."""
 
     propose_new_texts = None
 

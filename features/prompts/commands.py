@@ -10,9 +10,7 @@ import typer
 
 from ...commands.command_line import RECORD, Commands, Json, configuration
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own."
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show and change the prompts that replace an agent's own.")
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME")]
@@ -20,7 +18,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME")]
 
 @app.command("list")
 def list_prompts(context: typer.Context, as_json: Json = False) -> None:
-    """List the prompts with their versions. A star marks the live one; rewards are means of its rollouts."""
+    """List the prompts with their versions. A star marks the live one; rewards are means over a version's rollouts."""
     from ...commands.formats import number, plain, print_json, print_view, table
 
     answer = _ask(context, "GET", "/prompts")
@@ -54,12 +52,12 @@ def show(
 def add(
     context: typer.Context,
     name: Name,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="its text, in UTF-8; `-` reads standard input")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the text, in UTF-8; `-` reads standard input")],
     agent: Annotated[
         str | None, typer.Option(help="the agent (X-Agent-Name) of the message", show_default="any")
     ] = None,
     role: Annotated[Literal["system", "user"] | None, typer.Option(help="the role of the message")] = None,
-    comment: Annotated[str | None, typer.Option(help="why it was made")] = None,
+    comment: Annotated[str | None, typer.Option(help="why this version was made")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="make it live")] = False,
 ) -> None:
     """Add a prompt, or a version of one. The first version is the agent's own text, and live."""

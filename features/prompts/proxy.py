@@ -1,4 +1,4 @@
-"""Replaces agents' prompts with versioned ones, in requests of all recorded APIs; and the routes for that."""
+"""Replaces agents' prompts with versioned ones in requests of all recorded APIs, and serves the prompts' routes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class PromptVersion:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An agent's message, identified by the agent's name or its text, and its versions. `live`: the live version."""
+    """An agent's message, found by agent or by text, and the versions of its text. `live`: the live version."""
 
     name: str
     agent: str | None
@@ -211,7 +211,7 @@ class _Put(NamedTuple):
 
 
 class PromptRewriter:
-    """Rewrites requests by the prompts. While there are none, calls cost nothing extra."""
+    """Puts prompts into requests. While there are no prompts, it looks for new ones every `LOOK_S` seconds at most."""
 
     def __init__(self, database: Database, redactor: Redactor) -> None:
         self._db, self._redactor = database, redactor
@@ -222,8 +222,8 @@ class PromptRewriter:
     async def put(self, question: Question, rollout: RolloutName) -> Question:
         """Return the question with prompts inserted, as it is recorded. The agent's own texts are stored too.
 
-        A prompt replaces its agent's message with some role, or for unnamed agents the message with a text of one of
-        its versions. A rollout keeps the version that it began with. Other messages go unchanged.
+        A prompt replaces its agent's first message with its role. If the prompt or the caller names no agent, that
+        message must have the text of one of the prompt's versions. A rollout keeps the version that it began with.
         """
         if self._prompts or time.monotonic() >= self._looked + LOOK_S:
             self._looked = time.monotonic()
@@ -317,7 +317,10 @@ def put(value: Any, place: Place, text: str) -> Any:
 
 
 class Match(Body):
-    """Which message a prompt replaces: an agent's first with this role; without an agent, one with a version's text."""
+    """The message that a prompt replaces: the first one of `role` that `agent` sends.
+
+    Without an agent, it is the first one of `role` that any agent sends, if its text is one of the prompt's versions.
+    """
 
     agent: Id | None = None
     role: Role = "system"
@@ -343,7 +346,7 @@ class PromptVersionBody(Body):
 
 
 class PromptSeen(BaseModel):
-    """`version` and `text`: the asking rollout's, or the live ones if there is no rollout or it has none yet."""
+    """`version` and `text`: the requested version's, or else the requesting rollout's, or else the live version's."""
 
     name: str
     match: Match
@@ -406,7 +409,7 @@ async def get_prompt(
 
 @router.get("/prompts/{name}/rollouts", response_model=Listed[TriedOut])
 async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None = None) -> dict[str, Any]:
-    """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run` names one of them.
+    """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run`: one optimisation's id.
 
     Lists only rollouts opened with the caller's key, an admin's or an evaluator's.
     """
@@ -418,7 +421,7 @@ async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None =
 
 @admins.post("/prompts", response_model=PromptSeen)
 async def post_prompt(request: ControlRequest, body: PromptBody) -> dict[str, Any]:
-    """Add a prompt, or a version of one. If a version has this text already, it is that version."""
+    """Add a prompt, or a version of one. If a version already has this text, return that one."""
     version = await add(request.parts.store.database, body)
     if body.promote:
         request.caller.log_change(f"version {version} of prompt {body.name} was promoted")
@@ -465,7 +468,7 @@ async def _seen(request: ControlRequest, prompt: Prompt | str, version: int | No
 
 
 class OpenedWithPrompts(BaseModel):
-    """`prompts`: versions by prompt name, where not the live ones."""
+    """`prompts`: versions by prompt name, for prompts that are not to use the live one."""
 
     prompts: Annotated[
         dict[Id, Version],

@@ -27,7 +27,7 @@ function Prompt({ prompt: { name, match, versions } }) {
     { name: "text", cell: ({ text }) => html`<div class="words"><span>${text.slice(0, 200)}</span></div>` },
     { name: "made", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
   ];
-  return html`<${Panel} title=${name} note=${`takes the place of the ${match.role} message of ${match.agent ?? "any agent"}`}>
+  return html`<${Panel} title=${name} note=${`replaces the ${match.role} message of ${match.agent ?? "any agent"}`}>
       <${Table} label=${`Versions of ${name}`} columns=${columns} rows=${[...versions].reverse()} rowKey=${({ version }) => version} />
     <//>`;
 }
