@@ -305,7 +305,7 @@ def minutes_of(result: Json) -> float:
 
 
 def lines(results: Sequence[Json]) -> list[list[str]]:
-    """Return the table's header and a line per variant. `above`: the difference from the first variant."""
+    """Return the table's header and a line per variant. `above`: the paired difference from the first variant."""
     variants: dict[str, dict[int, Json]] = {}
     for one in sorted(results, key=lambda one: int(one["seed"])):
         variants.setdefault(one["variant"], {})[one["seed"]] = one

@@ -24,7 +24,8 @@ def optimize(
         Path | None, typer.Option(metavar="FILE", help="tasks to judge by", show_default="a fifth of --tasks")
     ] = None,
     budget: Annotated[
-        int, typer.Option(metavar="N", min=1, help="at most this many rollouts, and calls of the reflecting model")
+        int,
+        typer.Option(metavar="N", min=1, help="at most N rollouts of the search and N calls of the reflecting model"),
     ] = 200,
     concurrency: Concurrency = 8,
     promote: Annotated[bool, typer.Option("--promote", help="make the best prompt live")] = False,
