@@ -227,5 +227,5 @@ class Feed(Records):
         return (row and row[0]) or 0
 
     async def knows(self, cursor: int) -> bool:
-        """Return whether all events after `cursor` are still here."""
+        """Return whether all events after `cursor` are still stored."""
         return bool(await self._db.value(bool, FEED_KNOWS, cursor=cursor))

@@ -135,7 +135,7 @@ class Waiting(Records):
         return await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed((Member(*row) for row in rows), grouping))
 
     async def changed(self, cursor: int | None) -> tuple[int, set[str] | None]:
-        """Return a new cursor, and the tasks with groups that may have changed since the last one; None: all."""
+        """Return a new cursor, and the tasks with groups that may have changed since `cursor`; None: all tasks."""
         feed = Feed(self._db)
         newest = await feed.newest()
         if cursor is None or not await feed.knows(cursor):

@@ -92,7 +92,7 @@ PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
 class Promotion:
     """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/training.md).
 
-    `ended`: stopped undecided, for example because somebody made a version live. `reason` says why.
+    Status `ended`: stopped undecided, for example because somebody made a version live. `reason`: why.
     """
 
     n: int

@@ -49,7 +49,7 @@ SiblingGroup = dict[str, list[Observed]]  # by side: siblings that are complete,
 
 
 class Gate:
-    """Promotes or rejects candidates based on rewards. All state is in the store, so a restart changes nothing."""
+    """Promotes or rejects candidates by their metrics. All state is in the store, so a restart changes nothing."""
 
     def __init__(self, config: Config, store: Store, tests: Promotions) -> None:
         self._config, self._store, self._tests = config, store, tests
