@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints, atomically and with their configuration; later changes of it are shown or refused."""
+"""Writes checkpoints atomically, with the configuration, and reads them. Changed settings are logged or refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Watches a training run for signs of collapse: falling rewards, or metrics of training steps out of bounds.
 
-The store remembers that publication is stopped, and why.
+The store remembers that publishing has stopped, and why.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Metrics = Mapping[str, Any]
 
 
 class Sign(NamedTuple):
-    """A sign of collapse from policy version `since` on; `what` says it in words. `collapsed`: enough to stop for."""
+    """A sign of collapse since policy version `since`. `what`: its description. `collapsed`: it stops publishing."""
 
     name: CollapseSign
     what: str
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 class Drop(NamedTuple):
     """The fall of the mean reward from `before` to `after`, with `compared` rollouts or tasks on each side.
 
-    `share`: the drop relative to the mean's height above the lowest reward. Scaling rewards leaves `sigmas` alone.
+    `share`: the drop relative to the mean's height above the lowest reward. Scaling rewards does not change `sigmas`.
     """
 
     sigmas: float = 0.0
@@ -75,7 +75,7 @@ class Drop(NamedTuple):
 
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
-    """Return the largest drop of the reward along a line of versions, newest first. `scored`: in opening order."""
+    """Return a sign for the largest drop of the reward along `line` (newest version first). `scored`: oldest first."""
     drops: list[tuple[int, Drop]] = []
     for newest in (n for n in SPLITS if n < len(line)):
         before, after = ([one for one in scored if one.version in part] for part in (line[newest:], line[:newest]))
@@ -138,7 +138,7 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
 
 
 def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[list[Scored]]]:
-    """A stratum for each task on both sides (no task counts as one), and a last one with the other tasks' means."""
+    """A stratum for each task that is on both sides (None counts as a task), and one for the other tasks' means."""
     tasks: dict[str | None, tuple[list[Scored], list[Scored]]] = defaultdict(lambda: ([], []))
     for side, scored in enumerate((before, after)):
         for one in scored:
@@ -154,10 +154,10 @@ def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[
 
 
 def step_signs(steps: Sequence[Measured], config: CollapseConfig) -> list[Sign]:
-    """Return the metrics out of bounds in the newest of `steps` (newest first).
+    """Return a sign for each metric out of bounds in the newest step. `steps`: newest first.
 
-    Limits grow with this power of the rollouts' staleness, because the KL divergence of a small change is quadratic in
-    it. They never exceed `most`: at 5 nats a token, little is left of a policy.
+    The limits for clipping and KL grow with the rollouts' staleness. The one for KL grows with its square, because the
+    KL of a small change is quadratic in the change, to at most 5 nats a token: then little is left of a policy.
     """
     limits: tuple[tuple[CollapseSign, str, float | None, int, float], ...] = (
         ("clip_share", "the share of clipped tokens", config.max_clip_share, 1, MOST_CLIPPED),
@@ -207,7 +207,7 @@ class Monitor:
     async def of_step(self, base: int, metrics: Metrics) -> dict[str, Any]:
         """Return the metrics to add to a step that began with version `base`, before it is committed.
 
-        `warnings` has a text for each sign that was seen. With `collapse`, do not publish the step.
+        `warnings` has a text for each sign that was seen. With the metric `collapse`, the step must not be published.
         """
         live = await self._store.versions.live()
         if self._config.action == "off" or metrics["skipped"] or live.version != base:
@@ -216,7 +216,7 @@ class Monitor:
         return await self._report(step_signs(steps, self._config), live, [step.version for step in steps])
 
     async def look(self) -> Collapse | None:
-        """Check the rewards since the last look. Return the collapse that stops publication, or None.
+        """Check the rewards since the last look. Return the collapse that stops publishing, or None.
 
         A collapse may be seen in rewards alone: if all are equal, there is no step with metrics that could show it.
         """
@@ -238,12 +238,12 @@ class Monitor:
             if self._config.action == "rollback" and found.go_back_to < live.version:
                 log.warning("going back to policy version %d: %s", found.go_back_to, found.what)
             else:
-                log.error("publication is stopped: %s", found.story)
+                log.error("publishing has stopped: %s", found.story)
         self._logged = found
         return found
 
     async def _report(self, signs: Sequence[Sign], live: PolicyVersion, line: Sequence[int]) -> dict[str, Any]:
-        """Log these signs. Return them as metrics, with `collapse` if one of them is enough to stop for."""
+        """Log these signs. Return them as metrics, with `collapse` if one of them stops publishing."""
         for sign in signs:
             log.warning("policy version %d may be collapsing: %s", live.version, sign.what)
         metrics: dict[str, Any] = {"warnings": {sign.name: sign.what for sign in signs}} if signs else {}
@@ -283,10 +283,10 @@ class Monitor:
         return line
 
     async def _scored(self, since: int) -> list[Scored]:
-        """The newest rollouts of version `since` and later, with their weighted posted rewards that act on everybody.
+        """The newest rollouts of version `since` and later with their weighted rewards that may affect everybody.
 
         Judge scores do not count: only rollouts that are trained on have them, so versions would not be comparable.
-        Rollouts count once they are older than most rollouts took, because failures may be quicker than successes.
+        A rollout counts once it is older than most rollouts were at their end: failures may end sooner than successes.
         """
         await self._store.rewards.use(self._rules)
         found = await self._store.rewards.since(since, NEWEST)

@@ -1,6 +1,6 @@
-"""Loads the functions named in `trainer.credit`, `baseline` and `loss`, from features and from users.
+"""Loads the functions that `trainer.credit`, `baseline`, `loss` and `context_loss` name, from features and users.
 
-The function runs in the trainer's process. An error in it is reported in one line with the setting and the file's line.
+They run in the trainer's process. An error in one is reported in one line, with the setting and the line in its file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..core.features import load_plugin
 def load(setting: str, own: str) -> Callable[..., Any]:
     """Return the function that `own` names. Raise ConfigError if it cannot be loaded.
 
-    FILE.py:NAME, PLUGIN:NAME, or a NAME in `functions` of a feature's section (NAME.py in its folder).
+    `own` is FILE.py:NAME, PLUGIN:NAME, or a NAME in `functions` of a feature's section (NAME.py in its folder).
     """
     file, _, name = own.rpartition(":")
     if not file:
@@ -77,4 +77,4 @@ def faults(setting: str, own: str, module: str | None = None) -> Iterator[None]:
         file = "" if ".py:" in own else f"{path}, "  # a plugin's
         where = f" ({file}line {lines[-1]})" if lines else ""
         message = " ".join(str(error).split())[:500]
-        raise ConfigError(f"{setting} {own}: {type(error).__name__}: {message}{where}") from error
+        raise ConfigError(f"{setting} {own}: it raised {type(error).__name__}: {message}{where}") from error

@@ -33,7 +33,7 @@ UNPUBLISHED = -1  # in place of a policy version: the trainer's weights were not
 
 
 def moved_nothing(metrics: Mapping[str, Any]) -> bool:
-    """Return whether a step left the weights as they were: it was skipped, or its learning rate is 0 (warm-up)."""
+    """Return whether a step did not change the weights: it was skipped, or its learning rate was 0 (warm-up)."""
     return bool(metrics.get("skipped")) or metrics.get("lr") == 0
 
 
@@ -116,7 +116,7 @@ class TrainingLoop:
             return False
         try:
             trained = await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
-        except AWAY as error:  # of a vLLM that knows a grammar
+        except AWAY as error:  # vLLM has a grammar that the step needs
             log.warning("the step waits: %s", error)
             await pause(self._stop)
             return True  # there is more to do, also with `once`
@@ -204,7 +204,7 @@ class TrainingLoop:
             metrics["checkpoint_s"] = time.perf_counter() - started
             await self._store.steps.trained(step, str(checkpoint), metrics)
 
-        what = f"step {step} waits to be saved; free some space, it is tried again"
+        what = f"step {step} waits to be saved and is tried again; if the disk is full, free some space"
         await until_done(what, save, (NotSaved, StoreUnavailable), self._stop)
         await prune_checkpoints(self._store, self._config.keep_checkpoints)
 
@@ -258,12 +258,12 @@ class TrainingLoop:
             await self._finish_publishing(self._publisher, last)
 
     async def _take_over(self, step: Step | None, base: int) -> None:
-        """Continue from the weights after a step. Remember the weights that vLLM serves, to tell new ones from them."""
+        """Load the weights after `step`. Remember those that vLLM serves, so that new ones can be told apart."""
         publisher, live = self._publisher, await self._store.versions.live()
         checkpoint, served = self._of_step(step), None
         if not checkpoint.is_dir():
             raise ConfigError(
-                f"policy version {base}: its checkpoint {checkpoint} is gone; use a new store, or restore it"
+                f"the checkpoint of policy version {base} is missing: restore {checkpoint}, or use a new store"
             )
         if publisher is not None and not publisher.is_of_another_mode(live):
             of_live = await self._store.steps.of_version(live.version)
@@ -277,11 +277,11 @@ class TrainingLoop:
         self.base, self._at = base, step.step if step else 0
 
     def _of_step(self, step: Step | None) -> Path:
-        """The checkpoint of a step; without a step, that of the base model."""
+        """The checkpoint of a step; for None, the one of the untrained weights."""
         return self._checkpoints / str(step.step if step else 0)
 
     async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
-        """Publish and report the last step if a killed trainer had not, or if the publishing mode has changed."""
+        """Publish and report the last step if a killed trainer did not, or if the publishing mode has changed."""
         live = await self._store.versions.live()
         if live.status == "failed":  # killed before the version before it was live again
             await publisher.take_back(live.version, last.base)
@@ -306,15 +306,15 @@ class TrainingLoop:
     # What is live, and others may have changed ----------------------------------------------------------------------
 
     async def verify_live(self, *, idle: bool = False) -> Mapping[str, Any]:
-        """Verify the live version if that is still to do. Return what `Publisher.verify_live` returns."""
+        """Verify the live version if it is not verified yet. Return what `Publisher.verify_live` returns."""
         if self._publisher is None:
             return {}
         return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop, idle=idle)
 
     async def follow_live_version(self) -> None:
-        """After a promotion or rollback by hand, continue from that version."""
+        """Continue from the live version if it was promoted or rolled back by hand."""
         publisher, live = self._publisher, await self._store.versions.live()
-        assert publisher is not None, "without one nothing is live"
+        assert publisher is not None, "without a publisher nothing is live"
         await publisher.warn_of_another_mode()
         if await publisher.builds_on(self.base, live):
             return
@@ -323,7 +323,7 @@ class TrainingLoop:
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
 
     async def is_stopped(self) -> bool:
-        """Return whether a collapse stops publication. With `collapse.action: rollback`, go back first."""
+        """Return whether a collapse stops publishing. With `collapse.action: rollback`, go back first."""
         collapse = await self._monitor.look()
         if collapse is None:
             return False

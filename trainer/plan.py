@@ -1,7 +1,7 @@
 """Shares out memory before vLLM and the trainer start: contexts, sizes of passes, GPUs and vLLM's share of them.
 
 On a GPU activations are bfloat16, and float32 where it matters; on a CPU everything is float32. The trainer's pass is
-checked against runs on tensors without values (tests/trainer/test_pass_memory.py). What vLLM and CUDA take for
+checked against runs on meta tensors (tests/trainer/test_pass_memory.py). What vLLM and CUDA take for
 themselves is an estimate.
 """
 
@@ -189,7 +189,7 @@ class DecoderShape(NamedTuple):
 
 
 def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
-    """Return the sizes in a config.json; None if some are missing, as in an unusual model's."""
+    """Return the sizes in a config.json; None if some are missing, as for an unusual model."""
     text = _text(config)
     try:
         layers, hidden, heads = text["num_hidden_layers"], text["hidden_size"], text["num_attention_heads"]
@@ -259,8 +259,8 @@ def check_model(config: Mapping[str, Any]) -> None:
     problems = {
         f"its weights are quantised ({quantisation.get('quant_method')}) and cannot be trained; use the original, "
         "unquantised model": quantisation,
-        f"{kind} has an encoder; only decoders are trained": config.get("is_encoder_decoder"),
-        f"{kind} has layers of {', '.join(sorted(others))}; only attention is trained": others,
+        f"{kind} has an encoder; only decoder models can be trained": config.get("is_encoder_decoder"),
+        f"{kind} has layers of {', '.join(sorted(others))}; only attention layers are supported": others,
         f"{kind} has attention sinks, which are not supported": kind == "gpt_oss",
     }
     for problem, there in problems.items():
@@ -293,7 +293,7 @@ def model_config(model: str, *, download: bool = True) -> dict[str, Any] | None:
 
 
 def cards() -> Cards:
-    """Return the memory of each visible GPU; nothing if nvidia-smi is missing."""
+    """Return the memory of each visible GPU in GiB; nothing if nvidia-smi is missing."""
     try:
         listing = subprocess.run(ASK, check=True, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

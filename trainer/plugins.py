@@ -1,6 +1,6 @@
 """What a feature adds to the trainer: methods, an engine, and hooks that are named after what happens.
 
-This module and the features' `trainer` modules are imported before torch may be, so they import torch inside functions.
+This module and the features' `trainer` modules are imported too early for torch, so they import it inside functions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Offline:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a user asks of the trainer. `once`: train on what is ready, then end. `launched`: in several processes."""
+    """The run that a user requested. `once`: train on what is ready, then end. `launched`: in several processes."""
 
     method: str = "rl"
     once: bool = False
@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class TrainerCore:
-    """What a feature is given when the trainer opens. Without a `swap`, no weights are published."""
+    """What a feature gets when the trainer opens. Without a `swap`, no weights are published."""
 
     config: Config
     store: Store
@@ -62,12 +62,12 @@ class TrainerCore:
 
 @dataclass(frozen=True, slots=True)
 class TrainerHooks:
-    """What a feature does in the trainer. Each hook belongs to at most one feature.
+    """A feature's hooks in the trainer. At most one feature may have each hook.
 
-    `guide` adds what it knows about a step's tokens to their rewards. `publisher` decides whether and how new weights
-    go live. `tune` is a method of fine-tuning. `sift` excludes calls of a rollout, or gives them a negative advantage.
-    `evaluate` is called between steps; it has the live version verified first, and stops once the event is set. `keep`
-    returns versions that must keep their files.
+    `guide` adds guidance to a step's samples, such as a teacher's log-probabilities. `publisher` decides whether and
+    how new weights go live. `tune` trains in place of the loop. `sift` excludes calls of a rollout, or gives them a
+    negative advantage. `evaluate` runs between steps: it awaits its second argument to verify the live version, and
+    stops once the event is set. `keep` returns versions that must keep their files.
     """
 
     guide: Guide | None = None
@@ -132,6 +132,6 @@ async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> A
             of_plugin = await stack.enter_async_context(plugin.opened(core))
             for name in (field.name for field in fields(of_plugin) if getattr(of_plugin, field.name) is not None):
                 if getattr(hooks, name) is not None:
-                    raise ConfigError(f"2 features have the trainer's hook {name}, which only one may have")
+                    raise ConfigError(f"2 features have the trainer's hook {name}, but only one may: turn one off")
                 hooks = replace(hooks, **{name: getattr(of_plugin, name)})
         yield hooks

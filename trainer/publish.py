@@ -1,8 +1,8 @@
 """Publishes new weights: save, load into vLLM, verify, make live. Retries while vLLM is down.
 
-New versions are verified before they serve traffic. Merged weights on a single server go live first: they are verified
-by the answers that agents get while the trainer goes on, before weights move again, and are taken back if they do not
-verify.
+New versions are verified before they serve traffic. Merged weights on a single server go live first. They are verified
+by the answers that agents get while the trainer goes on, and before its weights move again. If that fails, the previous
+version goes live again.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Publisher:
     ) -> Mapping[str, Any]:
         """Make the weights of `step`, which began with version `base`, live. Wait while vLLM is down.
 
-        Return the step's metrics about it: `version` and the verification's. The version is verified first, except
-        merged weights on the only server: `verify_live` does that later. Raises Superseded if another version was made
-        live; PublishError, with `base` live again, if vLLM does not serve the weights; Stopped if `stop` is set
-        meanwhile; VllmFault, and abandons the version, if vLLM answers with an internal error `FAULTS` times;
-        TrainingUnavailable, and forgets the version.
+        Return `version` and the metrics of the verification. The version is verified first, except merged
+        weights on the only server: `verify_live` does that later. Raises Superseded if another version was made live;
+        PublishError, with `base` live again, if vLLM does not serve the weights; Stopped if `stop` is set meanwhile;
+        VllmFault, and abandons the version, if vLLM answers with an internal error `FAULTS` times; TrainingUnavailable,
+        and forgets the version, if the training service is down.
         """
         work = partial(self._publish, step, samples, metrics, base, stop)
         return await self._retry(f"publishing step {step}", work, stop)
@@ -74,7 +74,7 @@ class Publisher:
     async def _retry(self, what: str, work: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
         """Do the work; retry while vLLM is down, answers with an internal error, or the disk is full.
 
-        Unlike `waiting.until_done`, it undoes the half published version before each retry.
+        Unlike `waiting.until_done`, it removes the half-published version before each retry.
         """
         faults = 0
         while True:
@@ -134,7 +134,7 @@ class Publisher:
             if named := [r.rollout_id for r in await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)]:
                 more = " and maybe others" if len(named) == SEEN_ROLLOUTS else ""
                 log.error(
-                    "version %d answered rollouts that are not trained on: %s%s",
+                    "rollouts with answers from version %d are not trained on: %s%s",
                     version.version,
                     ", ".join(named),
                     more,
@@ -157,16 +157,16 @@ class Publisher:
         return Verification(self._config, self._swap, self._trainer, version, samples)
 
     def remember_served(self) -> None:
-        """Remember the trainer's current weights as served: verification tells the next version from them."""
+        """Remember the trainer's current weights as served: verification must tell the next version from them."""
         for adapter in (DEFAULT_ADAPTER, *self._config.adapters):
             self._trainer.remember_served(adapter)
 
     async def verify_live(
         self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
     ) -> Mapping[str, Any]:
-        """Verify version `base` if it is live and not verified yet. Return the step's metrics about it.
+        """Verify version `base` if it is live and not verified yet. Return the metrics of the verification.
 
-        `samples_of` gives the rows of rollouts. `idle`: only if agents' answers suffice, or no more are expected.
+        `samples_of` returns the rows of rollouts. With `idle`, do nothing while more answers are needed and expected.
         Raises what `publish` does, except Superseded.
         """
         live = await self._store.versions.live()
@@ -247,13 +247,13 @@ class Publisher:
             log.error("%s", self._other_mode)
 
     async def abandon_unfinished(self, why: str = "the trainer was stopped while it published this version") -> None:
-        """Mark versions left half published as failed, and remove their files."""
+        """Mark half-published versions as failed, and remove their files."""
         for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.failed(version.version, why)
             await self._remove(version)
 
     async def _forget_unfinished(self) -> None:
-        """Undo an attempt. The next one reuses the version number, because staleness counts version numbers."""
+        """Undo an attempt to publish. The next reuses the version number, because staleness counts version numbers."""
         for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.forget_unfinished(version.version)
             await self._delete(version)
@@ -272,7 +272,7 @@ class Publisher:
     async def prune(self, keep: Set[int]) -> None:
         """Remove all versions except the newest, the live one, the ones of running rollouts, and the ones in `keep`.
 
-        Versions that never went live (`promotion.mode: gated`) do not count among the newest; one of them is kept.
+        Versions that never went live (`promotion.mode: gated`) do not count among the newest; the last of them is kept.
         """
         versions = await self._store.versions.with_files()
         passed_by = [v for v in versions if v.live_at is None and v.status in ("ready", "rejected")]

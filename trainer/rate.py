@@ -28,8 +28,8 @@ def automatic_rate(width: int, weights: Literal["lora", "full"] = "lora", alpha:
     - 7.5e-5: 1.5 times the rate in TRL's guide "LoRA Without Regret", by the runs in docs/results.md. All weights: a
     tenth of the guide's 5e-5, as it recommends.
     - The power of the width: Tinker cookbook's `hyperparam_utils` until 2026, fitted to supervised runs of Llama.
-      The cookbook's recipes of RL take 1e-4 for 1B and 2e-5 for 8B, where this has 7.4e-5 and 4.3e-5.
-    - The rank does not count: PEFT scales by alpha / rank, and so the best rate hardly depends on it (Schulman et al.
+      The cookbook's RL recipes use 1e-4 for 1B and 2e-5 for 8B, where this gives 7.4e-5 and 4.3e-5.
+    - The rank does not matter: PEFT scales by alpha / rank, and so the best rate hardly depends on it (Schulman et al.
       2025, https://thinkingmachines.ai/blog/lora/). 32 / alpha keeps the size of the first step.
 
     Width 576 and alpha 32: 7.5e-5 · 3.47^0.781 = 7.5e-5 · 2.64 = 2.0e-4; all weights: 1.3e-5.
@@ -44,7 +44,7 @@ def rate_of(config: TrainerConfig, width: int, kept: float | None = None) -> Rat
         return Rate(config.learning_rate, "`trainer.learning_rate`")
     rule = automatic_rate(width, config.weights, config.lora_alpha)
     if kept is not None and kept != rule:
-        why = f"the checkpoint's, which `auto` keeps (its rule has {rule:g}); set trainer.learning_rate to change it"
+        why = f"the checkpoint's, which `auto` keeps (its rule gives {rule:g}); set trainer.learning_rate to change it"
         return Rate(kept, why)
     lora = f"LoRA of rank {config.lora_rank} and alpha {config.lora_alpha}"
     what = lora if config.weights == "lora" else "all weights"

@@ -29,7 +29,7 @@ from .step.trainer import LightningTrainer
 async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_chat: AsChat | None = None) -> None:
     """Train until `stop` is set, on the configured store and vLLM, unless a feature takes the run.
 
-    `as_chat` translates recorded requests of other APIs, because vLLM is asked about them as chat requests.
+    `as_chat` turns recorded requests of other APIs into the chat requests that vLLM received for them.
     """
     run, plugins = run or Run(), plugins_of(config)
     for plugin in plugins:
@@ -54,7 +54,7 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_
 
 
 async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
-    """Decide how weights are published, if nobody has yet, and return what loads them into the policy's vLLM."""
+    """Decide how weights are published, if no process has yet, and return what loads them into the policy's vLLM."""
     return Swap(store, VllmFleet.of(config, session), await decide(config, store, "trainer"), config.policy.directory)
 
 
@@ -76,7 +76,7 @@ def follow(config: Config) -> None:
 
 @asynccontextmanager
 async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> AsyncIterator[TrainingEngine]:
-    """Make the engine, and end it after the block."""
+    """Create the engine. End and close it after the block."""
     check_functions(config.trainer)
     check_gradients(config.trainer)
     engine = await asyncio.to_thread(engine_of, config, plugins)

@@ -46,7 +46,7 @@ class RolloutRewards:
 
     @property
     def total(self) -> float:
-        """Return the return of the rollout itself."""
+        """Return the rollout's return: its posted rewards plus the automatic ones."""
         return (self.posted or 0.0) + math.fsum(self.air.values())
 
     @property
@@ -60,7 +60,7 @@ class RolloutRewards:
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """Which of a rollout's calls are compared. By index: `left_out` teach nothing, `negative` are only pushed down.
+    """Which of a rollout's calls are compared. By index: `left_out` teach nothing, `negative` are made less likely.
 
     `counts`: how many calls each step metric counts.
     """
@@ -121,7 +121,7 @@ class Sampling:
         return self == Sampling(self.temperature, stop_tokens=self.stop_tokens)
 
     def fits(self, vocabulary: int | None) -> bool:
-        """Return whether the numbers suit a sampler, and the tokens a vocabulary of this size (None: any)."""
+        """Return whether a sampler accepts the numbers, and a vocabulary of this size (None: any) has the tokens."""
         numbers = (self.temperature, self.frequency_penalty, self.presence_penalty, *(value for _, value in self.bias))
         tokens = (*(self.allowed or ()), *self.stop_tokens, *(token for token, _ in self.bias))
         return (
@@ -176,7 +176,7 @@ class Sample:
         if len({*map(len, lists)}) != 1:
             raise ValueError(f"sample of {self.rollout_id}: token ids, mask, logprobs and advantages differ in length")
         if self.mask and self.mask[0]:
-            raise ValueError(f"sample of {self.rollout_id}: its first token has no context to be predicted from")
+            raise ValueError(f"sample of {self.rollout_id}: its first token is marked as sampled, but has no context")
 
     @property
     def trained_tokens(self) -> int:
@@ -191,7 +191,7 @@ class Batch:
     0 means the rollouts of the samples. `compared_by_adapter` counts the rollouts that each adapter's agents took part
     in, if agents have their own adapters. `tasks` has the mean, spread and number of rewards by task. `left_out`: why
     most calls are left out, if they are. `version`: the policy version that the step begins with; None if its weights
-    are no version's.
+    were not published.
     """
 
     step: int

@@ -79,7 +79,7 @@ class WeightEvidence:
 
     @property
     def may_become_clear(self) -> bool:
-        """Return whether more answers may still decide it."""
+        """Return whether more answers may still show which weights answer."""
         if not (tokens := len(self._from_new)):
             return True
         sure = abs(self.deviations)
@@ -95,8 +95,8 @@ class WeightEvidence:
 class Verification:
     """Verifies that vLLM serves a policy version, the trainer's current weights. Raises PublishError if it does not.
 
-    vLLM continues the prompts of a few `samples`. It is not asked for prompt_logprobs, which end the engine of vLLM
-    0.32 on a CPU with LoRA enabled. `seen`: the rollouts with the answers that were compared instead.
+    vLLM continues the prompts of a few `samples`. It is not asked for prompt_logprobs, which crash vLLM 0.32 on a CPU
+    with LoRA enabled. `seen`: the ids of the rollouts that `by_agents` has looked at.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Verification:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return the step's metrics about it: the worst of its adapters and servers; nothing before it is verified.
+        """Return the step's metrics of the verification, the worst over adapters and servers. Empty until it is done.
 
-        An adapter that the step did not move counts only if none moved.
+        `verify_deviations` counts adapters that the step did not move only if it moved none.
         """
         if not self._found:
             return {}
@@ -165,15 +165,15 @@ class Verification:
             samples = [sample for sample in self._samples if sample.adapter == adapter] or self._samples
             evidence = await self._ask(server, model, adapter, samples)
             if not evidence.is_new and self._agents.is_old:
-                raise PublishError(f"agents got answers from the previous weights as {model}: {self._agents}")
+                raise PublishError(f"agents got answers from the previous weights when calling {model}: {self._agents}")
             by = None if evidence.is_new else await self._check_names(server, model, adapter, evidence)
             self._found.append((evidence, by))
 
     async def by_agents(self, rollouts: Sequence[Rollout], samples_of: SamplesOf) -> bool:
         """Return whether answers that agents got show that the only server serves the new weights.
 
-        It scores the shortest row of each rollout, in batches, until the result is clear. If they look like the old
-        weights, `on`, which comes next, does not accept a name as proof.
+        Scores the shortest row of each rollout, in batches, until the result is clear. If the answers seem to come from
+        the old weights, `on`, which runs next, does not accept a matching name as proof.
         """
         rows, evidence = list[Sample](), self._agents
         for rollout in rollouts:
@@ -196,7 +196,7 @@ class Verification:
         return True
 
     async def _ask(self, server: VllmServer, model: str, adapter: str, samples: Sequence[Sample]) -> WeightEvidence:
-        """Sample from the server until it is clear which weights answer. PublishError if they are not the adapter's."""
+        """Sample from the server until it is clear whether the new weights answer. Raise PublishError if not."""
         count = self._config.verify_samples
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts, tokens = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)], VERIFIED_TOKENS
@@ -227,7 +227,7 @@ class Verification:
         return tolerance(self._engine.settings, self._config)
 
     async def _check_names(self, server: VllmServer, model: str, adapter: str, evidence: WeightEvidence) -> str:
-        """If answers prove nothing, check the server's name for the weights, and that the files are the trainer's.
+        """Check the server's name for the weights, and the files, because answers prove nothing.
 
         Return what was checked. Raises PublishError if the check fails.
         """

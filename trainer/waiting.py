@@ -22,7 +22,7 @@ class Stopped(Exception):
 
 
 class GuideError(LightningError):
-    """A guide, such as a teacher, cannot be reached, or refuses. The step asks it again."""
+    """A guide, such as a teacher, cannot be reached, or refuses a request. The step tries again."""
 
 
 async def pause(stop: asyncio.Event, seconds: float | None = None) -> None:
@@ -41,7 +41,7 @@ async def before_retry(stop: asyncio.Event) -> None:
 async def until_done(
     what: str, work: Callable[[], Awaitable[T]], errors: tuple[type[LightningError], ...], stop: asyncio.Event
 ) -> T:
-    """Do the work, and repeat it while one of these errors says that something is missing. Raises Stopped."""
+    """Do the work, and repeat it while it raises one of these errors. Raises Stopped if `stop` is set meanwhile."""
     while True:
         try:
             return await work()

@@ -75,7 +75,7 @@ class TrainedWeights:
         return self._processes.rank == 0
 
     def prepare(self, place: Callable[[Any], Any]) -> Any:
-        """Move all models to their device by `place`; return the one that is trained."""
+        """Move all models to their device with `place`. Return the one that is trained."""
         if self._base is not None:
             self._base = place(self._base)
         self._model = place(self._model)
@@ -132,7 +132,7 @@ class TrainedWeights:
                 live[key].copy_(self._part(value, live[key]))
 
     def _part(self, value: Tensor, like: Tensor) -> Tensor:
-        """This process's part of what process 0 has, sharded `like` this weight; the others may have it on `meta`."""
+        """This process's part of process 0's `value`, sharded as `like` is; other processes may pass a meta tensor."""
         if not self.sharded or not value.dim():
             return value
         value = torch.empty_like(value, device=like.device) if value.is_meta else value.to(like.device)
@@ -163,7 +163,7 @@ class TrainedWeights:
             exchange()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state for a checkpoint. A full model's is by weight name, because ranks change the order."""
+        """Return the state for a checkpoint. A full model's is keyed by name: sharding changes the order."""
         packed: dict[str, Any] = optimizer.state_dict()
         if self._is_lora:
             return packed
@@ -190,7 +190,7 @@ class TrainedWeights:
         """Write what vLLM loads. `directory` appears atomically, with a marker file; no weight in memory changes.
 
         With `merged` it is a full model with the default adapter merged in. Otherwise it has the adapter `default`, and
-        each other adapter in a sub-directory with its name. Raises LightningError if there are none.
+        each other adapter in a sub-directory with its name. Raises LightningError if there is no adapter.
         """
         if not merged and not self._is_lora:
             raise LightningError("with trainer.weights: full there is no adapter to write")
@@ -220,7 +220,7 @@ class TrainedWeights:
 def gathered(
     tensors: Mapping[str, Tensor], keep: bool = True, change: Callable[[str, Tensor], Tensor] = lambda _, weight: weight
 ) -> Weights:
-    """Gather sharded tensors one at a time, and return them as `change` makes them; nothing if they are not kept.
+    """Gather sharded tensors one at a time, apply `change` to each, and return them; nothing unless `keep`.
 
     Every process has to take part. Gathered tensors are in CPU memory.
     """

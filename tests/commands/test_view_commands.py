@@ -20,7 +20,7 @@ from lightning_proxy.store.training import Collapse
 
 STEP = {
     "reward_mean": 0.5, "reward_std": 0.31, "groups": 8.0, "groups_trained": 6.0, "publish_s": 3.5,
-    "left_out_because": "67% of the calls are left out, 4 of them: a budget",
+    "left_out_because": "67% of the calls are left out, 4 of them because: a budget",
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ async def test_two_features_with_the_same_hook_are_refused_and_are_closed() -> N
             finally:
                 closed += 1
 
-    with pytest.raises(ConfigError, match="2 features have the trainer's hook guide, which only one may have"):
+    with pytest.raises(ConfigError, match="2 features have the trainer's hook guide, but only one may"):
         async with open_plugins([Guiding(Config()), Guiding(Config())], anything):
             pass
     assert closed == 2

@@ -61,7 +61,7 @@ class Collector:
     ) -> None:
         """`policy` says which agents have their own adapters; `vocabulary` is the number of the model's tokens.
 
-        `sampled` says how calls were sampled; by default, only their requests say it.
+        `sampled` says how calls were sampled; by default, their requests alone do.
         """
         policy = policy or PolicyConfig()
         self._config, self._store, self._guide = config, store, hooks.guide
@@ -102,7 +102,7 @@ class Collector:
         return None
 
     async def _read(self, group: Group, base: int) -> Take:
-        """Read a group. Siblings are compared with each other, each rollout without a task with earlier ones.
+        """Read a group. Siblings are compared with each other, and each rollout without a task with earlier rollouts.
 
         Siblings that earlier steps took (`before`) count in the baseline, and are not trained on again.
         """
@@ -160,7 +160,7 @@ class Collector:
         """The running baseline: earlier rewarded rollouts, from the same task if it has enough, else from all tasks.
 
         At most RUNNING_WINDOW of them; none if there are fewer than MIN_EARLIER. All of it comes from the store, so a
-        restart changes nothing. `known` has the rollouts read for this step so far, and gets those read here.
+        restart changes nothing. `known` has the rollouts read for this step so far, and the ones read here are added.
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
             found = await self._store.waiting.earlier(
@@ -183,7 +183,8 @@ class Collector:
         nothing = None  # why nothing can be learned
         if not all(abs(value) <= ABSURD for of_calls in credit for one in of_calls for value in one or ()):
             nothing = POISONED
-            log.warning("left out: %s: %s", ", ".join(member.rollout.rollout_id for member in members), POISONED)
+            ids = ", ".join(member.rollout.rollout_id for member in members)
+            log.warning("rollouts %s are not trained on: %s", ids, POISONED)
         elif not any(one and one.advantage for of_calls in credit[: len(members)] for one in of_calls):
             take.counts["groups_equal"] += len(group) > 1
             nothing = None if self._guide else _why_nothing(group, self._agents)
@@ -196,14 +197,14 @@ class Collector:
     def _take_rollout(
         self, take: Take, member: TrainableRollout, credit: Sequence[Credited | None], nothing: str | None
     ) -> None:
-        """Add the rows of a rollout to the step. `nothing`: why its rewards teach nothing, if its tool results may."""
+        """Add the rows of a rollout to the step. `nothing`: why its rewards teach nothing; None if they teach."""
         rollout, calls = member.rollout, member.sibling.calls
         taught = [(call, one) for call, one in zip(calls, credit, strict=True) if one is not None]
         try:
             made = self._rows([call for call, _ in taught], [one.advantage for _, one in taught], rollout)
         except (ValueError, OverflowError) as error:
             reason = f"its rows cannot be built: {error}"
-            log.warning("left out: %s: %s", rollout.rollout_id, reason)
+            log.warning("rollout %s is not trained on: %s", rollout.rollout_id, reason)
             take.drop(reason, [rollout])
             return
         if nothing and not any(sample.results for sample in made.samples):
@@ -287,7 +288,9 @@ class Collector:
             ended = [r for r in newest if r.ended_at is not None and r.ended_at <= now - STANDS_S]
             count, names = await self._store.waiting.unrewarded(ended)
             came = (
-                f"what came has other names: {', '.join(names)}" if names else "none came, or a reward function failed"
+                f"the rewards that came have other names: {', '.join(names)}"
+                if names
+                else "none came, or a reward function failed"
             )
             self._unrewarded = f"{count} completed rollouts have no reward that counts ({came})" if count else None
         return self._unrewarded
@@ -304,7 +307,7 @@ class Collector:
         return found
 
     def _across_tasks(self, takes: Sequence[Take]) -> Take:
-        """One take of all groups: each owner's rollouts are compared, lone ones only with `lone_rollouts: running`."""
+        """Join the takes: compare an owner's rollouts across tasks, lone ones only with `lone_rollouts: running`."""
         joined = together(takes)
         parts: dict[tuple[str | None, int], ComparedRollouts] = {}
         for take, group in zip(takes, joined.waiting, strict=True):
@@ -343,8 +346,8 @@ def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
         return f"no trainable calls: {not_followed.most_common(1)[0][0]}"
     reasons = {
         "rows_too_long": "longer than trainer.max_sample_tokens or the model's context",
-        "calls_other_tokens": "not the model's tokens: another one sampled them",
-        "calls_ambiguous": "several answers a call: it is not known which one earned the reward",
+        "calls_other_tokens": "another model sampled tokens that this model does not have",
+        "calls_ambiguous": "a call has several answers, so it is not known which one earned the reward",
     }
     return next((reason for count, reason in reasons.items() if counts[count]), "no trainable calls")
 

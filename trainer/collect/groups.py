@@ -87,7 +87,7 @@ class WaitingGroups:
         return now - group.oldest >= self._config.group_timeout_s
 
     def _places(self, group: Group) -> int:
-        """How many groups it counts as: 1, or 0 if its siblings are late.
+        """How many groups this one counts as: 1, or 0 if an earlier step took its first siblings and it is not full.
 
         Rollouts without a task are a group each if they are compared with earlier ones, else one per `group_size`.
         """
@@ -101,7 +101,7 @@ class WaitingGroups:
 
 
 class Schedule:
-    """`round` is when the current round began (Unix time), if there is one.
+    """Decides when steps may begin: at any time, or in rounds. `round`: when the current one began (Unix time).
 
     A round begins when enough rollouts wait, or at each configured time, and ends when all rollouts that waited then
     are trained on.
@@ -143,9 +143,9 @@ def what_is_missing(groups: Sequence[Group], config: TrainerConfig) -> str:
     """Return how many groups are full, and how many a step still needs, as text."""
     wanted, full = config.tasks_per_step, full_groups(groups)
     begun = [group for group in groups if not group.late and not group.complete]
-    line = f"{full} of the {wanted} groups that it takes are full (of {config.group_size} ended rollouts)"
+    line = f"{full} of the {wanted} groups for the next step are full ({config.group_size} ended rollouts each)"
     if full >= wanted:
-        return f"{line}: it can be made"
+        return f"{line}: it can be taken"
     if not begun:
         return f"{line}; no other group has begun"
     lacking = sum(len(group.awaited) or config.group_size - group.ended for group in begun)

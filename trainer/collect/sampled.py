@@ -29,17 +29,17 @@ _MESSAGE: Json = {"messages": [{"role": "user", "content": "0"}]}
 _PROMPTS: dict[str, Json] = {"completions": {"prompt": "0"}, "responses": {"input": "0"}}
 _NOT_UNDERSTOOD = "its sampling parameters are not understood"
 _NO_ROUTE = (
-    "vLLM does not report its sampling parameters (%s): calls with a grammar are left out, others are taken by their "
-    "requests; start it with `lightning-proxy vllm`, or add --enable-scale-out"
+    "vLLM does not report its sampling parameters (%s): calls with a grammar are left out, others are read from their "
+    "requests; start vLLM with `lightning-proxy vllm`, or add --enable-scale-out"
 )
 
-# The chat request that a request of another API was sent as; None if it was sent unchanged.
+# Returns the chat request that a request of another API was sent as; None if it was sent unchanged.
 AsChat = Callable[[str, Json], Json | None]
 Known = Sampling | str  # how an answer was sampled, or why that cannot be computed again
 
 
 class Sampled:
-    """Knows how calls were sampled. Without `vllm` it knows only their requests, which do not show grammars."""
+    """Says how calls were sampled. Without `vllm` it reads only their requests, which do not contain the grammars."""
 
     def __init__(self, vllm: VllmServer | VllmFleet | None = None, as_chat: AsChat | None = None) -> None:
         self._vllm, self._as_chat = vllm, as_chat
@@ -60,7 +60,7 @@ class Sampled:
         return None if isinstance(known, str) else known
 
     def why_not(self, call: ModelCall) -> str | None:
-        """Return why the way it was sampled excludes the call; None if it does not, or another reason does."""
+        """Return why its sampling excludes the call; None if it does not, or if another reason does."""
         if not call.trainable:
             return call.untrainable_reason if is_not_followed(call.untrainable_reason) else None
         known = self._of(call)
@@ -70,7 +70,7 @@ class Sampled:
         return self._known.get(self._key(call)) or _by_request(call)
 
     async def _ask(self, call: ModelCall) -> Known | None:
-        """Ask vLLM; read the request if it has no such route. None while vLLM is down; raise if a grammar needs it."""
+        """Ask vLLM, or read the request if vLLM has no such route. While vLLM is down: None, or raise for a grammar."""
         if self._vllm is None:
             return _by_request(call)
         try:
@@ -109,7 +109,7 @@ def _as_rendered(rendered: Json, call: ModelCall) -> Known:
         if rendered.get("reasoning_ended") is False:
             return f"{name}: a grammar begins after the model's reasoning, and cannot be replayed"
         if why := cannot_be_replayed(outputs):
-            return f"{name}: its grammar cannot be replayed, for {why}"
+            return f"{name}: its grammar cannot be replayed, because {why}"
     return sampling_of(parameters) or _NOT_UNDERSTOOD
 
 

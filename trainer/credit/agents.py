@@ -33,7 +33,7 @@ class TrainedAgents:
 
 
 class RollCall:
-    """Warns once about each configured agent that no rollout knows: with a typo, nothing would be trained.
+    """Warns once about each configured agent that has made no call: after a typo, nothing would be trained.
 
     `others`: agents named in other options, by option.
     """
@@ -50,8 +50,8 @@ class RollCall:
             missing = {(option, name) for name in named if name not in self._seen}
             if self._seen.difference(named) and missing - self._missed:
                 self._missed |= missing
-                nothing = ", so nothing of it is trained" if option == "trainer.agents" else ""
+                nothing = ", so nothing is trained for them" if option == "trainer.agents" else ""
                 log.warning(
-                    "%s: no call of %s so far%s; agents seen: %s",
+                    "%s: there is no call of %s so far%s; agents seen: %s",
                     option, ", ".join(sorted(name for _, name in missing)), nothing, ", ".join(sorted(self._seen)),
                 )  # fmt: skip

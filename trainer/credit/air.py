@@ -21,7 +21,7 @@ from ...core.tools import dicts
 
 Json = dict[str, Any]
 
-# Tool results begin like this if LangGraph, the OpenAI Agents SDK, CrewAI, AG2 or Agent Framework made them of an
+# Tool results begin like this if LangGraph, the OpenAI Agents SDK, CrewAI, AG2 or Agent Framework made them from an
 # exception, or if they are an exception's own text.
 _ERROR = re.compile(
     r"\s*(\w*(error|exception):|error (executing|invoking|calling) |an error occurred|i encountered an error"
@@ -68,7 +68,8 @@ def _events(call: ModelCall, seen: set[tuple[str, bytes]]) -> Iterator[AirEvent]
 def failed(tool: ToolCall) -> bool:
     """Return whether the agent sent the result back as an error.
 
-    Chat completions and Responses have no flag for it. There the text decides: a framework's words, or a JSON object.
+    Chat completions and Responses have no flag for it. There the result decides: a text that begins like an exception,
+    or a JSON object with an error or an error flag.
     """
     if tool.is_error:
         return True
@@ -111,7 +112,7 @@ def arguments_match(tool: ToolCall, schemas: Mapping[str, Any]) -> bool:
 
 
 def _parsed(arguments: str) -> Json | None:
-    """The arguments as a JSON object; None if they are no object. No arguments at all are an empty one."""
+    """The arguments as a JSON object; None if they are not one. An empty text counts as {}."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:

@@ -34,7 +34,7 @@ Values = list[list[float]]
 
 
 class Credited(NamedTuple):
-    """What a call is credited with: the return that its strategy compares, and the advantage made of it."""
+    """What a call is credited with: the return that its strategy compares, and the advantage computed from it."""
 
     returned: float
     advantage: float
@@ -46,7 +46,7 @@ Strategy = Callable[[Sequence[Sibling], TrainerConfig], Values]
 def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited | None]]:
     """Return the credit of each call; None for calls that are left out, and for agents that are not trained.
 
-    By default: `uniform`, all agents as one: the rollout's return, compared with its siblings' by `grpo`.
+    By default, all agents count as one, and `grpo` compares the rollout's return with its siblings' (`uniform`).
     An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
     about it, and one baseline for agents with different returns makes training unstable (Dr. MAS, arXiv 2602.08847).
     """
@@ -72,9 +72,9 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
 
 
 def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited]]:
-    """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named).
+    """Apply `trainer.credit`: one strategy for all calls, or one per agent (`*`: agents not named).
 
-    What a user's own function compares is not known, so the rollout's return is reported.
+    For a user's own function, which may compare anything, the rollout's return is reported.
     """
     advantages: dict[str, Values] = {}
     for name in {*config.credits.values(), "uniform"}:
@@ -98,7 +98,7 @@ def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
 def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3).
 
-    A(call) = A(rollout): all calls share equally in the result. Returns 1 and 0 make 0.5 and -0.5 by `dr_grpo`.
+    A(call) = A(rollout): all calls share equally in the result. With `dr_grpo`, returns 1 and 0 give 0.5 and -0.5.
     """
     return _of_rollouts(group, compared(config.baseline, [sibling.rewards.total for sibling in group]))
 
@@ -184,7 +184,7 @@ def _of_rollouts(group: Sequence[Sibling], values: Sequence[float]) -> Values:
 
 
 def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return the function's advantages: one per call, one list per sibling. Raise ConfigError otherwise."""
+    """Return the advantages from a user's function, a list per sibling. Raise ConfigError if they do not fit calls."""
     function = load(CREDIT, name)
     with faults(CREDIT, name):
         found = function(group, config)
@@ -202,7 +202,7 @@ def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> li
 
 
 def training_rules(config: TrainerConfig) -> Rules:
-    """Return how rewards count in training. A judge's scores are added to the return that is shown."""
+    """Return how rewards count in training. Unlike in the return that users see, a judge's scores count too."""
     return Rules.of(config)._replace(weights=config.training_weights)
 
 
@@ -218,7 +218,7 @@ class Baseline:
 
 
 def grpo(returns: Sequence[float]) -> list[Baseline]:
-    """Compute (r - mean) / (std + 1e-4) with the sample standard deviation, as TRL (DeepSeekMath, arXiv 2402.03300)."""
+    """Compute (r - mean) / (std + 1e-4) with the sample standard deviation (TRL; DeepSeekMath, arXiv 2402.03300)."""
     return [Baseline(fmean(returns), stdev(returns) + STD_EPSILON)] * len(returns)
 
 
@@ -255,7 +255,7 @@ def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | Non
 
 
 def compared(name: str, returns: Sequence[float]) -> list[float]:
-    """Return the advantage of each return among all; zeros where there is nothing to compare."""
+    """Return the advantage of each of these returns; zeros if there is nothing to compare."""
     baselines = group_baselines(name, returns)
     if baselines is None:
         return [0.0] * len(returns)

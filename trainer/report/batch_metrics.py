@@ -79,7 +79,7 @@ class Seen:
         if self._share <= MOST or not self.not_followed:
             return None
         why, calls = self.not_followed.most_common(1)[0]
-        return f"{self._share:.0%} of the calls are left out, {calls} of them: {why}"
+        return f"{self._share:.0%} of the calls are left out, {calls} of them because: {why}"
 
     def tasks(self) -> dict[str, dict[str, float]]:
         """Return the mean, spread and number of the rewards of each task."""

@@ -1,6 +1,6 @@
 """The metrics of a training step: name, unit and meaning of each. Plain data, no torch.
 
-A new one is a line here, or in a `TrainerPlugin.metrics`. `python docs/generate.py` writes docs/step-metrics.md.
+To add one, add a line here or in a `TrainerPlugin.metrics`. `python docs/generate.py` writes docs/step-metrics.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...core.features import modules
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric. `group` is its part of a tracker's charts; the unit "1" is a plain number or a ratio."""
+    """A metric. `group` is its section in a tracker; the unit "1" means a plain number or a ratio."""
 
     name: str
     group: str
@@ -59,7 +59,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("rollouts_trained", "count", "rollouts that are trained on"),
         ("rollouts_dropped", "count", "rollouts that are never trained on; `rollouts show` says why"),
         ("rollouts_stale", "count", "dropped because they are older than `trainer.max_staleness`"),
-        ("rollouts_failed", "count", "failed, with a reward by `trainer.failed_rollouts`"),
+        ("rollouts_failed", "count", "failed rollouts with the reward that `trainer.failed_rollouts` sets"),
         ("rollouts_lone", "count", "compared with earlier ones (`trainer.lone_rollouts`)"),
     ),
     **group(
@@ -94,15 +94,15 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ),
         ("staleness_mean", "versions", "live version minus a rollout's oldest version; mean over `rollouts_trained`"),
         ("staleness_max", "versions", "the greatest"),
-        ("ratio_mean", "1", "a token's probability by the trainer over that by the sampler; mean over trained tokens"),
+        ("ratio_mean", "1", "mean over trained tokens of the probability in the trainer over that in the sampler"),
         ("ratio_max", "1", "the greatest"),
-        ("clip_share", "share", "trained tokens that are clipped: ratio too high, advantage > 0; (grpo) too low, < 0"),
+        ("clip_share", "share", "clipped tokens: ratio too high, advantage > 0 (grpo: also too low, advantage < 0)"),
         ("kl", "nats", "KL divergence of the sampler from the trainer; mean over trained tokens (estimator k3)"),
         ("kl_base", "nats", "KL divergence of the policy from the base model; needs `kl_coef` or `kl_metric`"),
         (
             "sampler_difference",
             "nats",
-            "√(2 · `kl`) over rows of the live version; beyond what rounding explains, the step is skipped",
+            "√(2 · `kl`) over rows of the live version; if rounding cannot explain it, the step is skipped",
         ),
         ("entropy", "nats", "entropy of the next token's distribution; mean over trained tokens"),
         ("entropy_coef", "1", "its weight in the loss; needs `trainer.entropy`"),
@@ -128,7 +128,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
     **group(
         "seconds",
-        ("wait_s", "s", "waiting until enough rollouts had ended"),
+        ("wait_s", "s", "waiting for enough rollouts to end"),
         ("collect_s", "s", "reading, comparing and claiming rollouts"),
         ("step_s", "s", "the training step"),
         ("forward_backward_s", "s", "forward and backward passes"),

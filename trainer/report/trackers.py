@@ -1,6 +1,6 @@
 """Reports steps to the trackers in `trainer.report_to`, through accelerate.
 
-A policy stays one run in its trackers across restarts.
+A policy remains one run in each tracker across restarts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Trackers:
     """
 
     def __init__(self, config: TrainerConfig, directory: Path) -> None:
-        """Raise ConfigError for a tracker that accelerate does not know or that is not installed."""
+        """Raise ConfigError for a tracker that accelerate does not support or that is not installed."""
         self.step, self._begun = 0, False
         self._file = directory / "run.json"
         self._run = json.loads(self._file.read_text()) if self._file.is_file() else {}
@@ -49,7 +49,7 @@ class Trackers:
         for kind in config.report_to:
             if (made := LOGGER_TYPE_TO_CLASS.get(kind)) is None:
                 known = ", ".join(map(str, LOGGER_TYPE_TO_CLASS))
-                raise ConfigError(f"trainer.report_to: unknown tracker {kind!r}, known are {known}")
+                raise ConfigError(f"trainer.report_to: unknown tracker {kind!r}; accelerate has {known}")
             if kind not in map(str, get_available_trackers()):
                 raise ConfigError(f"trainer.report_to: {kind} is not installed: pip install {kind}")
             where = (str(directory),) if made.requires_logging_directory else ()
@@ -63,7 +63,7 @@ class Trackers:
             try:
                 tracker.start()
             except Exception as error:  # whatever a tracker raises without its key, its server, its disk
-                raise ConfigError(f"trainer.report_to: {tracker.name}: {_one_line(error)}") from error
+                raise ConfigError(f"trainer.report_to: {tracker.name} cannot start: {_one_line(error)}") from error
             if tracker.name == "mlflow":
                 self._run["mlflow_id"] = tracker.tracker.info.run_id
         self._begun = True

@@ -118,7 +118,7 @@ class TreeCost:
 def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
     """Cut `samples` so that as little as possible is computed twice.
 
-    In the order of their tokens, samples share most with their neighbours, and a cut costs just what the two samples
+    Sorted by tokens, samples share most with their neighbours, and a cut costs just what the two samples
     next to it share; so the best cuts are found one at a time. Samples of two adapters share nothing, since each
     adapter gives the same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a
     single sample has.
@@ -135,7 +135,7 @@ def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]
 
 
 def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
-    """Each group's first row, then the number of rows. Row i shares its first `shared[i]` nodes with row i - 1."""
+    """The first row of each part, then the number of rows. Row i shares its first `shared[i]` nodes with row i - 1."""
     total = np.concatenate([[0], np.cumsum(lengths - shared)])
     price = cost.prefix(shared) + _PASS_COST
     spent = np.zeros(len(lengths))  # the cost of all passes and cuts up to the one before row i

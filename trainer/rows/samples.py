@@ -1,6 +1,6 @@
 """Makes samples (training rows) from the calls of a rollout, by exact token prefixes. No torch.
 
-An answer is trained on after exactly the tokens that the model saw when it sampled it. So a call joins a row only if
+An answer is trained on after exactly the tokens that the model saw when sampling it. So a call joins a row only if
 its prompt begins with all of that row and goes beyond it; without tokens in between, two answers would become one. An
 agent may send an answer back that reads the same but is tokenised differently (drift). Then the sampled answer stays
 in its row, and the call opens a new row, with its own prompt as context. No answer is trained twice, and none loses
@@ -42,10 +42,10 @@ NO_PROBABILITY = -9999.0
 
 
 class Placement(NamedTuple):
-    """The index of the row that a call's answer is in; None if it is in none.
+    """The index of the row that has a call's answer; None if no row has it.
 
-    `placed`: `first` of its rollout (or adapter), or the name of the step metric that counts it, without its first
-    word: `merged`, `drift`, …, `too_long`.
+    `placed`: `first` if the call opened the first row of its rollout (or adapter), else the step metric that counts it,
+    without the metric's first word: `merged`, `drift`, …, `too_long`.
     """
 
     row: int | None
@@ -130,9 +130,9 @@ def rollout_samples(
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 
     A call continues the longest row that its prompt begins with and goes beyond; else it opens a new one. Its answer is
-    trained on there only; in the prompts of later calls it is context. `vocabulary` is the number of tokens that the
-    model knows (None: any). `adapter_of` says which adapter an agent has: each adapter has its own rows. `sampled` says
-    how a call's answer was sampled.
+    trained on there only; in the prompts of later calls it is context. `vocabulary` is the number of the model's tokens
+    (None: any). `adapter_of` says which adapter an agent has: each adapter has its own rows. `sampled` says how a
+    call's answer was sampled.
     """
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
@@ -159,7 +159,7 @@ def rollout_samples(
 
 
 def merge_rate(counts: Mapping[str, int]) -> float:
-    """Return the share of calls that joined a row. The first call of each rollout cannot and does not count."""
+    """Return the share of calls that joined a row. The first call of each rollout cannot, and does not count."""
     merged = counts["calls_merged"]
     could = merged + sum(counts[reason] for reason in FORKS)
     return merged / could if could else 1.0
@@ -185,9 +185,9 @@ def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocab
 
 
 def _place(rows: Sequence[_Row], adapter: str, prompt: Ints, likely: int | None) -> tuple[int, str | None]:
-    """The index of the row that a call with this prompt continues, or of a new one; and why (None: the first call).
+    """The index of the row that a call with this prompt continues, or of a new one; its step metric (None: first call).
 
-    The row `likely` is tried first, so that the work of a call does not grow with the number of rows.
+    Row `likely` is tried first, so that the work of a call does not grow with the number of rows.
     """
 
     def is_continued(index: int, shared: int) -> bool:

@@ -34,8 +34,8 @@ _FORMATS = frozenset({
 def sampling_of(parameters: Json) -> Sampling | None:
     """Return how vLLM samples with these parameters, or None if they cannot be used (invalid, or with `bad_words`).
 
-    They are vLLM's own sampling parameters, or a request; absent ones have the defaults of OpenAI's API. A request's
-    grammar is not read here, because vLLM builds it from several fields.
+    `parameters`: vLLM's own sampling parameters, or a request; absent ones have the defaults of OpenAI's API. The
+    grammar of a request is not read here, because vLLM builds it from several fields.
     """
     grammar, allowed = parameters.get("structured_outputs"), parameters.get("allowed_token_ids")
     biases = parameters.get("logit_bias") or {}
@@ -71,12 +71,12 @@ def cannot_be_replayed(outputs: dict[str, Any]) -> str | None:
     if not is_installed():
         return "xgrammar is not installed"
     if outputs.get("disable_any_whitespace") or outputs.get("whitespace_pattern"):
-        return "it has rules of its own for blanks"
+        return "it has its own rules for whitespace"
     if outputs.get("grammar") and "::=" not in outputs["grammar"]:
         return "it is in Lark's notation"
     spec = outputs.get("json") or outputs.get("structural_tag")
     schema = json.loads(spec) if isinstance(spec, str) else spec
-    return next((f"the keyword {name}" for name in _foreign(schema)), None)
+    return next((f"its schema has the keyword {name}" for name in _foreign(schema)), None)
 
 
 def _foreign(schema: Any) -> Iterator[str]:
@@ -86,7 +86,7 @@ def _foreign(schema: Any) -> Iterator[str]:
         if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
             yield "format"
         if {"pattern", "format"} & schema.keys() and {"minLength", "maxLength"} & schema.keys():
-            yield "pattern or format, with a length"
+            yield "pattern or format, together with a length"
         if isinstance(of := schema.get("allOf"), list) and len(of) > 1:
             yield "allOf"
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():

@@ -34,7 +34,7 @@ class TrainingEngine(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Return the longest sample that can be trained on."""
+        """Return the length of the longest sample that can be trained on, in tokens."""
 
     @property
     def vocabulary(self) -> int:
@@ -47,7 +47,7 @@ class TrainingEngine(Protocol):
         """Move the weights by the last batch's gradients. Return the step's metrics together with the batch's own."""
 
     def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
-        """Return the log-probabilities of each row's answers under the way they were sampled; 0.0 for all other tokens.
+        """Return the log-probabilities of each row's answers as they were sampled, 0.0 for all other tokens.
 
         `served`: as in `logprobs`.
         """
@@ -58,7 +58,7 @@ class TrainingEngine(Protocol):
         """Return each token's log-probability at temperature 1; 0.0 for the first of each row.
 
         With `served`, use the weights that were remembered as served. An engine that remembers none uses its current
-        ones; then answers cannot tell new weights from old ones, and their name and files must.
+        ones; then answers cannot show which weights are served, and their name and files are checked instead.
         """
 
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:

@@ -2,7 +2,7 @@
 
 The loss does not depend on how calls are merged into rows or how a step is cut into micro-batches, for two reasons.
 What TRL calls a sequence is one answer here: the action of a call, the unit that has one advantage (arXiv 2508.03680,
-section 3). And token weights are known before the step begins, where TRL divides by what a micro-batch holds.
+section 3). And token weights are known before the step begins, while TRL divides by what a micro-batch holds.
 
 In the formulas, r is a token's importance ratio: the policy's probability over the one it was sampled with, or with
 `importance_level: sequence` the geometric mean of the answer's ratios (GSPO, arXiv 2507.18071). A is its advantage.
@@ -135,8 +135,8 @@ def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: in
     """Return the weight of each trained token in the step's loss, by rollout. Rollouts without tokens are left out.
 
     The loss is averaged over `compared` rollouts, including those that teach nothing; 0 means the ones in `samples`.
-    With `weighting: sequence` it is the weight of an answer, which its tokens share. By hand: rollouts of 3 and of 6
-    tokens weigh them by 1/6 and 1/12 (`own`), or by 1/9 each (`mean`).
+    With `weighting: sequence` it is the weight of an answer, which its tokens share. By hand: in rollouts of 3
+    and 6 tokens, each token weighs 1/6 and 1/12 (`own`), or 1/9 in both (`mean`).
     """
     counts: Counter[str] = Counter()
     for sample in samples:
@@ -321,7 +321,7 @@ def guided(given: LossInputs, samples: Sequence[Sample], answers: Answers) -> tu
 
 
 def context_loss(logprobs: Tensor, samples: Sequence[Sample], results: int, config: TrainerConfig) -> Tensor:
-    """Return what the function adds to the loss for the tokens that tools wrote; 0 if there are none.
+    """Return what the user's function adds to the loss for the tokens that tools wrote; 0 if there are none.
 
     `logprobs`: (B, T), of all scored tokens of the B samples. The function gets only the K tool tokens. `results`:
     how many such tokens the step has.
@@ -335,5 +335,5 @@ def context_loss(logprobs: Tensor, samples: Sequence[Sample], results: int, conf
     with faults(CONTEXT_LOSS, name):
         added = function(logprobs[rows, columns], results, config)
     if not isinstance(added, torch.Tensor) or added.shape:
-        raise ConfigError(f"{CONTEXT_LOSS} {name}: one number is needed, a tensor without dimensions")
+        raise ConfigError(f"{CONTEXT_LOSS} {name}: a scalar tensor is needed")
     return added

@@ -61,7 +61,7 @@ class Processes:
         """Sum the gradients over all processes, in each of them."""
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
-        """Clip the norm of these parameters' gradients together; returns it as it was before."""
+        """Clip the joint norm of these parameters' gradients. Return the norm before clipping."""
         return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     def follow(self, trainer: object) -> None:

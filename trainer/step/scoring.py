@@ -28,7 +28,7 @@ _LEAST = -1e4  # in place of a log-probability of -inf in an entropy, where it i
 class ScoredTokens(NamedTuple):
     """Scores of tokens, (B, T); 0 where a token is not scored. `entropies` have a gradient if requested.
 
-    A log-probability is -inf if the way of sampling excludes the token under these weights.
+    A log-probability is -inf if the sampling parameters exclude the token under these weights.
     """
 
     logprobs: Tensor
@@ -87,13 +87,13 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
     """Raise ConfigError for models that need separate rows: recurrent layers, or a window shorter than a sample."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if kinds - {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"policy.model: layers of type {sorted(kinds)} are not supported; attention only")
+        raise ConfigError(f"policy.model: layers of type {sorted(kinds)} are not supported; only attention layers are")
     if (window := _window(config)) and window < max_tokens:
         raise ConfigError(f"trainer.max_sample_tokens: {max_tokens} is over the model's attention window of {window}")
 
 
 def longest_sample(config: PreTrainedConfig, wanted: int | None) -> int:
-    """Return the longest sample that the model's context allows, and without a `wanted` length its attention window."""
+    """Return the largest sample length within `wanted` (None: the attention window) and the model's context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     limits = [wanted, context] if wanted else [context, _window(config)]
     return min((limit for limit in limits if limit), default=DEFAULT_SAMPLE)
@@ -167,10 +167,10 @@ def token_scores(
 def _scores_and_slopes(
     model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Each score depends on its own row alone, so its gradient with respect to the hidden state is computed at once.
+    """Score a chunk and compute the gradients at once, since each score depends on its own row's hidden state alone.
 
-    The score is returned as a linear function of the hidden state with this slope. The slope of the entropies costs one
-    more pass through the head.
+    Each score is returned as a linear function of the hidden state with that slope. The slopes of the entropies cost
+    one more pass through the head.
     """
     states = hidden.detach().requires_grad_()
     logprobs, entropies = _scores(model, states, tokens, entropy_gradient)
@@ -195,7 +195,7 @@ class _Scores(torch.autograd.Function):
     """Scores of (K, V) logits. Autograd would read all logits several times more for the same slopes.
 
     With respect to a logit over the temperature, a log-probability has the slope 1 for its token minus p, an entropy H
-    has -p (log p + H). Tokens that the way of sampling excludes have p = 0. The slope of a log-probability of -inf
+    has -p (log p + H). Tokens that the sampling parameters exclude have p = 0. The slope of a log-probability of -inf
     means nothing: the loss removes such tokens.
     """
 

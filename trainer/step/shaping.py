@@ -26,9 +26,9 @@ _KEPT_GRAMMARS = 100  # compiled, each may take megabytes
 
 
 class SampledPlace(NamedTuple):
-    """Where a token was sampled: how, after which prompt and partial answer, and what a grammar allowed there.
+    """How a token was sampled, after which prompt and partial answer, and what a grammar allowed there.
 
-    `allowed` is (1, V/32) bits. It has no row if the replay of the grammar ended before: nothing is known there.
+    `allowed` is (1, V/32) bits. It has no row if the replay of the grammar ended earlier, so nothing is known there.
     """
 
     sampling: Sampling
@@ -42,7 +42,7 @@ class SampledPlace(NamedTuple):
 
 
 class Shaper:
-    """Shapes the logits of one model. Its tokenizer knows the tokens that end an answer."""
+    """Shapes the logits of one model. Tokenizer and generation config say which tokens end an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         configured = getattr(model.generation_config, "eos_token_id", None)
@@ -53,7 +53,7 @@ class Shaper:
         self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
 
     def places(self, samples: Sequence[Sample], places: Sequence[tuple[int, int]]) -> list[SampledPlace | None]:
-        """Return where the tokens at (row, column) were sampled; None for tokens that only have a temperature."""
+        """Return where the tokens at (row, column) were sampled; None for tokens sampled by temperature alone."""
         answers: dict[tuple[int, int], tuple[Ints, Tensor | None]] = {}
         found: list[SampledPlace | None] = []
         for row, column in places:
@@ -122,7 +122,7 @@ class Shaper:
         return masks
 
     def _compile(self, grammar: str) -> Any:
-        """`grammar`: vLLM's structured outputs as JSON. None if it cannot be compiled."""
+        """Compile a grammar: vLLM's structured outputs as JSON. None if it cannot be compiled."""
         if not is_installed():
             return None
         import xgrammar

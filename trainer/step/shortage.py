@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 def make_what_fits(
     passes: Sequence[Pass], make: Callable[[Pass], Numbers], parameters: Sequence[nn.Parameter]
 ) -> Numbers:
-    """Make the passes, up to one with a loss that is not finite, and return their numbers.
+    """Run the passes, up to one with a loss that is not finite, and return their numbers.
 
-    A pass that fails has already added to the gradients. So when memory runs out, all passes are made again; this one,
-    and all that are as large, in halves. The largest come first, so that little work is lost.
+    A pass that fails has already added to the gradients. So when memory runs out, all passes run again: the one that
+    failed, and all that are as large, in halves. The largest come first, so that little work is lost.
     """
     shortage, todo = Numbers(), list(passes)
     while True:
@@ -55,7 +55,7 @@ def _fitting(one: Pass, shortage: Numbers) -> list[Pass]:
 
 
 def _halved(one: Pass, shortage: Numbers) -> list[Pass]:
-    """The halves of a pass that does not fit, which is noted; nothing for a single sample."""
+    """The halves of a pass that does not fit; nothing for a single sample. `shortage` counts it."""
     samples = one.micro_batch.samples
     if len(samples) == 1:
         shortage.too_large += (samples[0].rollout_id,)
@@ -67,5 +67,5 @@ def _halved(one: Pass, shortage: Numbers) -> list[Pass]:
 
 
 def give_back() -> None:
-    """Return the memory that torch keeps for later to the GPU: a vLLM that restarts needs room too."""
+    """Free the GPU memory that torch has cached: a vLLM that restarts needs room too."""
     torch.cuda.empty_cache()

@@ -142,11 +142,11 @@ class StepMetrics:
         return found
 
     def too_large(self) -> str | None:
-        """Return a text that says which rollouts have rows that did not fit."""
+        """Return a text that says which rollouts have rows that do not fit into memory; None if all fit."""
         if not (rows := self.numbers.too_large):
             return None
         of = f"{len(rows)} row{'s' if len(rows) != 1 else ''} of {some_rollouts(rows)}"
-        return f"{of}: too large for the memory; lower trainer.max_sample_tokens"
+        return f"{of} took too much memory and cannot be trained on; lower trainer.max_sample_tokens"
 
     def result(self) -> dict[str, float]:
         """Return metrics by the names of `metric_schema`. Means are over trained tokens, and may not be finite."""
@@ -211,7 +211,7 @@ def wrong_sampler(kl: float, tolerance: float) -> str | None:
 
 
 def fault_of_loss(rollout_ids: Sequence[str], given: LossInputs) -> str:
-    """Return what is not finite: the first such part of the loss, or the loss. Parts are (A, L), a row per id."""
+    """Return what is not finite: the first such part of the loss, or the loss as a whole. Parts are (A, L)."""
     parts = {
         "captured log-probabilities": given.sampled_logprobs,
         "advantages": given.advantages,
@@ -219,7 +219,7 @@ def fault_of_loss(rollout_ids: Sequence[str], given: LossInputs) -> str:
     }
     for name, values in parts.items():
         if bad := [one for one, row in zip(rollout_ids, values, strict=True) if not row.isfinite().all()]:
-            return f"{name} not finite in {some_rollouts(bad)}"
+            return f"{name} are not finite in {some_rollouts(bad)}"
     return f"the loss is not finite over {some_rollouts(rollout_ids)}"
 
 

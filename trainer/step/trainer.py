@@ -1,4 +1,4 @@
-"""One optimizer step of LightningRL, on TRL's GRPOTrainer. Rows come from the store."""
+"""Takes the optimizer steps of LightningRL in one process, scores tokens, and writes and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StepTotals(NamedTuple):
 
 
 class LightningTrainer:
-    """Holds the policy's weights and takes steps of AdamW on them. `TrainingEngine` says what its methods promise.
+    """Holds the policy's weights and takes steps of AdamW on them. `TrainingEngine` documents the methods.
 
     `model` is the policy with its adapters, `policy_model` the bare causal LM. The ratios of the loss (`losses.py`) are
     to the policies that sampled the answers. `on_every_process` and `on_every_shard` repeat a method in the other
@@ -139,7 +139,7 @@ class LightningTrainer:
         """Compute the gradients of `batch`.
 
         Each adapter gets the gradients of its own samples only; without samples it has none. A pass that runs out of
-        memory is made in halves.
+        memory is halved.
         """
         metrics = StepMetrics(self.settings, self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
@@ -166,7 +166,7 @@ class LightningTrainer:
 
         If a loss or gradient is not finite, weights, optimizer and scheduler do not change and `skipped` is 1.
         `skipped_because` then says what is not finite, and in which rollouts; metrics that are not finite are left out.
-        `left_out_because` names rollouts with a row that does not fit; `warnings` say what else is wrong.
+        `left_out_because` names rollouts with a row that does not fit into memory; `warnings` has other problems.
         """
         assert self._computed is not None, "forward_backward comes first"
         (batch, metrics), self._computed = self._computed, None
@@ -187,7 +187,7 @@ class LightningTrainer:
         return {name: value for name, value in {**batch.metrics, **metrics.result()}.items() if math.isfinite(value)}
 
     def _add_gradients(self, batch: Batch, samples: Sequence[Sample]) -> Numbers:
-        """Forward and backward passes over `samples`; returns the numbers of all processes together."""
+        """Run the forward and backward passes over `samples`. Return the numbers of all processes together."""
         self.model.train()
         totals = {adapter: self._totals(batch, samples, adapter) for adapter in self.weight_sets.names}
         passes = self.processes.passes(micro_batches(samples, self._cost), self._cost)
@@ -297,7 +297,7 @@ class LightningTrainer:
         return self.weight_sets.weights(name)
 
     def adopt(self, step: int) -> None:
-        """Note that the adapter was trained by other means, as `step`. The optimizer's old moments are dropped."""
+        """Record that the weights were trained by other means, as `step`. The optimizer's old moments are dropped."""
         self.optimizer.state.clear()
         self.trackers.step = step
 
@@ -326,7 +326,7 @@ class LightningTrainer:
         changed = config_changes(directory, self._saved_config)
         state = read_state(directory / STATE_FILE, self.weight_sets.shapes())
         if "optimizer" not in state:
-            log.warning("%s has no optimizer state: its moments and the schedule start again", directory)
+            log.warning("%s has no optimizer state: its moments and the schedule start over", directory)
         rate = self.rate
         if state["step"]:  # untrained weights have no rate to keep
             rate = self._rate_of(saved_rate(directory))
@@ -386,7 +386,7 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
 
 
 def _on_meta(value: Any) -> Any:
-    """Return nested tensors without their values."""
+    """Return nested tensors as meta tensors; numbers keep their values."""
     if isinstance(value, dict):
         return {key: _on_meta(inner) for key, inner in value.items()}
     return value.to("meta") if value.dim() else value

@@ -50,7 +50,7 @@ class TreeMask:
 
     @cached_property
     def blocks(self) -> list[tuple[Block, Tensor | None]]:
-        """Return the plan's blocks; for kind `tree` with what is added to the scores: 0 or -inf, (1, 1, n, n)."""
+        """Return the plan's blocks, and for kind `tree` the additive mask (1, 1, n, n) of 0 and -inf."""
         found: list[tuple[Block, Tensor | None]] = []
         for block in attention_plan(self.tree):
             added = self._among(*block.keys).float().log()[None, None] if block.kind == "tree" else None
@@ -126,7 +126,7 @@ def _has_flex_attention(device: torch.device) -> bool:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """(1, H, N, D) three times -> (1, H, N, D), with one kernel call per block forward and one backward.
+    """Attention of (1, H, N, D) queries, keys and values, with one kernel call per block in each direction.
 
     Each block is a softmax over a part of a query's keys. Weighted by the exponentials of their log-sum-exps, blocks
     add up to the softmax over all keys. From the output and log-sum-exp over all keys, the kernel's backward pass gives
@@ -260,12 +260,12 @@ def flex(
 
 @cache
 def _compiled_flex() -> Callable[..., Any]:
-    """Compile once: the second tree size makes the kernel fit all sizes."""
+    """Compile once. At the second tree size, torch compiles a kernel that fits all sizes."""
     return torch.compile(flex_attention)
 
 
 def _lists(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, B) -> how many key blocks each query block sees, (1, 1, B), and their indices, first, (1, 1, B, B)."""
+    """Map (B, B) to the number of key blocks that each query block sees, and all indices with the seen ones first."""
     order = seen.int().argsort(dim=1, descending=True, stable=True)
     return seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()
 

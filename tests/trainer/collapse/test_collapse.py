@@ -302,7 +302,7 @@ async def test_what_is_done_is_configured(run: Run, action: str, caplog: pytest.
     await run.versions(GOOD, BAD)
     assert await run.collapsed(collapse={"action": action}) is (action in ("stop", "rollback"))
     assert ("warnings" in (await run.store.steps.all())[-1].metrics) is (action != "off")
-    assert ("publication is stopped" in caplog.text) is (action == "stop")
+    assert ("publishing has stopped" in caplog.text) is (action == "stop")
     assert ("going back to policy version" in caplog.text) is (action == "rollback")
 
 

@@ -229,7 +229,7 @@ async def test_what_a_step_lacks_is_said_after_minutes(traffic: Traffic, monkeyp
     assert await collector.next_batch(0) is None
     monkeypatch.setattr(groups, "STANDS_S", 0.0)
     assert await collector.why_no_step() == (
-        "1 of the 2 groups that it takes are full (of 8 ended rollouts); 1 more has begun, 3 rollouts short"
+        "1 of the 2 groups for the next step are full (8 ended rollouts each); 1 more has begun, 3 rollouts short"
     )
 
 

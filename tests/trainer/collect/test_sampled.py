@@ -77,7 +77,7 @@ async def test_a_grammar_that_cannot_be_replayed_says_why() -> None:
         "allOf": {"json": '{"allOf": [{}, {}]}'},
         "format": {"json": {"type": "string", "format": "iban"}},
         "Lark": {"grammar": "start: /a/"},
-        "blanks": {"json": {}, "disable_any_whitespace": True},
+        "whitespace": {"json": {}, "disable_any_whitespace": True},
     }
     for because, outputs in cases.items():
         more = {"reasoning_ended": False} if because == "reasoning" else {}

@@ -63,7 +63,7 @@ def test_a_wrong_answer_is_named(tmp_path: Path) -> None:
         ("[[0.0] * 3, [0.0]]", "a rollout of 2 calls needs 2 numbers, got [0.0]"),
         ("[[0.0] * 3, [0.0, float('nan')]]", "nan is not a finite number"),
         ("[[0.0] * 3, [0.0, 'x']]", "'x' is not a finite number"),
-        ("group[9]", "IndexError: list index out of range (line 1)"),
+        ("group[9]", "it raised IndexError: list index out of range (line 1)"),
     )):  # fmt: skip
         file = tmp_path / f"mine{i}.py"
         file.write_text(f"f = lambda group, config: {body}\n")

@@ -32,7 +32,7 @@ def test_a_skipped_step_says_what_was_not_finite_and_where(directory: Path) -> N
     first, *others = batch(1).samples
     bad = replace(first, logprobs=tuple(math.nan if m else 0.0 for m in first.mask))
     assert trained.step(Batch(1, (bad, *others), ()))["skipped"] == 1.0
-    assert trained.skipped_because == f"captured log-probabilities not finite in rollout {first.rollout_id}"
+    assert trained.skipped_because == f"captured log-probabilities are not finite in rollout {first.rollout_id}"
     parameter = next(p for p in trained.model.parameters() if p.requires_grad)
     handle = parameter.register_hook(lambda slope: slope * math.inf)
     assert trained.step(batch(1))["skipped"] == 1.0
@@ -53,7 +53,7 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_products(directory: Path) -> 
 def test_a_wrong_loss_is_named(directory: Path, tmp_path: Path) -> None:
     for i, (body, told) in enumerate((
         ("given.logprobs.sum()", r"a tensor of shape \(\d+, \d+\) is needed, one number per token"),
-        ("given.nothing", r"AttributeError: .*nothing.* \(line 1\)"),
+        ("given.nothing", r"it raised AttributeError: .*nothing.* \(line 1\)"),
         ("-given.ratios * given.advantages", r"it has no gradient, .* given\.ratios .* carry none"),
         ("(-given.ratios * given.advantages).requires_grad_()", r"it has no gradient, .*"),
     )):  # fmt: skip

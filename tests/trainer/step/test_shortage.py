@@ -66,7 +66,7 @@ def test_a_sample_that_does_not_fit_alone_is_left_out_and_named(directory: Path)
     metrics = learner.step(given)
     assert metrics["rows_out_of_memory"] == 1 and not metrics["skipped"]
     assert metrics["trained_tokens"] == sum(s.trained_tokens for s in samples[:9])
-    named = f"1 row of rollout {samples[-1].rollout_id}: "
+    named = f"1 row of rollout {samples[-1].rollout_id} took too much memory"
     assert learner.left_out_because is not None and named in learner.left_out_because
 
 
@@ -80,7 +80,7 @@ async def test_rollouts_that_do_not_fit_are_not_offered_again(bench: Start) -> N
         assert not await loop.train_once()
         assert await b.steps_of(rollouts) == {1}
         last = await b.last()
-        assert "too large for the memory" in last.metrics["left_out_because"]
+        assert "took too much memory" in last.metrics["left_out_because"]
 
 
 async def test_between_steps_no_memory_is_kept_from_a_vllm(bench: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,4 +113,4 @@ def test_samples_that_are_all_the_same_are_halved_down_to_one(directory: Path) -
     given = replace(batch(1), samples=tuple(replace(sample, rollout_id=f"r{i}") for i in range(3)))
     metrics = learner.step(given)
     assert (metrics["skipped"], metrics["rows_out_of_memory"], metrics["passes_halved"]) == (1, 3, 2)
-    assert learner.skipped_because is not None and "too large for the memory" in learner.skipped_because
+    assert learner.skipped_because is not None and "took too much memory" in learner.skipped_because

@@ -43,7 +43,7 @@ def test_a_loss_that_is_not_finite_or_no_samples_leave_everything_untouched(lear
     for each in (trainer, twin):
         each.step(batch(1))
     metrics = trainer.step(poisoned(batch(2)))
-    assert metrics["skipped"] == 1.0 and trainer.skipped_because == "advantages not finite in rollout 2-4"
+    assert metrics["skipped"] == 1.0 and trainer.skipped_because == "advantages are not finite in rollout 2-4"
     assert all(math.isfinite(value) for value in metrics.values())
     assert torch.equal(weights_of(trainer), weights_of(twin))
     empty = trainer.step(Batch(3, (), ()))
@@ -126,7 +126,7 @@ def test_a_restarted_trainer_goes_on_in_the_same_tensorboard_run(learner: Learne
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("aim", "pip install aim"), ("tensorbored", "unknown tracker 'tensorbored', known are")]
+    ("name", "reason"), [("aim", "pip install aim"), ("tensorbored", "unknown tracker 'tensorbored'; accelerate has")]
 )
 def test_a_tracker_that_cannot_be_used_or_no_model_is_one_line(name: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
@@ -216,7 +216,7 @@ def test_without_optimizer_state_its_moments_and_the_schedule_begin_anew_and_tha
     rates = [saved.step(batch(step))["lr"] for step in (1, 2)]
     assert saved.optimizer.state and rates[1] < rates[0]
     saved.load(tmp_path / "1")
-    assert "has no optimizer state: its moments and the schedule start again" in caplog.text
+    assert "has no optimizer state: its moments and the schedule start over" in caplog.text
     assert not saved.optimizer.state and saved.step(batch(1))["lr"] == rates[0]
 
 
