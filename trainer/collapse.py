@@ -156,8 +156,8 @@ def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[
 def step_signs(steps: Sequence[Measured], config: CollapseConfig) -> list[Sign]:
     """Return a sign for each metric out of bounds in the newest step. `steps`: newest first.
 
-    The limits for clipping and KL grow with the rollouts' staleness. The one for KL grows with its square, because the
-    KL of a small change is quadratic in the change, to at most 5 nats a token: then little is left of a policy.
+    The limits for clipping and KL grow with the rollouts' staleness. The one for KL grows with its square (the KL
+    of a small change is quadratic in the change), to at most 5 nats a token: beyond that, little is left of a policy.
     """
     limits: tuple[tuple[CollapseSign, str, float | None, int, float], ...] = (
         ("clip_share", "the share of clipped tokens", config.max_clip_share, 1, MOST_CLIPPED),

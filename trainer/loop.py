@@ -122,7 +122,7 @@ class TrainingLoop:
             return True  # there is more to do, also with `once`
         why = None if trained else await self.collector.why_no_step()
         if why is not None and self._standstill is None:
-            log.warning("no step, though rollouts have waited for minutes: %s", why)
+            log.warning("no step was taken, though rollouts have waited for minutes: %s", why)
         self._standstill = why
         return trained
 
@@ -239,7 +239,7 @@ class TrainingLoop:
         """Clean up after a killed trainer: release claimed rollouts, load the last checkpoint, publish it if needed."""
         self._stop = stop or self._stop
         if released := await self._store.steps.release_unfinished():
-            log.warning("step %s was not finished: its rollouts are offered again", released[0])
+            log.warning("step %s was not finished: its rollouts will be used again", released[0])
         if self._publisher is not None:
             await self._publisher.abandon_unfinished()
         last, untrained = await self._store.steps.last(), self._of_step(None)
@@ -258,7 +258,7 @@ class TrainingLoop:
             await self._finish_publishing(self._publisher, last)
 
     async def _take_over(self, step: Step | None, base: int) -> None:
-        """Load the weights after `step`. Remember those that vLLM serves, so that new ones can be told apart."""
+        """Load the weights after `step`. Remember those that vLLM serves: verification compares new ones with them."""
         publisher, live = self._publisher, await self._store.versions.live()
         checkpoint, served = self._of_step(step), None
         if not checkpoint.is_dir():

@@ -1,8 +1,8 @@
 """Shares out memory before vLLM and the trainer start: contexts, sizes of passes, GPUs and vLLM's share of them.
 
 On a GPU activations are bfloat16, and float32 where it matters; on a CPU everything is float32. The trainer's pass is
-checked against runs on meta tensors (tests/trainer/test_pass_memory.py). What vLLM and CUDA take for
-themselves is an estimate.
+checked against runs on meta tensors (tests/trainer/test_pass_memory.py). What vLLM and CUDA take for themselves is an
+estimate.
 """
 
 from __future__ import annotations

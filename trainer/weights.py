@@ -193,7 +193,7 @@ class TrainedWeights:
         each other adapter in a sub-directory with its name. Raises LightningError if there is no adapter.
         """
         if not merged and not self._is_lora:
-            raise LightningError("with trainer.weights: full there is no adapter to write")
+            raise LightningError("with trainer.weights: full, there is no adapter to write")
         state = None
         if merged:  # every process helps to gather it
             state = merged_state(self.model, keep=self.keeps) if self._is_lora else self._full_state()

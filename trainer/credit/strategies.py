@@ -184,7 +184,7 @@ def _of_rollouts(group: Sequence[Sibling], values: Sequence[float]) -> Values:
 
 
 def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return the advantages from a user's function, a list per sibling. Raise ConfigError if they do not fit calls."""
+    """Return the advantages that a user's function computes. Raise ConfigError if one is missing or not finite."""
     function = load(CREDIT, name)
     with faults(CREDIT, name):
         found = function(group, config)

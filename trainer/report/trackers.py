@@ -49,7 +49,7 @@ class Trackers:
         for kind in config.report_to:
             if (made := LOGGER_TYPE_TO_CLASS.get(kind)) is None:
                 known = ", ".join(map(str, LOGGER_TYPE_TO_CLASS))
-                raise ConfigError(f"trainer.report_to: unknown tracker {kind!r}; accelerate has {known}")
+                raise ConfigError(f"trainer.report_to: unknown tracker {kind!r}; choose from {known}")
             if kind not in map(str, get_available_trackers()):
                 raise ConfigError(f"trainer.report_to: {kind} is not installed: pip install {kind}")
             where = (str(directory),) if made.requires_logging_directory else ()

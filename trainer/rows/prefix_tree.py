@@ -118,10 +118,9 @@ class TreeCost:
 def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
     """Cut `samples` so that as little as possible is computed twice.
 
-    Sorted by tokens, samples share most with their neighbours, and a cut costs just what the two samples
-    next to it share; so the best cuts are found one at a time. Samples of two adapters share nothing, since each
-    adapter gives the same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a
-    single sample has.
+    Sorted by tokens, samples share most with their neighbours, and a cut costs just what the two samples next to it
+    share; so the best cuts are found one at a time. Samples of two adapters share nothing, since each adapter gives the
+    same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a single sample has.
     """
     found: list[MicroBatch] = []
     in_order = sorted(samples, key=lambda sample: (sample.adapter, sample.token_ids))

@@ -47,7 +47,7 @@ class TrainingEngine(Protocol):
         """Move the weights by the last batch's gradients. Return the step's metrics together with the batch's own."""
 
     def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
-        """Return the log-probabilities of each row's answers as they were sampled, 0.0 for all other tokens.
+        """Return the log-probabilities of each row's answers under their sampling parameters; 0.0 for all other tokens.
 
         `served`: as in `logprobs`.
         """

@@ -91,7 +91,7 @@ def cispo(given: LossInputs) -> Tensor:
 def sapo(given: LossInputs) -> Tensor:
     """Return SAPO's -(4 / τ) σ(τ (r - 1)) A (arXiv 2511.20347).
 
-    τ is 1, or 1.05 where A <= 0, as the paper has it. It assumes that trust in a token fades with the distance of r
+    τ is 1, or 1.05 where A <= 0, as in the paper. It assumes that trust in a token fades with the distance of r
     from 1 on both sides, faster at a higher τ. By hand: r = 1: slope -A. r = 3, A = 1, τ = 1: -4 · 0.881 = -3.52, slope
     -4 · 0.105 · 3 = -1.26.
     """
@@ -171,7 +171,7 @@ class Answers:
         return torch.where(self.mask.bool(), values[self.rows, self.columns], 0.0)
 
     def take_lists(self, values: Sequence[Sequence[float]]) -> Tensor:
-        """Gather a list for each sample, in float32."""
+        """Gather values that are one list per sample -> (A, L), in float32."""
         rows = [torch.tensor(row, dtype=torch.float32) for row in values]
         return self.take(torch.nn.utils.rnn.pad_sequence(rows, True).to(self.mask.device))
 
@@ -255,8 +255,9 @@ def kl_penalty(given: LossInputs, reference: Tensor) -> Tensor:
     """Return the KL to the base model, weighted like the loss. With d = log p - log p_base of a token:
 
     `kl_estimator: k2`: sg(min(ratio, cap)) d² / 2. Its gradient, ratio · d · ∇log p, is that of TRL's ratio · k3
-    (`use_bias_correction_kl`; DeepSeek-V3.2, arXiv 2512.02556): apart from the cap, the reverse KL's, without bias.
-    `k3`: e^-d - 1 + d, as GRPO has it (arXiv 2402.03300). Its gradient, (1 - e^-d) ∇log p, is that of the forward KL.
+    (`use_bias_correction_kl`; DeepSeek-V3.2, arXiv 2512.02556). Apart from the cap, it estimates the reverse KL's
+    without bias.
+    `k3`: e^-d - 1 + d, as in GRPO (arXiv 2402.03300). Its gradient, (1 - e^-d) ∇log p, is that of the forward KL.
     By hand, at d = 1 and a ratio of 1: k2 is 0.5 with the slope 1; k3 is 0.37 with the slope 0.63.
     """
     apart = given.logprobs - reference
@@ -299,7 +300,7 @@ GUIDE_LIMIT = 5.0  # nats at one token
 
 
 class Guided(NamedTuple):
-    """What guides add, (A, L): where they have values, the clipped difference, and its part of the advantage."""
+    """What guides add, (A, L): where they have values, the clipped difference, and what it adds to the advantage."""
 
     there: Tensor
     gap: Tensor

@@ -1,4 +1,4 @@
-"""Takes the optimizer steps of LightningRL in one process, scores tokens, and writes and loads checkpoints."""
+"""Takes the optimizer steps of LightningRL, scores tokens, and writes and loads checkpoints."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def _has_flex_attention(device: torch.device) -> bool:
-    """Whether FlexAttention has a backward pass there; on a CPU it has none."""
+    """Whether FlexAttention has a backward pass on this device; on a CPU it has none."""
     return device.type == "cuda"
 
 

@@ -126,7 +126,7 @@ def test_a_restarted_trainer_goes_on_in_the_same_tensorboard_run(learner: Learne
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("aim", "pip install aim"), ("tensorbored", "unknown tracker 'tensorbored'; accelerate has")]
+    ("name", "reason"), [("aim", "pip install aim"), ("tensorbored", "unknown tracker 'tensorbored'; choose from")]
 )
 def test_a_tracker_that_cannot_be_used_or_no_model_is_one_line(name: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
