@@ -1,6 +1,6 @@
 """`POST /agl/api/rollouts/{id}/attempt/0/events`: takes the events of agents of Agent Lightning 1.0 (AGL_EVENT_URL).
 
-The event `reward` rewards the rollout and ends it; the newest counts. Any other event becomes a note with its name.
+A `reward` event rewards the rollout and ends it; the newest reward counts. Any other event becomes a note of its name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AglEvent(BaseModel):
 
 @router.post("/agl/api/rollouts/{rollout_id}/attempt/0/events", response_model=None)
 async def post_event(request: ControlRequest, rollout_id: PathId, body: AglEvent) -> Any:
-    """Record an event in the form of Agent Lightning 1.0."""
+    """Record an event in the format of Agent Lightning 1.0."""
     if body.event_type != "reward":
         note = ValueBody(kind="note", name=body.event_type, value=body.data)
         return await post_events(request, rollout_id, note, None)

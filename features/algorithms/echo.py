@@ -5,9 +5,9 @@
 N is the number of such tokens in the step, so w does not depend on the length of results or on how the step is cut into
 passes. w is 0.1, as in the authors' runs and prime-rl. A result is the context between two answers of a row if only
 tool results were added there, including the chat template's text around them: nothing is tokenised again. Groups with
-equal rewards are also trained on if they have results. `logprobs`: (K,), of a pass; the sum over a step's passes
-is the formula above. Source: arXiv 2605.24517, section 3.1; prime-rl's `echo`, which also normalises by the number of
-such tokens.
+equal rewards are also trained on if they have results. `logprobs` has shape (K,), for one pass; the sum over a
+step's passes is the formula above. Source: arXiv 2605.24517, section 3.1; prime-rl's `echo`, which also normalises by
+the number of such tokens.
 
 By hand, w = 0.1: a tool wrote two tokens, of probability 0.5 and 0.25. Added: 0.1 / 2 · (log 2 + log 4) = 0.104.
 """
@@ -21,5 +21,5 @@ from .config import AlgorithmsConfig
 
 
 def echo(logprobs: Tensor, results: int, config: TrainerConfig) -> Tensor:
-    """Return what a pass adds to the loss of a step with `results` tool tokens."""
+    """Return what one pass adds to the loss. `results`: the number of tool tokens in the step."""
     return -config.section(AlgorithmsConfig).echo_weight / results * logprobs.sum()

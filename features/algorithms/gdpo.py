@@ -23,7 +23,7 @@ from ...trainer.types import Sibling
 
 
 def gdpo(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return each sibling's advantage, repeated for its calls. Names without a reward do not count for a sibling."""
+    """Return each sibling's advantage, repeated for its calls. A name for which it has no reward adds nothing."""
     found = [0.0] * len(group)
 
     def add(returns: Mapping[int, float], weight: float) -> None:

@@ -1,13 +1,13 @@
-"""IcePop: drops tokens on which trainer and server disagree by more than a band (`trainer.loss`).
+"""IcePop: drops tokens if their probabilities in trainer and server have a ratio outside a band (`trainer.loss`).
 
     loss = -M · sg(r) · A · log p,   M = 1 where mask.ratio_low <= r <= mask.ratio_high, else 0;   r = p / q
 
-p is the token's probability under the trained weights, q the one it was sampled with, and sg takes no gradient. The
-paper's band is 0.5 to 5, which drops one or two tokens in a thousand; 0.5 to 2 made its runs unstable. Its r is taken
-before the step's first update; here weights that moved since the answer count too. All tensors are (A, L): A answers of
-at most L tokens. Source: Ring-1T, arXiv 2510.18855; slime's `icepop_function`.
+p is the token's probability under the trained weights, q the one it was sampled with, and sg is stop-gradient. The
+paper's band is 0.5 to 5, which drops one or two tokens in a thousand; 0.5 to 2 made its runs unstable. The paper
+takes r before the step's first update; here r also contains weight updates since the answer. All tensors are (A, L): A
+answers of at most L tokens. Source: Ring-1T, arXiv 2510.18855; slime's `icepop_function`.
 
-By hand, A = 1: q = 0.1 and p = 0.04 (r = 0.4) or 0.6 (r = 6) give 0, p = 0.2 gives -2 · log 0.2.
+By hand, A = 1 and q = 0.1: the loss is 0 for p = 0.04 (r = 0.4) and p = 0.6 (r = 6), and -2 · log 0.2 for p = 0.2.
 """
 
 from __future__ import annotations

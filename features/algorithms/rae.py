@@ -2,10 +2,10 @@
 
     A_ip = R_ip - b_ip,   b_ip = sum over earlier rollouts j of d^n_j · R_jp, divided by the sum of d^n_j
 
-R_ip is the return of agent p's calls in rollout i: the rollout's own reward, or else the sum of those calls'. d is
-0.95, and n_j counts the rollouts of p between j and i. It is for games, where no two rollouts are siblings. The earlier
-rollouts are the group's: of a step (`trainer.compare: step`), or the last 32 (`trainer.lone_rollouts: running`).
-A rollout's own return is not in its baseline, so the gradient is unbiased. SPIRAL's mean starts at 0 and never resets;
+R_ip is the return of agent p's calls in rollout i: the rollout's own reward, or else the sum of those calls'
+rewards. d is 0.95, and n_j counts the rollouts of p between j and i. RAE is for games, where no two rollouts are
+siblings. The group is a step (`trainer.compare: step`) or the last 32 rollouts (`trainer.lone_rollouts: running`). A
+rollout's own return is not in its baseline, so the gradient is unbiased. SPIRAL's mean starts at 0 and never resets;
 here it restarts with each group, and a group's first rollout teaches nothing. Source: SPIRAL, arXiv 2506.24119, section
 on role-conditioned advantage estimation, and its train_spiral.py.
 
@@ -23,7 +23,7 @@ DECAY = 0.95
 
 
 def rae(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return an advantage for each call of each rollout: the one of the call's agent in that rollout."""
+    """Return an advantage for each call of each rollout: that of the call's agent in the rollout."""
     found = [[0.0] * len(sibling.calls) for sibling in group]
     in_order = sorted((i for i, s in enumerate(group) if s.calls), key=lambda i: group[i].calls[0].started_at)
     for agent in {call.agent for sibling in group for call in sibling.calls}:

@@ -1,18 +1,18 @@
-"""Finds where the context of each call of a rollout comes from: the edges between calls. Pure.
+"""Finds where the context of each call of a rollout comes from: its edges to earlier calls. Does no I/O.
 
-`continues`   its request begins with that call's request and answer
-`edits`       its history has that call's answer, but was changed
-`compacts`    that call's answer stands in its prompt in place of history that it no longer has
-`delegates`   a tool call of that call gave it its order; its context is a new one
-`returns`     a result in it is that call's answer, which ended another context
-`retries`     that call had the same request, and its answer was not used
+`continues`   the call's request begins with the earlier call's request and answer
+`edits`       the call's history contains the earlier call's answer, but was changed
+`compacts`    the earlier call's answer is in the call's prompt, in place of history that is no longer there
+`delegates`   a tool call of the earlier call started the call, in a new context
+`returns`     a tool result in the call's request is the earlier call's answer, which ended another context
+`retries`     the earlier call had the same request, and its answer was not used
 
-What the agent's program says in headers, as Claude Code and Codex do, takes precedence over what texts show.
+Headers in which an agent's program names its threads (Claude Code, Codex) take precedence over what texts show.
 
 A call without edges begins a new context, or the origin of its context is uncertain.
 
-The conversations of all calls form one tree, in which contexts share the path that they have in common. A request comes
-as its difference from its parent's, so building the tree is linear in the rollout's content.
+The conversations of all calls form one tree, in which contexts share their common beginning. Requests are read as
+differences from their parents' requests, so building the tree takes time linear in the rollout's content.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Edge(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A tool call that may have started a sub-agent, with the texts in its arguments. `name`: its id, if unique."""
+    """A tool call that may have started a sub-agent, with its arguments' texts. `name`: its id, if unique."""
 
     by: _Call
     name: str
@@ -83,10 +83,10 @@ class _Order(NamedTuple):
 class _Call:
     """A call, in the form that later calls are compared with. Its request (all of its `fields`) ends at `node`.
 
-    `first`: the node before its conversation; `nodes`: the node of each message. `attempts`: the calls with the same
-    request. `order`: the tool call that probably started it; `is_ordered`: a distinctive part of its prompt shows that.
-    `root`: the first call of its context. `told`: texts that only its answer has. `used`: a later context has its
-    answer; `kept`: as an answer. `has`: the calls with answers that its request contains, once known.
+    `first`: the node before its conversation; `nodes`: the last node of each message. `attempts`: the calls with the
+    same request. `order`: the tool call that probably started it; `is_ordered`: a distinctive part of its prompt or a
+    header shows this. `root`: the first call of its context. `told`: texts that first appear in its answer. `used`:
+    its answer is in a later context; `kept`: as an answer there. `has`: the calls with answers in its request (cached).
     """
 
     call: ModelCall
@@ -185,10 +185,10 @@ class Graph:
         self._remember(mine)
 
     def rejected(self) -> dict[int, int]:
-        """Return calls with answers that no later context has, each with the attempt that was used instead.
+        """Map each call with an answer that no later context contains to the attempt that was used instead.
 
-        That attempt has the same request, and began later or had not ended. A call after an ended attempt is a fresh
-        start. Calls that different tool calls started are not attempts at the same thing.
+        That attempt has the same request, and began later or was still running. A call that began after it had ended
+        is a fresh start. Calls that different tool calls started are not attempts at the same thing.
         """
         found, alike = dict[int, int](), defaultdict[tuple[_Call, _Order | None], list[_Call]](list)
         for one in self.calls:
@@ -237,7 +237,7 @@ class Graph:
         return _Call(call, len(self.calls), fields, first, nodes, node.then(keyed(whole)))
 
     def _answer(self, mine: _Call) -> None:
-        """Add the answer of a call to the tree, also without its thoughts, as it may come back."""
+        """Add a call's answer to the tree, with and without its thoughts: a later request may contain either."""
         call, node = mine.call, mine.node
         response = call.response if call.status == "ok" and isinstance(call.response, dict) else {}
         said = [answer for answer in answer_atoms(response) if answer]
@@ -254,7 +254,7 @@ class Graph:
             self._responses[name] = node.then(keyed(mine.said))
 
     def _edges(self, mine: _Call) -> list[Edge]:
-        """The edges of a call: to its history, to answers that it was given, or else to the call that ordered it."""
+        """The edges of a call: to its history, to answers in its prompt, or else to the call that started it."""
         continued, held = self._history(mine)
         came = Edge("continues", continued.place) if continued is not None and not held else None
         new = [*mine.node.up_to(None if came is None else mine.node.tip)][::-1]
@@ -294,7 +294,7 @@ class Graph:
         return edges
 
     def _history(self, mine: _Call) -> tuple[_Call | None, set[_Call]]:
-        """The call that the request continues, and later (or other) calls with answers that it contains."""
+        """The call that the request continues, if any, and the (later) calls with answers that the request contains."""
         tip = mine.node.tip
         there = tip.answered if tip is not None else []
 
@@ -308,7 +308,7 @@ class Graph:
         return continued, {one for one in held if continued is None or one.place > continued.place}
 
     def _held(self, node: Node) -> _Call | None:
-        """The call with the answer that contains this atom, or with the tool call that this atom is the result of."""
+        """The call with this atom in its answer, or with the tool call that this atom is the result of."""
         atom = node.atom
         if atom.kind != "text" and atom.who in self._made:
             return self._made[atom.who]
@@ -323,7 +323,7 @@ class Graph:
     def _summaries(self, mine: _Call, new: Sequence[Node], quoted: set[_Call]) -> set[_Call]:
         """The calls with text answers that are in the prompt while the history that they summarise is not.
 
-        They are in a user's or system text, or the first answer of a history that begins with another text.
+        Such an answer is in a user or system message, or is the first answer of a history with a different beginning.
         """
         has, found = self._answers_in(mine), set(quoted)
         first = next((node for node in new if self._held(node)), None)
@@ -345,7 +345,8 @@ class Graph:
     def _rewritten(self, new: Sequence[Node], quoted: set[_Call]) -> _Call | None:
         """The newest quoted call, if something else from its context (a question or a result) is quoted with it.
 
-        If its answer ended its context, it may be a critic's or a summary: then a message of its own must be there too.
+        If the call's answer ended its context, it may be a critique or a summary: then a user message from that context
+        must be in the prompt, too.
         """
         texts = _texts(one for one in new if one.atom.who not in ("system", "assistant"))
         around = {self._known[text].root for text in texts if text in self._known and text not in self._told}
@@ -364,10 +365,10 @@ class Graph:
         return next((found[0] for found in [*by_context.values()][:NEWEST] if any(map(may_be, found))), None)
 
     def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
-        """Edges to answers of other contexts that are results here, or that a user's message quotes.
+        """Edges to answers of other contexts that are tool results here, or that a user message quotes.
 
-        A result is the answer of the context that its tool call started, if known, or else of a later context. A
-        message has answers of this context's sub-agents, which worked at the same time.
+        A tool result is the answer of the context that its tool call started, if known, or else of a later context. A
+        user message can only quote answers of sub-agents that this context started.
         """
         caller, found = self.calls[came.place], set[_Call]()
         for node in new:
@@ -390,13 +391,13 @@ class Graph:
                 yield Edge("returns", one.place)
 
     def _delegate(self, root: _Call, caller: _Call | None = None) -> None:
-        """Note that a tool call started a context, although the context's prompt is not exactly the order."""
+        """Note that a tool call started a context, although the context's prompt is not exactly the order's text."""
         by = caller if root.order is None else root.order.by
         if by is not None and not root.edges:
             root.edges = [Edge("delegates", by.place)]
 
     def _ordered(self, result: Atom) -> list[_Call]:
-        """The last call of the context that a result's tool call started, if the result is the end of its answer."""
+        """The last call of the context that a result's tool call started, if the result shows that call's answer."""
         if (root := self._begun.get(result.who)) is None:
             return []
         what, text = result.what.strip(), self._last[root].text
@@ -404,10 +405,11 @@ class Graph:
         return [self._last[root]] if is_same else []
 
     def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, int]:
-        """The tool call that ordered this new context, if possible one without a context, and how much text shows it.
+        """The tool call that started this new context, and how many characters of its text are in the prompt.
 
-        It is certain if the order is the whole question. If it is only a part, the context has to show more. If headers
-        name a thread's parent, the order comes from that parent, whatever the prompt shows.
+        A tool call that has not started a context yet is preferred. The match is certain if the text is the whole
+        prompt; if it is a part, later calls must confirm it. If headers name the thread's parent, only tool calls of
+        that parent match, whatever the prompt shows.
         """
         parent = mine.says("parent")
 
@@ -426,7 +428,7 @@ class Graph:
         return order, size
 
     def _tried(self, mine: _Call, order: _Order | None) -> _Call | None:
-        """The call that this one repeats: one that failed or has an unused answer, and that has no other order."""
+        """The attempt that this call retries: one that the client sent again, failed, or has an unused answer."""
         is_same = order is None or order.name in self._begun
         for one in reversed(mine.attempts[:-1]):
             is_over = one.call.status != "incomplete" and one.is_over_for(mine)
@@ -470,8 +472,8 @@ def _texts(nodes: Iterable[Node]) -> set[str]:
 class Node:
     """A node of the tree: an atom in a context, after its predecessors.
 
-    `answered`: the calls that end here with their answer.
-    `tip`: the nearest node, from here towards the root, that ends an answer. `texts`: as found by `telling`.
+    `answered`: the calls with an answer that ends here. `texts`: what `telling` finds in the atom.
+    `tip`: the nearest node, from here towards the root, that ends an answer.
     """
 
     __slots__ = ("answered", "atom", "key", "kids", "parent", "texts", "tip")
@@ -493,7 +495,7 @@ class Node:
         return node
 
     def up_to(self, above: Node | None) -> Iterator[Node]:
-        """Yield the nodes from here towards the root, excluding `above` or the root."""
+        """Yield the nodes from here towards the root, up to but excluding `above` (None: the root)."""
         node = self
         while node is not above and node.parent is not None:
             yield node
@@ -505,7 +507,7 @@ def keyed(atoms: Iterable[Atom]) -> list[KeyedAtom]:
 
 
 def telling(atom: Atom) -> frozenset[str]:
-    """Return the texts that identify a quotation of an atom: pieces of it, the texts in a tool call, its id."""
+    """Return the texts that identify a quotation of an atom: pieces of its texts, and a tool call's id."""
     said = [*strings(parsed(atom.what))] if atom.kind == "call" else [ends_of(atom.what)]
     pieces = {piece for text in said for piece in fragments(text)}
     return frozenset(pieces | {atom.who} if atom.kind == "call" and is_unique(atom.who) else pieces)
@@ -518,6 +520,6 @@ def graph_of(calls: Sequence[ModelCall]) -> Graph | None:
         for call in calls:
             graph.add(call)
     except Exception:  # the rollout is shown and trained on whatever its requests look like
-        log.exception("rollout %s: its contexts are not known", calls[0].rollout_id)
+        log.exception("the contexts of rollout %s cannot be determined", calls[0].rollout_id)
         return None
     return graph

@@ -1,4 +1,4 @@
-"""Adds to each call where its context comes from: the call fields of `config.py`, with types."""
+"""Adds the call fields of `config.py` to the API, with their types."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .graph import graph_of
 
 
 def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
-    """Return how a rollout's calls are treated. An attempt that is left out is not a decision, as it had no effect."""
+    """Return how a rollout's calls are treated. An attempt that is left out counts as no decision: it had no effect."""
     if (graph := graph_of(calls)) is None:
         return Sifted(calls)
     rejected, summaries = graph.rejected(), graph.summaries()

@@ -23,11 +23,11 @@ Json = Mapping[str, Any]
 
 def costs(
     context: typer.Context,
-    by: Annotated[By, typer.Option(help="what a line stands for")] = "day",
+    by: Annotated[By, typer.Option(help="what to group by")] = "day",
     since: Annotated[
         str | None, typer.Option(help="only calls since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="the most lines")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="the maximum number of lines")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """Show what calls used and cost, and what rewarders spent."""
@@ -69,8 +69,8 @@ def _cells(part: Json) -> Sequence[str]:
 def notes(total: Json) -> list[str]:
     """Return notes about what the numbers leave out."""
     lines = {
-        "unpriced": "calls of models without a price: give one in `prices`",
-        "unknown": "answers did not say what they used: streams do with stream_options",
+        "unpriced": "calls of models without a price: add them to `prices`",
+        "unknown": "answers did not report their usage: streams do with stream_options.include_usage",
     }
     return [f"{count(total[name])} {line}" for name, line in lines.items() if total[name]]
 

@@ -29,7 +29,7 @@ PARTS = {
     "rollout": "rollouts.rollout_id",
     "mode": "rollouts.mode",
 }
-# Refusals are not billed. The first event of Anthropic's streams has a usage: that of one which was cut ends there.
+# Refusals are not billed. Anthropic's streams report usage in their first event; if one is cut off, it is incomplete.
 SUMS = """
 calls.model, CASE WHEN calls.policy_version IS NULL THEN 0 ELSE 1 END AS is_policys, COUNT(*) AS calls,
 SUM(CASE WHEN input_tokens IS NULL THEN
@@ -84,7 +84,7 @@ def summed(costs: Iterable[Cost]) -> Cost:
 
 
 class CostTable:
-    """Reads costs. No call waits for it."""
+    """Sums up costs in the database on request; calls do not wait for this."""
 
     def __init__(self, database: Database, config: Config) -> None:
         self._db = database
@@ -114,7 +114,7 @@ class CostTable:
         return {name: summed(costs) for name, costs in parts.items()}
 
     def _cost(self, row: Row) -> Cost:
-        """What calls of one model used and cost. The policy's are free unless `prices` has its alias."""
+        """What calls of one model used and cost. Calls of the policy are free unless `prices` has its alias."""
         price = self._prices.configured(self._alias) if row["is_policys"] else self._prices.of(row["model"])
         is_free = price is None and row["is_policys"]
         tokens = Used(*(row[name] for name in Used._fields))
@@ -161,7 +161,7 @@ class RolloutCost(CostSeen):
 
 
 class RolloutCosts(BaseModel):
-    """`costs`: what its calls used and cost, in total and by call id."""
+    """`costs`: what the rollout's calls used and cost, in total and by call id."""
 
     costs: RolloutCost
 

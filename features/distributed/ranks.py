@@ -43,7 +43,7 @@ class RankLost(LightningError):
 
 
 def launched() -> bool:
-    """Return whether a launcher (torchrun, `accelerate launch`) asks for several processes, or for a sharded model."""
+    """Return whether a launcher (torchrun, `accelerate launch`) asked for several processes, or for a sharded model."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or is_sharded()
 
 
@@ -57,7 +57,7 @@ class Ranks(Processes):
         self._joined = False
 
     def prepare(self, state: PartialState, model: Any) -> Any:
-        """Join the other ranks, and give all of them rank 0's weights. Not DDP, which averages gradients."""
+        """Join the other ranks, and give all of them rank 0's weights. DDP is not used: it averages gradients."""
         self._join(state)
         if self.sharded:
             shard(model, state.device)
@@ -76,7 +76,7 @@ class Ranks(Processes):
         if state.num_processes == 1 and not self.sharded:
             return
         if state.distributed_type not in SUPPORTED:
-            raise ConfigError(f"the launcher's distributed_type: {state.distributed_type.value} is not supported")
+            raise ConfigError(f"the launcher's distributed_type {state.distributed_type.value} is not supported")
         self.rank, self.size = state.process_index, state.num_processes
         if self.size > 1:
             # On the CPU whatever the device: objects travel, and a lost process shows as a closed connection.
@@ -118,7 +118,7 @@ class Ranks(Processes):
             dist.destroy_process_group()
 
     def passes(self, parts: Sequence[MicroBatch], cost: TreeCost) -> list[Pass]:
-        """Return this rank's share of the passes: as many as every other rank's if the base model is sharded."""
+        """Return this rank's share of the passes. If the base model is sharded, all ranks get the same number."""
         shares = share_out(parts, cost, self.size)
         mine = [Pass(part, True) for part in shares[self.rank]]
         if self.sharded and parts:
@@ -187,7 +187,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
     rest = {p for p in body.parameters() if p not in spread}
     for layer in layers:
         shared = fully_shard(layer, mesh=mesh, ignored_params=rest, reshard_after_forward=plugin.reshard_after_forward)
-        # Gradients are summed, not averaged. Gloo knows no sum that is scaled on the way.
+        # Gradients are summed, not averaged. Gloo does not support scaled sums.
         shared.set_gradient_divide_factor(1.0)
         shared.set_force_sum_reduction_for_comms(True)
     # The root: it starts gathering the next layer while one is computed.
@@ -199,7 +199,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
-    """Clip the norm of all gradients together, of sharded and of unsharded parameters; return it as it was."""
+    """Clip the norm of all gradients, sharded and unsharded ones together. Return the norm before clipping."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     spread, unsharded = ([g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False))
     norms = [torch.nn.utils.get_total_norm(part) for part in (spread, unsharded) if part]
@@ -212,15 +212,15 @@ def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
 
 def check(plugin: FullyShardedDataParallelPlugin) -> None:
     problems = {
-        "fsdp_version: only 2 is supported": plugin.fsdp_version != 2,
-        "fsdp_offload_params: must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "fsdp_cpu_ram_efficient_loading: must be false": plugin.cpu_ram_efficient_loading,
-        "fsdp_activation_checkpointing: must be false; on a GPU the trainer does it anyway": (
+        "fsdp_version must be 2": plugin.fsdp_version != 2,
+        "fsdp_offload_params must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_cpu_ram_efficient_loading must be false": plugin.cpu_ram_efficient_loading,
+        "fsdp_activation_checkpointing must be false; trainer.gradient_checkpointing replaces it": (
             plugin.activation_checkpointing
         ),
     }
     if wrong := [problem for problem, is_so in problems.items() if is_so]:
-        raise ConfigError(f"the launcher's configuration, fsdp_config.{wrong[0]}")
+        raise ConfigError(f"the launcher's fsdp_config: {wrong[0]}")
 
 
 def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
@@ -240,7 +240,7 @@ def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares
 
 
 def _longest_first(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
-    """Assign parts, longest first, to the rank with the least work (Graham 1969): at most 4/3 of the optimum."""
+    """Assign parts, longest first, to the rank with the least work (Graham 1969): at most 4/3 of the best time."""
     shares: Shares = [[] for _ in range(ranks)]
     for part in sorted(parts, key=lambda part: cost(part.tree), reverse=True):
         min(shares, key=lambda share: _work(share, cost)).append(part)

@@ -16,7 +16,7 @@ COMMANDS = ("run", "eval", "optimize", "experiment")  # which get both options
 OPTIONS: dict[str, Any] = {
     "environment": Annotated[
         str | None,
-        typer.Option("--environment", metavar="KIND:NAME", help="others' tasks, in place of files and a program"),
+        typer.Option("--environment", metavar="KIND:NAME", help="third-party tasks, instead of a file and a program"),
     ],
     "environment_args": Annotated[
         str | None,
@@ -26,10 +26,10 @@ OPTIONS: dict[str, Any] = {
 
 
 def environments(
-    kind: Annotated[str | None, typer.Argument(metavar="KIND", help="which environments to list")] = None,
-    install: Annotated[bool, typer.Option("--install", help="make .venv-environments/KIND")] = False,
+    kind: Annotated[str | None, typer.Argument(metavar="KIND", help="the kind to list or to install")] = None,
+    install: Annotated[bool, typer.Option("--install", help="install it into .venv-environments/KIND")] = False,
     further: Annotated[
-        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="with --install: a further package for pip")
+        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="with --install: one more package")
     ] = None,
 ) -> None:
     """List third-party environments of a kind, one a line, or install the kind. Without KIND, list the kinds."""
@@ -81,7 +81,7 @@ def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., Non
 
 
 def _stand_in(name: str, environment: str, arguments: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the command `name` that an environment stands for. Refuse a mix of both."""
+    """Return the arguments that an environment gives the command `name`. Raise ConfigError if both are given."""
     from ...core.errors import ConfigError
     from .source import experiment_of, source_of
 

@@ -1,4 +1,4 @@
-"""Turns `--environment KIND:NAME` into input for `run`. Each kind has its Python in `.venv-environments/KIND`."""
+"""Turns `--environment KIND:NAME` into input for `run`. Each kind has its own Python in `.venv-environments/KIND`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EnvironmentTasks(NamedTuple):
 
 
 def source_of(environment: str, arguments: str | None, defaults: dict[str, Any]) -> EnvironmentTasks:
-    """Make the tasks. `defaults` apply where arguments are missing. ConfigError says what is wrong with them."""
+    """Make the tasks. `defaults` apply where arguments are missing. Raise ConfigError if arguments are wrong."""
     kind, colon, name = environment.partition(":")
     if not (colon and name):
         raise ConfigError(f"--environment must be KIND:NAME, as in reasoning_gym:gcd; got {environment!r}")
@@ -52,7 +52,7 @@ def source_of(environment: str, arguments: str | None, defaults: dict[str, Any])
         typer.echo(f"making the tasks of {environment}", err=True)
     lines = installed.ask("tasks", name, given=given)
     if not lines:
-        raise ConfigError(f"{environment} has no tasks with {given}")
+        raise ConfigError(f"{environment} has no tasks for the arguments {given}")
     file = installed.directory / "tasks" / f"{name}-{hashlib.sha256(given.encode()).hexdigest()[:8]}.jsonl"
     _write(file, "".join(f"{line}\n" for line in lines))
     return EnvironmentTasks(file, installed.program, [*installed.packages])
@@ -97,7 +97,7 @@ class KindsEnvironment:
 
     def __init__(self, kind: str) -> None:
         try:
-            require_known(kind, KINDS, "kind of environments")
+            require_known(kind, KINDS, "kind of environment")
         except Wrong as error:
             raise ConfigError(f"{error}; known kinds: {', '.join(KINDS)}") from None
         module = import_module(f".inside.{kind}", __package__)
@@ -110,13 +110,13 @@ class KindsEnvironment:
 
     @property
     def is_there(self) -> bool:
-        """Whether it exists, made by this installation and for its current requirements."""
+        """Whether this installation has made it, for the current requirements."""
         return self._stamp.is_file() and self._stamp.read_text() == self._needs
 
     def install(self, further: Sequence[str]) -> None:
-        """Create it or bring it up to date. LightningError has pip's last line. Other files in the folder stay."""
+        """Create or update the environment; keep other files in its folder. LightningError has pip's last line."""
         wanted = [*self.requires, *further]
-        typer.echo(f"installing into {self.directory}, with their dependencies: {', '.join(wanted)}")
+        typer.echo(f"installing into {self.directory}, with dependencies: {', '.join(wanted)}")
         self._stamp.unlink(missing_ok=True)
         shutil.rmtree(self.directory / "bin", ignore_errors=True)  # of a Python that may be gone
         _run([sys.executable, "-m", "venv", str(self.directory)])
@@ -136,10 +136,10 @@ class KindsEnvironment:
         self._stamp.write_text(self._needs)
 
     def ask(self, *what: str, given: str = "") -> list[str]:
-        """Return the lines that the kind's program prints for the input `given`. ConfigError says what is wrong."""
+        """Return the lines that the kind's program prints for the input `given`. ConfigError has its last error."""
         if not self.is_there:
             do = f"lightning-proxy environments {self.kind} --install"
-            raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
+            raise ConfigError(f"{self.kind} is not installed in {self.directory}; run `{do}`")
         code, printed, said = asyncio.run(self._asked(what, given.encode()))
         if code:
             raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {code}'}")
@@ -163,4 +163,4 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise LightningError(f"{' '.join(command[:4])}: {said[-1]}")
+        raise LightningError(f"{' '.join(command[:4])} failed: {said[-1]}")

@@ -26,7 +26,7 @@ from ...proxy.gateway.relay import DIALECTS
 from ...proxy.gateway.upstream import Answer, KeyMask, NoConnection, Request, Upstream
 from ...proxy.hooks import ProxyPlugin
 
-# Of the provider's headers, those about its connection to litellm, or about a body that is written again.
+# Headers that are not passed on: they are about the provider's connection to litellm, or about the original body.
 _DROPPED = re.compile(rb"(?i)content-.*|transfer-encoding|connection|keep-alive|date|server|set-cookie|alt-svc|vary")
 _HAS_DONE = frozenset({"/v1/chat/completions", "/v1/completions"})
 _JSON: Header = (b"content-type", b"application/json")
@@ -37,7 +37,7 @@ FUNCTIONS: Mapping[str, str] = {
     "/v1/chat/completions": "acompletion", "/v1/completions": "atext_completion", "/v1/responses": "aresponses",
     "/v1/messages": "anthropic_messages", "/v1/embeddings": "aembedding",
 }  # fmt: skip
-# Next to the fields that the official clients know for an API. What else an agent sends could steer litellm itself.
+# In addition to the fields that the official clients declare for an API. Others could steer litellm itself.
 _MORE_FIELDS = {"/v1/chat/completions": {"stream", "thinking", "top_k"}}
 _STEERING = {"metadata", "litellm_metadata"}  # litellm's own use of the name, except in /v1/messages
 # Of aiohttp and httpx; matched by name, so that neither is imported here.
@@ -75,7 +75,7 @@ class LitellmUpstream:
             async with asyncio.timeout(seconds):
                 return await self._begun(path, body, key)
         except TimeoutError:
-            raise UpstreamTimeout(f"upstream {name}: no answer within {seconds} s") from None
+            raise UpstreamTimeout(f"upstream {name} gave no answer within {seconds} s") from None
         except Exception as error:
             found = self._translated(error, key)
             if not isinstance(found, ProviderError):
@@ -95,8 +95,8 @@ class LitellmUpstream:
         model = body.get("model") if isinstance(body, dict) else None
         if model not in self._served:
             raise NotFound(
-                f"upstream {self._config.name} has no model {model!r}: kind litellm serves what its models and "
-                "model_map name",
+                f"upstream {self._config.name} has no model {model!r}: kind litellm serves only the names in "
+                "models and model_map",
                 param="model",
             )
         messages = body.get("messages", [{}])  # others make litellm fail in ways that look like the provider's
@@ -105,7 +105,7 @@ class LitellmUpstream:
         return dict(body)
 
     def _key(self, request: Request) -> str | None:
-        """The upstream's own key, else the agent's; None leaves it to the provider's environment variables."""
+        """The upstream's own key, else the agent's; None: litellm reads the provider's environment variables."""
         if self._config.api_key is not None:
             return self._config.api_key.get_secret_value()
         headers = {name.lower(): value.decode("latin-1") for name, value in request.headers}
@@ -115,7 +115,7 @@ class LitellmUpstream:
         return headers.get(b"x-api-key") or bearer.removeprefix("Bearer ").strip() or None
 
     async def _begun(self, path: str, body: Json, key: str | None) -> LitellmAnswer:
-        """Ask litellm. The operator's settings override the agent's. litellm's time limit is only a fallback."""
+        """Call litellm. The operator's settings override the agent's. litellm's own time limit is only a fallback."""
         timeout = self._config.first_byte_timeout_s + self._config.idle_timeout_s
         ours = {"api_base": self._config.base_url, "api_key": key, "timeout": timeout}
         given = {name: value for name, value in ours.items() if value is not None}
@@ -124,7 +124,7 @@ class LitellmUpstream:
         headers = [(name, self._mask.once(value)) for name, value in provided if not _DROPPED.fullmatch(name)]
         if isinstance(result, bytes):
             return LitellmAnswer(200, [_JSON, *headers], self._mask.once(result))
-        # What comes first may be litellm's own, ahead of any answer of the provider.
+        # The first events may be litellm's own, sent before the provider has answered.
         begun = event = await self._thread.run(anext(result, b""))
         while b'"message_start"' in event:
             event = await self._thread.run(anext(result, b""))
@@ -139,7 +139,7 @@ class LitellmUpstream:
                 async with asyncio.timeout(seconds):
                     event = await self._thread.run(anext(events, b""))
             except TimeoutError:
-                raise UpstreamTimeout(f"upstream {name}: nothing for {seconds} s") from None
+                raise UpstreamTimeout(f"upstream {name} sent nothing for {seconds} s") from None
             except Exception as error:
                 message = self._translated(error, key).message
                 raise UpstreamUnreachable(f"upstream {name} broke off: {message}") from None
@@ -248,7 +248,7 @@ async def _wind_up() -> None:
 
 
 def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
-    """Raise ImportError, before the provider is asked, if litellm would need its own proxy's packages."""
+    """Raise ImportError, before the provider is called, if litellm would need its own proxy's packages."""
     from litellm.utils import ProviderConfigManager
 
     provider = litellm.LlmProviders(litellm.get_llm_provider(model)[1])
@@ -291,7 +291,7 @@ def _json(result: Any) -> bytes:
 
 
 class ProviderError(LightningError):
-    """The provider's error answer, or litellm's in its place."""
+    """An error response of the provider, or of litellm if the provider sent none."""
 
     def __init__(self, message: str, status: int, headers: list[Header]) -> None:
         super().__init__(message)
@@ -301,21 +301,21 @@ class ProviderError(LightningError):
 
 
 def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> LightningError:
-    """Return the error to show: ProviderError if the provider answered, else the reason why not."""
+    """Return the error to show: ProviderError if the provider answered, else one that says why it did not."""
     text = str(error).partition("\nTraceback (most recent call last)")[0]
     message = redacted(text, secrets)[:_LONGEST_MESSAGE]
     chain = list(_chain(error))
     if isinstance(error, ImportError):
         return Unsupported(
-            f"upstream {upstream}: litellm cannot do this without further packages ({message}); "
-            "docs/providers.md says what to do instead"
+            f"upstream {upstream}: litellm cannot do this without more packages ({message}); "
+            "docs/providers.md has alternatives"
         )
     names = {type(e).__name__ for e in chain}
     if names & _NO_CONNECTION:
         return NoConnection(f"upstream {upstream} cannot be reached through litellm: {message}")
     if "Timeout" in names:
-        return UpstreamTimeout(f"upstream {upstream}: litellm waited too long: {message}")
-    # What the provider answered: litellm changes some, but keeps the error that it began with.
+        return UpstreamTimeout(f"upstream {upstream} did not answer litellm in time: {message}")
+    # The provider's own status: litellm changes some errors, but keeps the original one as their cause.
     others = [e for e in chain if not type(e).__module__.startswith("litellm.exceptions")]
     found = [status for e in others if isinstance(status := getattr(e, "status_code", None), int)]
     status = next((status for status in reversed(found) if 400 <= status < 600), None)

@@ -18,7 +18,7 @@ def executor(config: Config, command: Sequence[str], say: Callable[[str], None])
     if config.run.executor != "ray":
         return None
     if find_spec("ray") is None:
-        raise ConfigError("executor ray needs a package: pip install 'lightning-proxy[ray]'")
+        raise ConfigError("run.executor ray needs a package: pip install 'lightning-proxy[ray]'")
     from .runner import RayRunner
 
     return RayRunner(config, command, say)

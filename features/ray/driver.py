@@ -27,7 +27,7 @@ from ...core import guard
 GUARD = Path(guard.__file__).read_text()  # sent along, for nodes without our package
 PIECE = 1 << 16  # Ray sends less than 100 KB directly, without its object store
 GRACE_S = 5.0  # for a program to end after SIGTERM, before SIGKILL
-POLL_S = 0.2  # Ray interrupts a cancelled task between two steps of Python only
+POLL_S = 0.2  # Ray interrupts a cancelled task only between two Python instructions
 WAITS_S = 30.0  # until a line says that no node has room
 PROBE_S = 10.0
 END_S = 10.0  # for a cancelled task to kill its program; then its worker is killed
@@ -38,7 +38,7 @@ GONE = (
 
 
 def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[bytes | int]:
-    """Run a program on a node, without our package. Yield b"" once it runs, then its output and exit code."""
+    """Run a program on a node that may lack our package. Yield b"" once it runs, then its output and exit code."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
     theirs, lifeline = os.pipe()
     with TemporaryDirectory(prefix="lightning-task-") as directory:
@@ -71,7 +71,7 @@ def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[byte
 
 
 class Driver:
-    """One task for each program. `reports` is where the parent reads."""
+    """Starts a Ray task for each program. `reports`: the file descriptor that the parent reads."""
 
     def __init__(self, setup: Mapping[str, Any], reports: int) -> None:
         self._command, self._options, self._reports = setup["command"], setup["options"], reports
@@ -122,7 +122,7 @@ class Driver:
             del self._runs[id]
 
     async def _say_if_all_wait(self) -> None:
-        """Report once if nothing runs although programs have waited long."""
+        """Report once if no program has started for a long time although some wait."""
         since = time.monotonic()
         while time.monotonic() - since < WAITS_S:
             await asyncio.sleep(1.0)
@@ -150,12 +150,12 @@ async def end(pieces: ray.ObjectRefGenerator) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """An error's message, without Ray's advice and stack."""
+    """The beginning of an error's message, in one line: Ray adds advice and a stack."""
     return " ".join(str(error).split())[:300]
 
 
 def connect(setup: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the cluster. Return the parent's first line: the machines, or why there are none."""
+    """Join the cluster. Return the first report to the parent: the machines, or why the cluster cannot be used."""
     address = setup["address"]
     try:
         host, _, port = (os.environ.get("RAY_ADDRESS", "") if address == "auto" else address).rpartition(":")

@@ -38,14 +38,14 @@ class RayRunner(ServedRunner):
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
         if self._config.proxy_url is None and len(self._machines) > 1 and is_loopback(env["LIGHTNING_URL"]):
             raise ConfigError(
-                f"the Ray cluster has {len(self._machines)} machines, and {env['LIGHTNING_URL']} can be reached on one "
-                "only: give run.proxy_url, the proxy's address as the other machines reach it"
+                f"the Ray cluster has {len(self._machines)} machines, and {env['LIGHTNING_URL']} can be reached from "
+                "only one: set run.proxy_url to the address at which the other machines reach the proxy"
             )
         return {"env": reached_at(self._config.proxy_url, env), "log": str(log)}
 
 
 def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with another root in the proxy's addresses; None: unchanged."""
+    """Return the variables with `proxy_url` as the root of the proxy's addresses; None: unchanged."""
     if proxy_url is None:
         return dict(env)
     root = proxy_url.rstrip("/")

@@ -88,7 +88,7 @@ class Teacher:
 
 
 def answers_of(sample: Sample) -> list[tuple[int, int, bool]]:
-    """Return each answer [start, end) in a row, and whether it was sampled at temperature 1 alone, as vLLM scores."""
+    """Return each answer [start, end) in a row, and whether it was sampled at plain temperature 1, as vLLM scores."""
     found, place, shaped = [], 0, {start for start, _, _ in sample.shaped}
     for sampled, tokens in groupby(sample.mask):
         start, place = place, place + len(list(tokens))

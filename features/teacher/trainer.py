@@ -18,13 +18,13 @@ ROW_S = 120.0  # that the teacher may take for one row; then the step waits and 
 METRICS = group(
     "guides",
     ("guided_share", "share", "trained tokens that a guide scored"),
-    ("guide_advantage", "1", "size of what guides add to a token's advantage; mean over guided tokens"),
+    ("guide_advantage", "1", "absolute value of what guides add to a token's advantage; mean over guided tokens"),
     ("guide_kl", "nats", "KL divergence of the policy from its guides, over the same tokens (estimator k1)"),
     ("calls_taught", "count", "calls that the teacher scored"),
     ("teacher_tokens", "count", "tokens that the teacher read and sampled"),
-    ("calls_not_plain", "count", "calls that it cannot score: not sampled at plain temperature 1"),
+    ("calls_not_plain", "count", "calls that the teacher cannot score: not sampled at plain temperature 1"),
     ("calls_beyond_teacher", "count", "calls that begin beyond the teacher's context length"),
-    ("guide_s", "s", "asking the guide, before `step_s`"),
+    ("guide_s", "s", "time that the guide takes, before `step_s`"),
 )
 
 

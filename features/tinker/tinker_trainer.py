@@ -59,7 +59,7 @@ Scores = list[list[float]]  # of each row, the log-probability of each target
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A row; all lists have one length. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
+    """A row; all lists have the same length. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
@@ -68,10 +68,10 @@ class Datum:
 
 
 class TinkerService:
-    """One model on a service. After an error there is none until `ready` makes another from a saved state."""
+    """One model on a service. After an error it is abandoned, and `ready` makes another from a saved state."""
 
     def __init__(self, config: TinkerConfig, base_model: str, rank: int, seed: int) -> None:
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs full addresses, with what lets one in
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs full addresses, with the credentials in them
         os.environ.setdefault("TINKER_TELEMETRY", "0")  # the client reports errors to the service otherwise
         import tinker
 
@@ -89,7 +89,7 @@ class TinkerService:
         """If there is no model, make one from a saved state (with its optimizer), or a new one."""
         if self._model is not None:
             return
-        log.info("asking %s for a model", self._where)
+        log.info("requesting a model from %s", self._where)
         with self._calls(f"cannot resume from {state}" if state else f"does not train {self._base_model}"):
             self._session = self._tinker.ServiceClient(**self._access)
             if state is None:
@@ -173,7 +173,7 @@ class TinkerService:
             if not isinstance(error, away) or (status < 500 and status not in LATER):
                 self._faults += 1
                 if self._faults >= FAULTS:
-                    raise ConfigError(f"tinker: {problem} ({self._faults} times)") from error
+                    raise ConfigError(f"tinker: {problem} ({self._faults} times in a row)") from error
             raise TrainingUnavailable(f"{problem}; the step is repeated from the last saved state") from error
 
 
@@ -194,16 +194,16 @@ def _download(url: str) -> bytes:
     answer = httpx.get(url, timeout=REQUEST_S, follow_redirects=True)
     if answer.is_success:
         return answer.content
-    # The address lets everybody in who has it, so no message names more than its host.
+    # Whoever has the address may download, so no message names more than its host.
     message = f"{answer.url.host} answered {answer.status_code}"
     raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
 
 
 def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> Weights:
-    """Write the adapter of `model` atomically and return its weights. PublishError if its names are not PEFT's."""
+    """Write the adapter of `model` atomically and return its weights. Raise PublishError if names are not PEFT's."""
     if missing := [name for name in (WEIGHTS_FILE, CONFIG_FILE) if name not in files]:
         returned = ", ".join(files) or "nothing"
-        raise PublishError(f"the training service returned no {' and no '.join(missing)}: {returned}")
+        raise PublishError(f"the training service did not return {' and '.join(missing)}; it returned {returned}")
     weights, theirs = load(files[WEIGHTS_FILE]), json.loads(files[CONFIG_FILE])
     names = {name: _NAME.fullmatch(name) for name in weights}
     unknown = sorted(name for name, match in names.items() if match is None)
@@ -262,8 +262,8 @@ class TinkerTrainer:
         trained = [sample for sample in batch.samples if sample.trained_tokens]
         samples = [sample for sample in trained if is_plain(sample)]
         others = [sample.rollout_id for sample in trained if not is_plain(sample)]
-        why = "the training service scores answers as they are sampled at temperature 1, with no top_p and the like"
-        self.left_out_because = f"{why}: {some_rollouts(others)} left out" if others else None
+        why = "the training service only scores answers that were sampled at temperature 1, without top_p and the like"
+        self.left_out_because = f"no training on {some_rollouts(others)}: {why}" if others else None
         bad = [s.rollout_id for s in samples if not all(map(math.isfinite, (*s.logprobs, *s.advantages)))]
         self.warnings, self.skipped_because = {}, None
         metrics: dict[str, float] = {"trained_tokens": 0.0, "computed_tokens": 0.0}
@@ -299,7 +299,7 @@ class TinkerTrainer:
         return metrics | {"computed_tokens": float(sum(len(row.tokens) for row in rows))}
 
     def optim_step(self) -> dict[str, float]:
-        """Take the step and save the state. Return all metrics; `skipped` is 1 if a number is not finite."""
+        """Take the step and save the state. Return all metrics; `skipped` is 1 if the step was not taken."""
         assert self._computed is not None, "forward_backward comes first"
         (batch, metrics), self._computed = self._computed, None
         begun, rate = time.perf_counter(), rate_after(self.settings, self.rate.value, self._updates)
@@ -342,12 +342,12 @@ class TinkerTrainer:
 
     def save_weights(self, directory: Path, *, merged: bool) -> None:
         if merged:
-            raise ConfigError("policy.publish: merged needs tinker.enabled: false; a Tinker service trains adapters")
+            raise ConfigError("policy.publish merged needs tinker.enabled false: a Tinker service trains adapters")
         self._service.ready(self._state)
         self._published = write_adapter(self._service.adapter_files(self._name()), self._model, directory)
 
     def save(self, directory: Path) -> None:
-        """Write where the service keeps its state. `directory` appears atomically."""
+        """Write the path of the state on the service. `directory` appears atomically."""
         if self._state is None:
             self._service.ready(None)
             self._state = self._service.save_state(self._name())
@@ -391,10 +391,10 @@ def is_plain(sample: Sample) -> bool:
 
 
 def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: str) -> list[Datum]:
-    """Return the rows of a step. `weights`: the weight of a token, by rollout.
+    """Return the rows of a step. `weights`: the weight of each of a rollout's tokens, by rollout id.
 
-    Every loss of the service is linear in the advantage, so the weights go into it. If the service averages (`mean`)
-    over a row's tokens and then over rows instead of summing, the advantages compensate for that.
+    Every loss of the service is linear in the advantage, so the advantages are multiplied by the weights. If the
+    service averages (`mean`) over a row's tokens and then over rows instead of summing, they compensate for that, too.
     """
     rows = []
     for sample in samples:

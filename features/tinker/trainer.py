@@ -1,4 +1,4 @@
-"""Lets a service take the training steps (`tinker.enabled: true`), and refuses what it cannot do."""
+"""Lets a service take the training steps (`tinker.enabled: true`), and refuses settings that it does not support."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ AS_IT_IS = (
 
 
 def check_backend(config: Config, method: str = "rl", *, launched: bool = False) -> None:
-    """Raise ConfigError if the service cannot do what is configured. `launched`: one of several processes."""
+    """Raise ConfigError if the service does not support the configuration. `launched`: one of several processes."""
     trainer, usual = config.trainer, TrainerConfig()
     if trainer.trains_here:
         return
     others = {
         f"--method {method}": method != "rl",
         "several trainer processes (torchrun, accelerate launch)": launched,
-        f"trainer.loss_type {trainer.loss_type} (it can do {', '.join(LOSSES)})": trainer.loss_type not in LOSSES,
+        f"trainer.loss_type {trainer.loss_type} (it supports {', '.join(LOSSES)})": trainer.loss_type not in LOSSES,
         "trainer.weighting sequence": trainer.weighting == "sequence",
         "trainer.entropy": trainer.entropy.counts,
         "teacher": trainer.has_guide,
@@ -41,7 +41,7 @@ def check_backend(config: Config, method: str = "rl", *, launched: bool = False)
     refused += [f"trainer.{key} {getattr(trainer, key)}" for key in changed]
     if refused:
         raise ConfigError(
-            f"tinker.enabled: the service cannot do {'; '.join(refused)}. Remove it, or set tinker.enabled: false"
+            f"tinker.enabled: the service does not support {'; '.join(refused)}. Remove it or set tinker.enabled: false"
         )
     if importlib.util.find_spec("tinker") is None:
         raise ConfigError("tinker.enabled: the service needs its client: pip install 'lightning-proxy[tinker]'")

@@ -92,7 +92,7 @@ async def test_a_log_is_written_as_the_program_goes_without_secrets(
         ({"runtime_env": {"working_dir": "/nowhere"}}, "the Ray cluster cannot be used: .*nowhere"),
         ({"runtime_env": {"env_vars": {"A": 1}}}, "the Ray cluster cannot be used: .*env_vars"),
         ({"runtime_env": {"pip": ["/nowhere"]}}, "Ray cannot run the program: Failed to set up runtime environment"),
-        ({}, r"the Ray cluster has \d machines, .* give run"),
+        ({}, r"the Ray cluster has \d machines, .* set run"),
     ],
     ids=["address", "directory", "type", "package", "several machines"],
 )

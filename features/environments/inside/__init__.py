@@ -1,1 +1,1 @@
-"""What runs in a kind's own environment. It imports the kind's package, `client/` and the standard library."""
+"""Code that runs in a kind's own environment. It only imports the kind's package, `client/`, the standard library."""

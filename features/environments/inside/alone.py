@@ -1,4 +1,4 @@
-"""Prepares a process for third-party code. As a script it replaces the kind's Python, to clear variables early."""
+"""Prepares a process for third-party code. Run as a script, it clears variables, then starts the kind's Python."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ KEPT = {
     *("PATH", "LANG", "TZ", "SHELL", "TERM", "NO_PROXY", "no_proxy", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
     *("SSL_CERT_FILE", "DOCKER_HOST"),
 }
-# The rollout's own. Where there is none, as in a list of environments, they would be the user's.
+# The rollout's own. Without a rollout, as when environments are listed, they would be the user's.
 ROLLOUT, TASK_FILE = "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK_FILE"
 OF_ROLLOUT = {
     *(ROLLOUT, TASK_FILE, "LIGHTNING_TASK", "LIGHTNING_URL"),
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
 }
-# Nothing is fetched that the command line did not name; and a generator that goes through a set does so as before.
+# Nothing is fetched that the command line did not name; and sets have the same order in every process.
 SET = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "UV_OFFLINE": "1", "PIP_NO_INDEX": "1"}
 
 
 def alone() -> None:
-    """Remove all variables except those above, so that the user's keys are gone too."""
+    """Remove all environment variables except those above, and so the user's keys."""
     kept = KEPT | OF_ROLLOUT if ROLLOUT in os.environ else KEPT
     for name in os.environ.keys() - kept:
         if not name.startswith("LC_"):
@@ -34,7 +34,7 @@ def alone() -> None:
 
 @contextmanager
 def own_folder() -> Iterator[None]:
-    """Work in an empty folder. An episode's is next to its task file, which is removed even if it is killed."""
+    """Work in an empty folder. An episode's is next to its task file: it is removed even after a kill."""
     task = os.environ.get(TASK_FILE)
     place = task and Path(task).parent
     with tempfile.TemporaryDirectory("-environment", dir=place, ignore_cleanup_errors=True) as folder:

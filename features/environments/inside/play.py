@@ -1,6 +1,7 @@
-"""The program of a kind: `play.py KIND` plays an episode; `names` lists environments, `tasks NAME` (JSON in) tasks.
+"""The program of a kind: `play.py KIND` plays an episode, `play.py KIND names` lists environments.
 
-A kind is a module with `names()`, `tasks(NAME, ARGUMENTS)` and `play(TASK, ROLLOUT)`, which use what is below.
+`play.py KIND tasks NAME` prints tasks; it reads their arguments from standard input, as JSON. A kind is a module with
+`names()`, `tasks(NAME, ARGUMENTS)` and `play(TASK, ROLLOUT)`.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ def main() -> None:
 
 
 def tasks(kind: Any, name: str) -> list[str]:
-    """Return the lines of tasks, for the arguments on standard input. Warn if there are fewer than requested."""
+    """Return tasks as lines of JSON, for the arguments on standard input. Warn if there are fewer than requested."""
     arguments = Arguments(json.load(sys.stdin))
     lines = [json.dumps(one | arguments.shared) for one in kind.tasks(name, arguments)]
     if len(lines) < arguments.tasks:
-        fewer = f"{name} has {len(lines)} different tasks of split {arguments.split}, not {arguments.tasks}"
+        fewer = f"{name} has only {len(lines)} different tasks of split {arguments.split}, not {arguments.tasks}"
         print(fewer, file=sys.stderr)
     return lines
 
 
 def episode(kind: Any) -> None:
-    """Play this rollout's task, post its rewards, and end it. `run` cleans up what it started."""
+    """Play this rollout's task, post its rewards, and end the rollout. `run` ends processes that are left over."""
     signal.alarm(LONGEST_S)
     run = current()
     found = kind.play(task(), run)
@@ -91,7 +92,7 @@ class Wrong(Exception):
 
 
 class Arguments:
-    """The arguments. Our own keys are taken out one by one; what is `left` goes to the environment."""
+    """The arguments of `tasks`. Keys of our own are taken out; the others, in `left`, go to the environment."""
 
     def __init__(self, given: Json) -> None:
         self.left = dict(given)
@@ -108,11 +109,11 @@ class Arguments:
         """Take a key and return its value. Raise Wrong if its type differs from the default's (None: any type)."""
         value, kind = self.left.pop(key, default), type(default)
         if default is not None and type(value) is not kind:
-            raise Wrong(f"{key} must be {kind.__name__}, as in {default!r}; got {value!r}")
+            raise Wrong(f"{key} must be of type {kind.__name__}, such as {default!r}; got {value!r}")
         return value
 
     def has(self, text: str) -> bool:
-        """Return whether the question belongs to this split. Its hash decides, so no question is in both."""
+        """Return whether the question belongs to this split. Its hash decides, so no question is in both splits."""
         return (int(digest(text), 16) % HELD_OUT == 0) == (self.split == "held_out")
 
 

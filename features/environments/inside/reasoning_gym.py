@@ -1,4 +1,4 @@
-"""The kind `reasoning_gym`: questions of its generators, one call each, scored by `score_answer`."""
+"""The kind `reasoning_gym`: questions from its generators, each answered in one call and scored by `score_answer`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 REQUIRES = ("reasoning-gym==0.1.25", "openai>=2,<4")
 PACKAGES = ("reasoning_gym", "openai", "openai.resources")
-DRAWS = (2, 20)  # questions for each task, and if too many are equal; a few generators are slow
+DRAWS = (2, 20)  # questions drawn per task: at first, and if too many are equal; a few generators are slow
 
 
 def names() -> Iterator[tuple[str, str]]:
@@ -58,7 +58,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
 
 def _solved(entry: Json, system: str) -> list[Json]:
     if entry["answer"] is None:
-        raise Wrong("shots: this generator stores no answers, because many are right")
+        raise Wrong("shots must be 0: this generator stores no answers, because many are right")
     solved = f"<answer>{entry['answer']}</answer>" if system else entry["answer"]
     return [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": solved}]
 
@@ -70,14 +70,14 @@ def play(task: Json, run: Rollout) -> Scores:
     generator = _generator(task["generator"], task["settings"])
     entry = _entry(generator, task["index"])
     if entry["question"] != task["messages"][-1]["content"]:
-        raise RuntimeError(f"{task['generator']} generates a different question than the task's")
+        raise RuntimeError(f"{task['generator']} no longer generates this task's question: make the tasks again")
     asked = run.openai().chat.completions.create(model=task["model"], messages=task["messages"], **task["sampling"])
     answer = (asked.choices[0].message.content or "").strip()
     found = extract_answer(answer) if task["tagged"] else answer
     measured = {"format": float(found is not None)} if task["tagged"] else {}
     try:
         return Scores({"": float(generator.score_answer(found, entry))}, measured)
-    except Exception:  # several raise on what is not as they expect it
+    except Exception:  # some generators raise if an answer has an unexpected form
         return Scores({"": 0.0}, measured | {"unscored": 1.0})
 
 
@@ -88,12 +88,12 @@ def _generator(name: str, settings: Json) -> Any:
     require_known(name, DATASETS, "generator")
     known = sorted({field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"})
     if unknown := sorted(settings.keys() - {*known, "seed", "size"}):
-        raise Wrong(f"unknown in --environment-args: {', '.join(unknown)}; {name} takes {', '.join(known)}")
+        raise Wrong(f"--environment-args has unknown keys: {', '.join(unknown)}; {name} takes {', '.join(known)}")
     return reasoning_gym.create_dataset(name, **settings)
 
 
 def _entry(generator: Any, index: int) -> Json:
-    random.seed(index)  # which some draw from
+    random.seed(index)  # some generators draw from it
     return generator[index]
 
 

@@ -1,4 +1,4 @@
-"""The kind `textarena`: games in which the policy plays one seat, and a program or a model plays each other seat."""
+"""The kind `textarena`: games in which the policy plays one seat, and a program or a model plays every other seat."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
     players, seat = given.take("players", None), given.take("seat", None)
     players = _taken(name, given.left, range(1, MOST_PLAYERS + 1) if players is None else [players])
     if seat is not None and seat not in range(players):
-        raise Wrong(f"seat must be 0 to {players - 1}: {name} is played by {players}; got {seat!r}")
+        raise Wrong(f"seat must be 0 to {players - 1}: this game of {name} has {players} players; got {seat!r}")
     _program(opponent)
     seeds = (n for n in range(given.seed * 1_000_000, (given.seed + 1) * 1_000_000) if given.has(f"{name} {n}"))
     kind = digest(repr((sorted(given.left.items()), players, opponent, system)))
@@ -73,7 +73,7 @@ def play(task: Json, run: Rollout) -> Scores:
     seats = {_agent(player, task): float(reward) for player, reward in rewards.items()}
     own = info[task["seat"]]
     if program is not None and any(info[player].get("invalid_move") for player in info if player != task["seat"]):
-        raise RuntimeError("the opponent made an illegal move; give `opponent` a function that knows the game")
+        raise RuntimeError("the opponent made an illegal move; set `opponent` to a function that plays by the rules")
     measured = {name: float(own[name]) for name in ("turn_count", "invalid_move") if name in own}
     return Scores({name: reward for name, reward in seats.items() if name.startswith(PLAYER)}, seats | measured)
 
@@ -110,7 +110,7 @@ def _program(opponent: str) -> Callable[[str, int, random.Random], str] | None:
 
 
 def _random_move(seen: str, player: int, rng: random.Random) -> str:
-    """A random one of the bracketed moves that the game listed last."""
+    """A random move from the last line with moves in brackets."""
     lines = [moves for line in seen.splitlines() if (moves := MOVE.findall(line))]
     return rng.choice(lines[-1]) if lines else seen[-1:]
 
@@ -124,7 +124,7 @@ def _taken(name: str, settings: Json, numbers: Sequence[int]) -> int:
             last = error
         else:
             return players
-    raise Wrong(f"{name} is not played by {numbers[-1]}: {last}")
+    raise Wrong(f"{name} cannot be played by {numbers[-1]} players: {last}")
 
 
 def _made(name: str, settings: Json) -> Any:
@@ -145,5 +145,5 @@ def _fetch_nothing(wanted: str | list[str], **_: Any) -> bool:
         if not any(next(Path(path).glob(f"*/{one}*"), None) for path in nltk.data.path):
             where = Path(sys.prefix) / "nltk_data"
             fetch = f"{sys.executable} -m nltk.downloader -d {where} {one}"
-            raise Wrong(f"this game needs NLTK's {one}, and nothing is downloaded here; run `{fetch}`")
+            raise Wrong(f"this game needs NLTK's {one}, which is not downloaded automatically; run `{fetch}`")
     return True

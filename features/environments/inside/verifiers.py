@@ -1,4 +1,4 @@
-"""The kind `verifiers`: its tasksets, played by its own harnesses. Its seats are our agents."""
+"""The kind `verifiers`: tasksets of verifiers, played by its own harnesses. Each of its seats is one of our agents."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PACKAGES = ("verifiers.v1", "verifiers.v1.utils.loaders", "verifiers.v1.harnesse
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield verifiers' own tasksets, and the installed packages that need verifiers."""
+    """Yield verifiers' own tasksets, and the installed packages that depend on verifiers."""
     from verifiers.v1 import tasksets
 
     for one in pkgutil.iter_modules(tasksets.__path__):
-        yield one.name, "with verifiers"
+        yield one.name, "part of verifiers"
     for package in importlib.metadata.distributions():
         if any(re.match(r"verifiers\b", need) for need in package.requires or ()):
             yield package.name, package.metadata["Summary"] or ""
@@ -39,8 +39,8 @@ def names() -> Iterator[tuple[str, str]]:
 def tasks(name: str, given: Arguments) -> Iterator[Json]:
     """Yield tasks of a taskset, shuffled by the seed if their number is finite.
 
-    `env`: like their `[env]`, for example {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "docker"}}}. Other
-    keys go to the taskset.
+    `env`: as verifiers' own `[env]`: {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "docker"}}}, for
+    example. Other keys go to the taskset.
     """
     from verifiers.v1.utils.loaders import load_taskset
 
@@ -54,11 +54,11 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Play one episode. Measurements are named `SEAT.NAME`; if a seat runs several times, their mean counts."""
+    """Play one episode. Measurements are named `SEAT.NAME`; if a seat runs several times, the mean counts."""
     episode = asyncio.run(_episode(task, run))
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors) or "the episode is not ok")
+        raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors) or "verifiers gave no reason")
     learns, measured = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for trace in episode.traces:
         seat = trace.agent.name
@@ -96,7 +96,7 @@ async def _episode(task: Json, run: Rollout) -> Any:
 
 
 def _config(env: Json, run: Rollout | None = None) -> Any:
-    """Their configuration. Default: the taskset's harness or else `null`, as a process on this machine."""
+    """verifiers' configuration. By default, the taskset's harness, or else `null`, is a process on this machine."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import EnvConfig
     from verifiers.v1.env import Env

@@ -139,10 +139,10 @@ async def test_two_processes_train_from_the_store_and_publish_until_the_launcher
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("fsdp_version", 1, "fsdp_version: only 2"),
-        ("cpu_offload", CPUOffloadPolicy(), "fsdp_offload_params: must be false"),
-        ("cpu_ram_efficient_loading", True, "fsdp_cpu_ram_efficient_loading: must be false"),
-        ("activation_checkpointing", True, "fsdp_activation_checkpointing: must be false"),
+        ("fsdp_version", 1, "fsdp_version must be 2"),
+        ("cpu_offload", CPUOffloadPolicy(), "fsdp_offload_params must be false"),
+        ("cpu_ram_efficient_loading", True, "fsdp_cpu_ram_efficient_loading must be false"),
+        ("activation_checkpointing", True, "fsdp_activation_checkpointing must be false"),
     ],
 )
 def test_sharding_in_a_way_that_is_not_supported_is_refused(name: str, value: Any, message: str) -> None:

@@ -331,7 +331,7 @@ def test_a_fault_that_stays_or_a_refusal_is_one_clear_error(make: Make, service:
     for _ in range(2):
         with pytest.raises(TrainingUnavailable, match="optim_step failed"):
             t.step(batch())
-    with pytest.raises(ConfigError, match=r"optim_step failed.*\(3 times\)"):
+    with pytest.raises(ConfigError, match=r"optim_step failed.*\(3 times in a row\)"):
         t.step(batch())
     service.faults["forward_backward"] = ["refused"]
     with pytest.raises(ConfigError, match=r"^tinker: .* cannot take a step with the loss cispo: .*refused"):
@@ -365,7 +365,7 @@ def test_a_refused_download_is_no_outage_and_the_address_of_the_weights_is_told_
         (
             {"loss_type": "sapo", "importance_level": "sequence", "kl_coef": 0.1, "weights": "full", "lora_alpha": 64},
             {"publish": "merged"},
-            "trainer.loss_type sapo (it can do cispo, grpo, dapo, bnpo, dr_grpo); policy.publish merged; "
+            "trainer.loss_type sapo (it supports cispo, grpo, dapo, bnpo, dr_grpo); policy.publish merged; "
             "trainer.importance_level sequence; trainer.kl_coef 0.1; trainer.weights full; trainer.lora_alpha 64",
         ),
         (
@@ -376,7 +376,7 @@ def test_a_refused_download_is_no_outage_and_the_address_of_the_weights_is_told_
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_there_is_refused_by_name(trainer: Json, policy: Json, named: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"the service cannot do {named}. ")):
+    with pytest.raises(ConfigError, match=re.escape(f"the service does not support {named}. ")):
         check_backend(with_features(trainer=trainer, policy=policy, tinker={"enabled": True}))
 
 
