@@ -1,4 +1,4 @@
-"""Runs a user's reward function, `child.py FILE NAME`: a line once it is loaded, then rollouts in, answers out."""
+"""Runs a user's reward function (`child.py FILE NAME`). It prints a line once loaded, then an answer per rollout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MODULE = "lightning_reward_function"  # whatever the file is called, it hides no installed package
+MODULE = "lightning_reward_function"  # so that the file hides no installed package, whatever its name
 
 
 def main(file: str, name: str) -> None:
@@ -49,16 +49,16 @@ def loaded(file: str, name: str) -> Any:
     exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)
     function = getattr(module, name, None)
     if not callable(function):
-        raise LookupError(f"there is no function {name} in it")
+        raise LookupError(f"the file has no function {name}")
     return function
 
 
 def named(answer: Any, name: str) -> dict[str, float]:
-    """Return the rewards in an answer by name; a bare number gets the function's name. Raises TypeError."""
+    """Return the rewards in an answer by name; a bare number gets the function's name. Raises TypeError for others."""
     rewards = answer if isinstance(answer, dict) else {} if answer is None else {name: answer}
     found = {}
     for key, given in rewards.items():
-        # Of NumPy or torch, as `==` gives there.
+        # A scalar of NumPy or torch, which `==` returns there.
         is_scalar = getattr(given, "shape", None) == () and hasattr(given, "item")
         value = given.item() if is_scalar else given
         if not isinstance(key, str) or not 0 < len(key) <= 200:
@@ -77,7 +77,7 @@ def error_line(error: BaseException, file: str) -> str:
 
 
 def _read(rollouts: queue.SimpleQueue[bytes]) -> None:
-    """Pass lines on. Their end means that the proxy is gone, so this process ends too, even inside a slow function."""
+    """Pass lines on. If input ends, the proxy is gone: end this process too, even inside a slow function."""
     for line in sys.stdin.buffer:
         rollouts.put(line)
     os._exit(0)

@@ -28,12 +28,12 @@ def rescore(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="also rollouts that this version has scored")] = False,
     retrain: Annotated[bool, typer.Option("--retrain", help="offer what is scored to the trainer again")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it would give, and why; post nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show rewards and reasons; post nothing")] = False,
     as_json: Json = False,
 ) -> None:
     """Have a rewarder score completed rollouts in the store, and record its rewards. Older rewards stay.
 
-    Run the same command again to resume where it stopped. The exit code is 1 if it failed for a rollout.
+    Run the same command again to resume where it stopped. The exit code is 1 if the rewarder failed for a rollout.
     """
     from .rescore import Rescore, rescore_command
 
@@ -44,14 +44,14 @@ def rescore(
     rescore_command(work, as_json=as_json)
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Say whether a rewarder can be believed.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Check whether a rewarder can be trusted.")
 
 
 @app.command()
 def check(
     context: typer.Context,
     kind: Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of judge.use, by its kind or name")],
-    label: Annotated[str, typer.Option(help="the name of the rewards that are the truth")] = "human",
+    label: Annotated[str, typer.Option(help="the name of the rewards to compare with")] = "human",
     as_json: Json = False,
 ) -> None:
     """Show how far a rewarder agrees with people's labels, or with another rewarder's rewards."""
@@ -62,11 +62,11 @@ def check(
 
 def rate(
     context: typer.Context,
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="rollouts, in place of a queue")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="rollouts, instead of a queue")] = None,
     person: Annotated[
         str, typer.Option("--as", metavar="NAME", help="who rates; each person has a queue", show_default="your user")
     ] = "",
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="the most rollouts")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="the maximum number of rollouts")] = 50,
 ) -> None:
     """Rate rollouts by hand, one after another. `rewards check` compares with these rewards, named `human`."""
     from .rate import rate_rollouts

@@ -47,7 +47,7 @@ class AskedModel(Section):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether third parties read the questions: the address is not in a private network."""
+        """Return whether a third party may read the questions: the address is not in a private network."""
         host = urlsplit(self.address).hostname or ""
         try:
             return not ip_address(host).is_private
@@ -59,8 +59,8 @@ class AskedModel(Section):
             return
         if self.api not in APIS or not self.model.partition("/")[2]:
             yield (
-                f"model begins with openai/, anthropic/ or hosted_vllm/, got {self.model!r}; other "
-                "providers have an address of OpenAI's protocol: model: openai/NAME, api_base: URL"
+                f"model must begin with openai/, anthropic/ or hosted_vllm/, got {self.model!r}; for another "
+                "provider with OpenAI's API, set model to openai/NAME and api_base to its address"
             )
         if not self.address:
             yield "model hosted_vllm/… needs api_base, as in http://127.0.0.1:8200/v1"
@@ -117,7 +117,7 @@ class JudgeConfig(FeatureSection):
         return [(entry.name or ("reward" if alone else entry.kind), entry) for entry in self.use]
 
     def judges(self, config: Config) -> list[tuple[str, RewarderConfig]]:
-        """Return all rewarders that ask models, with their rewards' names, and the judge of calls if credit uses it."""
+        """Return the rewarders of `use` with their rewards' names, and the judge of calls if credit uses it."""
         calls: dict[str, Any] = {"kind": "judge", "model": self.calls.model, "api_base": self.calls.api_base}
         is_used = "judge" in config.trainer.credits.values()
         return [*self.named(config.rewards), *([("judge", RewarderConfig.model_construct(**calls))] if is_used else [])]
@@ -144,4 +144,4 @@ class JudgeConfig(FeatureSection):
         if self.calls.model is None:
             raise ValueError("the judge of calls needs judge.calls.model, such as openai/gpt-5-mini")
         if config.trainer.failed_rollouts != "drop":
-            raise ValueError("the judge of calls does not score failed rollouts: leave trainer.failed_rollouts at drop")
+            raise ValueError("the judge of calls does not score failed rollouts: set trainer.failed_rollouts to drop")

@@ -1,4 +1,4 @@
-"""The client for judge models, and the texts that they read: what agents did, between marks that it cannot contain."""
+"""The client for judge models, and the texts that they read: what agents did, between marks that no agent can fake."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TEXT: Json = {"type": "string"}
 REASON = r'[^"\\\x00-\x1f]{1,500}'
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
 REFUSED = (400, 403, 413, 422, 451)
-OTHERS = 3  # other questions that are answered, until a refused one is given up
+OTHERS = 3  # answers to other questions before a refused question is given up
 # Why a question is refused for ever.
 NEVER = re.compile("context.(length|window)|too long|content.(policy|filter|management)|safety", re.IGNORECASE)
 IS_DATA = (
@@ -77,7 +77,7 @@ class Field(NamedTuple):
 
 
 class JudgeModel:
-    """The model that a rewarder asks. Its answers and usage are in the store, or else in memory for one run.
+    """The model that a rewarder asks. Answers and usage are kept in the store, or else in memory for one run.
 
     `clean` removes secrets, and what `recording.redact` names, from texts. Clean each text before shortening it and
     putting it between marks: half a secret is not recognised, and a pattern might match a mark.
@@ -95,7 +95,7 @@ class JudgeModel:
     async def choose(
         self, system: str, mark: str, text: str, scale: Mapping[str, float], about: Sequence[str]
     ) -> tuple[str, str]:
-        """Return the name on the scale that the model chooses, and its reason. Raises what `ask` does."""
+        """Return the name on the scale that the model chooses, and its reason. Raises what `ask` raises."""
 
         def read(answer: str) -> str:
             if answer not in scale:
@@ -108,7 +108,10 @@ class JudgeModel:
         )
 
     async def ask(self, system: str, text: str, field: Field, about: Sequence[str]) -> tuple[Any, str]:
-        """Return what `field` reads, and the reason. NoReward if two answers are wrong; Away. `about`: the rollouts."""
+        """Return what `field` reads from the answer, and its reason. `about`: the ids of the rollouts in question.
+
+        Raises Away, or NoReward if two answers cannot be read.
+        """
         turns = [{"role": "user", "content": text}]
         for _ in range(2):
             answer = await self._answer(system, turns, field, about)
@@ -121,10 +124,10 @@ class JudgeModel:
                 again = f"This cannot be read: {error}. Answer again."
                 turns = [*turns, {"role": "assistant", "content": answer or "-"}, {"role": "user", "content": again}]
         shown = " ".join(answer.split())[:200]
-        raise NoReward(f"{self._config.model}: its answer cannot be read ({wrong}): {shown}")
+        raise NoReward(f"the answer of {self._config.model} cannot be read ({wrong}): {shown}")
 
     async def _answer(self, system: str, turns: Sequence[Json], field: Field, about: Sequence[str]) -> str:
-        """The model's answer, reused if it was asked this before. Raises Away, NoReward."""
+        """The model's answer, reused if the same was asked before. Raises Away, NoReward."""
         asked = dumps([self._config.model, self._config.address, system, turns, *field[:3]])
         digest = hashlib.sha256(asked.encode()).hexdigest()
         async with self._slots:
@@ -140,7 +143,7 @@ class JudgeModel:
             except _Refused as error:
                 if self._answered - self._refused.setdefault(digest, self._answered) < OTHERS:
                     raise
-                raise NeverAnswered(f"{error}; others are answered") from None
+                raise NeverAnswered(f"{error}; other questions are answered") from None
             self._answered += 1
             self._refused.pop(digest, None)
             if self._db is None:
@@ -166,12 +169,12 @@ class JudgeModel:
                 raise (NeverAnswered if NEVER.search(text) else _Refused)(problem)
             raise Away(problem)
         except TimeoutError:
-            raise Away(f"{problem} in {TIMEOUT_S:g} s") from None
+            raise Away(f"{problem} within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             spent = Used()
             raise Away(f"{problem}: {str(error)[:200] or type(error).__name__}") from None
         except UNREADABLE:
-            raise Away(f"{self._config.model} gives an answer that is not in its API's form: {text[:200]}") from None
+            raise Away(f"{self._config.model} gives an answer that is not in its API's format: {text[:200]}") from None
         finally:
             tokens, price = spent.input + spent.output, await asyncio.to_thread(price_of, self._config, self._whole)
             usd = price.of(spent) if price else 0.0
@@ -215,7 +218,7 @@ def require_model(what: str, asked: AskedModel, config: Config) -> None:
         raise ConfigError(f"{what} has no price, which judge.budget.usd needs: add it to prices")
     where = urlsplit(asked.address)
     if where.hostname in ("127.0.0.1", "localhost") and where.port == config.proxy.port:
-        raise ConfigError(f"{what} is asked through this proxy, which would judge that too: name its own server")
+        raise ConfigError(f"{what} is behind this proxy, so its calls would be judged too: set another api_base")
 
 
 def body_of(config: AskedModel, system: str, turns: Sequence[Json], field: Field) -> Json:

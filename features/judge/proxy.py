@@ -64,7 +64,7 @@ async def get_queue(
 async def take_back_reward(
     request: ControlRequest, rollout_id: PathId, reward_id: Annotated[int, Path(ge=0, lt=2**63)]
 ) -> None:
-    """Take back a reward named `human` that the same key gave (`proxy.api_keys` count as one), or any as an admin."""
+    """Delete a reward named `human` that the same key gave (`proxy.api_keys` count as one). Admins may delete any."""
     caller = request.caller
     if caller.rollout is not None:
         raise Forbidden("a rollout's own key cannot take back rewards")

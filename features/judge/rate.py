@@ -29,7 +29,7 @@ def rate_rollouts(config: Config, ids: Sequence[str], person: str, limit: int) -
     if not ids:
         wanted = {"person": person, "limit": str(limit)}
         ids = [one["rollout_id"] for one in request("GET", "/people/queue", params=wanted)["data"]]
-    print(f"{len(ids)} to rate as {person}. {HELP}")
+    print(f"{len(ids)} rollouts to rate as {person}. {HELP}")
     given: list[tuple[int, str]] = []  # what may be taken back: the place in the queue, and the route
     at, shown, console = 0, -1, Console(highlight=False)
     while at < len(ids):
@@ -57,7 +57,7 @@ def rate_rollouts(config: Config, ids: Sequence[str], person: str, limit: int) -
                 print(HELP)
         except LightningError as error:
             print(error.message)
-    print(f"{len(given)} rewards named {HUMAN}")
+    print(f"recorded {len(given)} rewards named {HUMAN}")
 
 
 def _body(rollout: dict[str, Any], rated: re.Match[str], person: str) -> dict[str, Any]:

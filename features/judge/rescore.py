@@ -37,7 +37,7 @@ POSTED = ("rollout_id", "reward", "call_id", "name", "source", "comment", "final
 
 @dataclass(slots=True, kw_only=True)
 class Rescore:
-    """A run of the command. `scored`: the rewards given to rollouts; `there_before`: how many had them already."""
+    """A run of the command. `scored`: rewards given to rollouts; `there_before`: how many rollouts had some already."""
 
     config: Config
     ids: Sequence[str]
@@ -51,7 +51,7 @@ class Rescore:
     there_before: int = 0
 
     async def run(self) -> None:
-        """Ask and post. Raises ConfigError if it cannot start or continue."""
+        """Ask the rewarder and post its rewards. Raises ConfigError if it cannot start or continue."""
         async with opened(self.config, self.rewarder) as rewarder, ApiClient.of(self.config, patience_s=60) as api:
             groups, slots = await self._groups(api, rewarder), asyncio.Semaphore(rewarder.at_once)
             with progress_bar() as progress:
@@ -65,7 +65,7 @@ class Rescore:
                 await all_of(map(score, groups))
 
     async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
-        """Ids of rollouts that get their rewards in one post: a task's, if its rollouts are compared or retrained."""
+        """The ids of rollouts, by post: those of a task together if they are compared or retrained, else one by one."""
         if self.ids:
             return [[(await find(api, one))["rollout_id"] for one in self.ids]]
         groups = defaultdict[str, list[str]](list)
@@ -149,7 +149,7 @@ async def opened(config: Config, which: str) -> AsyncIterator[Rewarder]:
     found = [one for one in every if one.name == which] or [one for one in every if one.kind == which]
     if len(found) != 1:
         known = ", ".join(f"{one.kind} ({one.name})" for one in every) or "none"
-        raise ConfigError(f"judge.use has {'several' if found else 'no'} {which}; there is {known}")
+        raise ConfigError(f"{'several rewarders match' if found else 'no rewarder matches'} {which}; known: {known}")
     try:
         await found[0].check()
         yield found[0]
@@ -179,7 +179,7 @@ class Labelled(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """`alike`: the share of `pairs` that both order alike, with its 95 % interval; a tied score counts as half."""
+    """`alike`: the share of `pairs` that both order alike, with its 95 % interval; a tied score counts as half a pair."""
 
     labels: int
     pairs: int
@@ -191,10 +191,10 @@ class Agreement(NamedTuple):
     @property
     def verdict(self) -> str:
         if self.low <= 0.5:
-            return "it should not be trained on: its order may be chance"
+            return "do not train on this rewarder: its order may be chance"
         if self.labels < ENOUGH:
-            return f"it agrees more than chance does, by {self.labels} labels; {ENOUGH} are enough to begin"
-        return "it agrees more than chance does"
+            return f"this rewarder agrees more than chance would, by {self.labels} labels; {ENOUGH} are enough to begin"
+        return "this rewarder agrees more than chance would"
 
 
 def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | None:
@@ -229,9 +229,9 @@ def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> 
         return
     print(f"{source}: {found.labels} labels named {label}")
     if silent:
-        print(f"{len(silent)} more have no score: {silent[0]}")
+        print(f"{len(silent)} more labelled rollouts have no score: {silent[0]}")
     print(f"pairs ordered alike: {found.alike:.2f} ({found.low:.2f} to {found.high:.2f}) of {found.pairs}")
-    print("it is furthest from the label for")
+    print("scores furthest from their labels:")
     for one in found.furthest:
         address = f"{ApiClient.of(config).url}/#/rollouts/{one.rollout_id}"
         print(f"  {address}  label {number(one.label)}, score {number(one.score)}")
@@ -291,5 +291,5 @@ async def _scores(rewarder: Rewarder, source: str, rollouts: Sequence[Json]) -> 
         return [float(sum(rewards.values())) for rewards in recorded]
     given = await rewarder.reward(rollouts)
     return [
-        one if isinstance(one, str) else sum(r.reward for r in one) if one else "it gives them nothing" for one in given
+        one if isinstance(one, str) else sum(r.reward for r in one) if one else "it gives no reward" for one in given
     ]

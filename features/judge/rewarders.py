@@ -77,8 +77,8 @@ Did the answer help? Answer 1 if the user's next message shows that it did, -1 i
 correct it, ask for the same again, or undo it), and 0 if it shows neither."""
 RULES = Path(__file__).with_name("next_message.yaml")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
-WORD = re.compile(r"[^\W\u2e80-\uffff]+|(?=\w)[\u2e80-\uffff]")  # or a character, where no blanks part words
-SAME = 0.9  # of the words of both, for the same request again
+WORD = re.compile(r"[^\W\u2e80-\uffff]+|(?=\w)[\u2e80-\uffff]")  # or a character, in scripts without spaces
+SAME = 0.9  # share of common words from which a message repeats the request
 LOOKED_AT = 2000  # characters at either end of a long text
 JUDGE_SYSTEM = """You read the steps of an agent that works on a task: what it saw last, and what it answered. {data}
 Judge how much one of the steps helped the task on. Say why in a few words. Answer with a whole number from 0 (it did \
@@ -100,11 +100,11 @@ class GivenScore(NamedTuple):
     name: str | None = None
 
 
-Given = list[Reward] | str  # what one rollout is given, perhaps nothing; or why the rewarder failed for it
+Given = list[Reward] | str  # a rollout's rewards, perhaps none; or why the rewarder failed for it
 
 
 class Rewarder:
-    """Rewards ended rollouts (as `GET /rollouts/{id}?requests=whole` has them). `at_once`: rollouts or groups."""
+    """Rewards ended rollouts, as `GET /rollouts/{id}?requests=whole` returns them; `at_once` at a time."""
 
     in_groups = False
     at_once = AT_ONCE
@@ -172,7 +172,7 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class FunctionProcess:
-    """A process with the function, which answers one rollout at a time. `version`: of the file that it loaded."""
+    """A process that runs the function on one rollout at a time. `version`: a digest of the loaded file."""
 
     def __init__(self, config: RewardsConfig) -> None:
         self._config, self.version, self._lifeline = config, "", -1
@@ -201,7 +201,7 @@ class FunctionProcess:
         self.version = version
 
     async def answer(self, rollout: bytes, limit_s: float) -> dict[str, float]:
-        """Return a line's rewards by name. Raises NoReward. A late or cancelled process is ended."""
+        """Return a rollout's rewards by name. Raises NoReward. A process that is late or cancelled is ended."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(rollout)
@@ -209,14 +209,14 @@ class FunctionProcess:
             async with asyncio.timeout(limit_s):
                 line = await process.stdout.readline()
             if not line:
-                raise NoReward(f"its process ended (exit code {await process.wait()})")
+                raise NoReward(f"the function's process ended (exit code {await process.wait()})")
             answer: Json = loads(line)
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
-                raise NoReward(f"no answer within {limit_s:g} s") from None
+                raise NoReward(f"the function gave no answer within {limit_s:g} s") from None
             if isinstance(error, ValueError):
-                raise NoReward("its answer is too long, or no JSON") from None
+                raise NoReward("the function's answer is too long or not JSON") from None
             raise
         if "error" in answer:
             raise NoReward(answer["error"])
@@ -288,7 +288,7 @@ class ModelRewarder(Rewarder):
 
 
 class Rank(ModelRewarder):
-    """Asks for an order of the siblings. The more there are, the less of each is shown."""
+    """Has the model order the siblings. The more there are, the less of each is shown."""
 
     in_groups, question = True, RANK_SYSTEM
 
@@ -306,11 +306,11 @@ class Rank(ModelRewarder):
         except NoReward as error:
             return [str(error) for _ in rollouts]
         scores = by_place({i: -found[one][0] for i, one in enumerate(shown) if one in found})
-        refused = "the judge refuses what it wrote, and that alone"
+        refused = "the judge model refuses this attempt's text, and no other's"
         return [[GivenScore(scores[i], found[one][1])] if i in scores else refused for i, one in enumerate(shown)]
 
     async def _without_refused(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, Any]:
-        """The order of the attempts. If it is refused, leave one out: an attempt must not spoil the others."""
+        """The order of the attempts. If the model refuses, try without each in turn: one must not spoil the others."""
         for out in (None, *(attempts if len(attempts) > 2 else ())):
             try:
                 return await self._ordered([one for one in attempts if one != out], about)

@@ -1,4 +1,4 @@
-"""Has rewarders score completed rollouts, which wait for it in the store before any step. One process does the work."""
+"""Has rewarders score completed rollouts; none is trained on before that. One process does the work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ POOLS_TO_SPEAK = f"""
 SELECT DISTINCT mode, task_id, owner, group_id, CASE WHEN task_id IS NULL THEN rollout_id END AS lone
 FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n WHERE {NOT_SPOKEN}
 """
-# As members of groups: no matter who has answered them, or rewarded them so far.
+# As members of groups, whether or not they have rewards so far.
 _SIBLING = f"""n, rollout_id, task_id, owner, group_id, status,
     created_at AS opened_at, {IS_OWN} AS own, TRUE AS scored, TRUE AS rewarded, ended_at AS since, {IS_LATE} AS late,
     EXISTS (SELECT 1 FROM awaiting_rewards WHERE n = rollouts.n)
@@ -81,7 +81,7 @@ async def check(config: Config) -> None:
         is_named = isinstance(rewarder, ModelRewarder) and (rewarder.config.name or len(found) > 1)
         if is_named and rewarder.name not in config.trainer.training_weights:
             name = rewarder.name
-            raise ConfigError(f"judge.use: rewards named {name} have no weight: add it to trainer.reward_weights")
+            raise ConfigError(f"judge.use: rewards named {name} have no weight: add one to trainer.reward_weights")
         try:
             await rewarder.check()
         except Away as error:
@@ -98,7 +98,7 @@ class Spoken:
         self._all = {"rewarders": dumps([*rewarders]), "count": len(rewarders)}
 
     async def begin(self) -> None:
-        """Release rollouts that all current rewarders have scored: one that they awaited may have been removed."""
+        """Release rollouts that all rewarders have scored: another one, since removed, may have been awaited."""
         await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
 
     async def missing(self, rewarder: str, limit: int) -> list[str]:
@@ -150,12 +150,12 @@ class Scorer:
                         for rewarder in self._rewarders:
                             group.create_task(self._ask(rewarder))
         except* (LightningError, OSError) as errors:
-            log.warning("rewards: they cannot be recorded: %s", errors.exceptions[0])
+            log.warning("rewards cannot be recorded: %s", errors.exceptions[0])
         except* Exception as errors:
-            log.error("rewards: internal error", exc_info=errors.exceptions[0])
+            log.error("rewards cannot be recorded: internal error", exc_info=errors.exceptions[0])
 
     async def _ask(self, rewarder: Rewarder) -> None:
-        """Ask one rewarder. While it cannot work, others continue; then it is asked about one group at a time."""
+        """Ask one rewarder. If it cannot work, others continue, and it is asked about one group at a time."""
         failed, slots = 0, asyncio.Semaphore(rewarder.at_once)
         while True:
             try:
@@ -217,7 +217,7 @@ def not_counted(names: set[str], config: TrainerConfig) -> str | None:
         return None
     return (
         f"{' or '.join(sorted(names))} does not count in training, only {', '.join(config.reward_weights)} does: "
-        "name the function so, or add the name to trainer.reward_weights"
+        "rename the function or rewarder, or add the name to trainer.reward_weights"
     )
 
 

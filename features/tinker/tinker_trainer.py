@@ -173,7 +173,7 @@ class TinkerService:
             if not isinstance(error, away) or (status < 500 and status not in LATER):
                 self._faults += 1
                 if self._faults >= FAULTS:
-                    raise ConfigError(f"tinker: {problem} ({self._faults} times in a row)") from error
+                    raise ConfigError(f"tinker: {problem} ({self._faults} times)") from error
             raise TrainingUnavailable(f"{problem}; the step is repeated from the last saved state") from error
 
 

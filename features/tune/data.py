@@ -1,4 +1,4 @@
-"""Makes the store for `train --offline`, once, from a snapshot of another store or from an export."""
+"""Creates the store of a `train --offline` run, once: as a snapshot of another store, or from an export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """Return the store in `directory`, made from `source` if missing. ConfigError if its source was another."""
+    """Return the store in `directory`, made from `source` if missing. ConfigError if made from another source."""
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
@@ -120,18 +120,18 @@ async def _import_call(recorder: Recorder, row: dict[str, Any], at: float) -> No
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an export of transitions. ConfigError gives the number of a row that is not one."""
+    """Yield the rows of an export of transitions. ConfigError has the number of a row that is no transition."""
     number = 0
     for number, line in lines(source):
         try:
             row = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{source}, line {number} is not JSON: {error}") from None
-        missing = [name for name in NEEDED if name not in row] if isinstance(row, dict) else ["an object"]
+        missing = [name for name in NEEDED if name not in row] if isinstance(row, dict) else ["fields"]
         if missing:
             raise ConfigError(
-                f"{source}, row {number}: no {missing[0]}; what can be trained on is a store, or an export with "
-                "--kind transitions"
+                f"{source}, row {number} has no {missing[0]}; only a store, or an export with --kind transitions, can "
+                "be trained on"
             )
         try:
             check_id(row["rollout_id"], "rollout_id")

@@ -33,15 +33,15 @@ from .config import DpoConfig, KtoConfig, SftConfig, TuneConfig
 
 PAGE = 500
 HELD_OUT = 0.1  # of the tasks, which are only measured on
-# The counts of what is left out, and their words in an error.
+# The counts of what is left out, and how an error describes each.
 LEFT_OUT = {
     "calls_untrainable": "calls without tokens to learn from",
-    "calls_other_tokens": "calls of tokens that the model does not have",
-    "calls_untokenised": "calls of other models that the policy's chat template does not show",
+    "calls_other_tokens": "calls with tokens that the model does not have",
+    "calls_untokenised": "calls of other models that the policy's chat template cannot render",
     "calls_ambiguous": "calls with several answers",
     "calls_of_others": "calls of agents that trainer.agents does not name",
     "rows_too_long": "calls longer than trainer.max_sample_tokens or the model's context",
-    "pairs_other_prompt": "pairs of different prompts",
+    "pairs_other_prompt": "pairs with different prompts",
 }
 
 
@@ -50,7 +50,7 @@ class NothingToLearn(LightningError):
 
 
 class Example(NamedTuple):
-    """One row, or a chosen and a rejected row with the same prompt. `up`: the first should become likelier."""
+    """One row, or a chosen and a rejected row with the same prompt. `up`: the first row should become likelier."""
 
     rows: tuple[Sample, ...]
     up: bool = True
@@ -91,7 +91,7 @@ class LessonReader:
         self._seen = Seen()
 
     async def read(self, among: Collection[str] | None = None) -> Lessons:
-        """Return the lessons `among` these rollouts. Whole tasks are held out, always the same. NothingToLearn."""
+        """Return the lessons `among` these rollouts. The same whole tasks are always held out. Raise NothingToLearn."""
         self._seen = Seen()
         tasks = await self._rewarded(among)
         choose = {"sft": self._best, "dpo": self._pairs, "kto": self._thumbs}[self._method]
@@ -101,7 +101,7 @@ class LessonReader:
         held_out, train = ([one for of_task in part for one in of_task] for part in (chosen[:held], chosen[held:]))
         if len(train) < (2 if self._method == "kto" else 1):
             raise NothingToLearn(self._why([one.reward or 0.0 for of_task in tasks.values() for one in of_task]))
-        # KTO lends neighbours each other's answers: they should be of different tasks.
+        # KTO pairs a prompt with the previous row's answer: neighbours should be of different tasks.
         train.sort(key=lambda one: _mixed(*((row.rollout_id, row.call_ids) for row in one.rows)))
         rows = [row for one in train for row in one.rows]
         groups = [of_task[0].rows[0].task_id != of_task[0].rows[0].rollout_id for of_task in chosen]
@@ -122,7 +122,7 @@ class LessonReader:
         return Lessons(tuple(train), tuple(held_out), {name: float(value) for name, value in metrics.items()})
 
     async def _rewarded(self, among: Collection[str] | None) -> dict[tuple[Any, ...], list[Rollout]]:
-        """Rewarded rollouts that await no reward function, newest first, by task, each task of one tenant."""
+        """Rewarded rollouts that await no rewarder, by task and tenant, newest first."""
         await self._store.rewards.use(Rules.of(self._config))
         awaiting = await self._store.rollouts.awaiting()
         tasks: dict[tuple[Any, ...], list[Rollout]] = defaultdict(list)
@@ -198,7 +198,7 @@ class LessonReader:
         ]
 
     def _why(self, rewards: Sequence[float]) -> str:
-        """A text: what was found, what the method needs, and what had to be left out."""
+        """Explain why there is nothing: what was found, what the method needs, and what had to be left out."""
         config = self._config.section(TuneConfig)
         least = "above 0" if config.sft.min_reward is None else f"of at least {config.sft.min_reward:g}"
         rule = {
@@ -206,7 +206,7 @@ class LessonReader:
             "dpo": f"compares siblings with rewards that differ by {config.dpo.margin:g} or more (tune.dpo.margin)",
             "kto": "needs two rows to learn from",
         }[self._method]
-        seen = f"; theirs are from {min(rewards):g} to {max(rewards):g}" if rewards else ""
+        seen = f" (from {min(rewards):g} to {max(rewards):g})" if rewards else ""
         reasons = [f"{self._seen.counts[name]} {what}" for name, what in LEFT_OUT.items() if self._seen.counts[name]]
         left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
         return (

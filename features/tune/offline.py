@@ -29,7 +29,7 @@ EPOCHS_DONE = "epochs_done"  # a metric of an epoch's last step
 
 
 class OfflineRun:
-    """Passes over the data, each in a different order. State is in the store, so a killed run resumes exactly."""
+    """Several passes over the data, each in a different order. State is in the store: a killed run resumes exactly."""
 
     def __init__(self, core: TrainerCore, hooks: TrainerHooks, epochs: int) -> None:
         self._config = core.config.trainer
@@ -53,10 +53,10 @@ class OfflineRun:
         return await self._store.steps.last()
 
     async def _end_epoch(self) -> bool:
-        """Note that an epoch is done. False if nothing in it could be learned from. Its last step may be SFT's."""
+        """Record that an epoch is done. Return False, without a record, if nothing in it could be learned from."""
         last = await self._store.steps.last()
         if last is None or not await self._store.steps.took_any():
-            log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
+            log.warning("nothing in the data can be learned from: the field `dropped` of each rollout says why")
             lone = await self._store.waiting.lone(self._config.failed_reward is not None)
             if lone is not None and not self._config.takes_lone_rollouts:
                 log.warning("%d rollouts have no task: see trainer.lone_rollouts", lone.rewarded)
@@ -106,19 +106,19 @@ def save_weights(config: Config, trainer: TrainingEngine, step: int) -> None:
     full, model, adapter = config.trainer.weights == "full", directory / "model", directory / "adapter"
     if not config.policy.adapters and publish_mode(config) == "merged":
         trainer.save_weights(model, merged=True)
-        log.info("the weights of step %d, as a full model: %s", step, model)
+        log.info("saved the weights of step %d as a full model: %s", step, model)
     if full:
         log.info("to serve them: vllm serve %s --served-model-name %s", shlex.quote(str(model)), alias)
     else:
         trainer.save_weights(adapter, merged=False)
-        log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)
+        log.info("saved the weights of step %d as a LoRA adapter: %s", step, adapter)
         modules = [f"{alias}={adapter}", *(f"{alias}.{own}={adapter / own}" for own in config.policy.adapters)]
         log.info(
             "to serve them: vllm serve %s --enable-lora --max-lora-rank %d --max-loras %d --lora-modules %s",
             base, config.trainer.lora_rank, len(modules), shlex.join(modules),
         )  # fmt: skip
     log.info(
-        "to publish them, verified, and train on with live traffic: "
+        "to verify and publish them, and to continue training on live traffic: "
         "LIGHTNING_STORE__URL=%s LIGHTNING_POLICY__DIRECTORY=%s %slightning-proxy up --model %s",
         shlex.quote(config.store.url), shlex.quote(str(directory)), "LIGHTNING_TRAINER__WEIGHTS=full " * full, base,
     )  # fmt: skip

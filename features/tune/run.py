@@ -4,8 +4,8 @@ It claims no rollouts. Until the commit, its own checkpoints are in `policy.dire
 that it starts from.
 
 It uses TRL's trainers: supervised (sft), pairs (DPO, https://arxiv.org/abs/2305.18290), thumbs up and down (KTO,
-https://arxiv.org/abs/2402.01306). Rows have the sampled tokens, and only these are in the loss: what tools returned is
-context. The reference is the weights that the run starts from.
+https://arxiv.org/abs/2402.01306). Only sampled tokens are in the loss; what tools returned is context. The reference
+model has the weights that the run starts from.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class TuningRun:
         config, trainer = core.config, core.engine
         assert isinstance(trainer, LightningTrainer)
         if config.policy.adapters:
-            raise ConfigError(f"--method {method} trains one adapter for all agents: it is not for policy.adapters yet")
+            raise ConfigError(f"--method {method} trains one adapter for all agents: remove policy.adapters")
         if config.trainer.has_guide:
-            log.warning("teacher is for RL: --method %s does without it", method)
+            log.warning("the teacher is only used in RL: --method %s ignores it", method)
         self._method, self._config, self._sift = method, config.trainer, hooks.sift
         self._store, self._trainer, self._publisher = core.store, trainer, publisher
         self._loop = TrainingLoop(core, publisher, hooks)
@@ -81,7 +81,7 @@ class TuningRun:
             try:
                 return await self._run(stop)
             except Stopped:
-                log.warning("stopped: the same command continues from here")
+                log.warning("stopped: run the same command again to continue")
             except StoreUnavailable as error:
                 log.error("the trainer waits: %s", error)
             await pause(stop)
@@ -94,7 +94,7 @@ class TuningRun:
             if await self._loop.is_stopped():
                 collapse = await self._store.steps.collapse()
                 why = collapse.story if collapse else "the policy collapsed"
-                raise LightningError(f"publication is stopped: {why}")
+                raise LightningError(f"publishing has stopped: {why}")
             await self._loop.follow_live_version()
             await self._loop.verify_live()
         last = await self._store.steps.last()
@@ -103,7 +103,7 @@ class TuningRun:
         for path in earlier:
             shutil.rmtree(path, ignore_errors=True)
         if earlier and last is not None and last.metrics.get("method") == self._method:
-            log.info("the run that was stopped while step %d was published is finished", last.step)
+            log.info("finished the run that was stopped while step %d was being published", last.step)
             return last
         started = time.perf_counter()
         lessons = await self._lessons(directory)
@@ -118,7 +118,7 @@ class TuningRun:
 
         tuned = await in_thread(tune, self._method, self._trainer, lessons, directory, stopped)
         if tuned is None:
-            log.warning("stopped: the same command resumes from the checkpoint in %s", directory)
+            log.warning("stopped: run the same command again to resume from the checkpoint in %s", directory)
             return last
         step = await self._store.steps.claim((), self._loop.base)
         self._trainer.adopt(step)
@@ -209,7 +209,7 @@ def _paired(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
 
 
 def _lent(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
-    """Rows, each followed by its prompt with the previous row's answer. A step is one pass, as KTO's KL is its mean."""
+    """Rows, and each row's prompt with the previous row's answer: over these, in a step's one pass, KTO averages its KL."""
     config, most = trainer.settings.section(TuneConfig).kto, trainer.max_tokens
     samples = [one.rows[0] for one in lessons]
     lent: list[Row] = []
@@ -292,7 +292,7 @@ def answer_logprobs(trainer: LightningTrainer, rows: Sequence[Row]) -> list[floa
 
 
 def measured(method: str, trainer: LightningTrainer, lessons: Sequence[Example]) -> dict[str, float]:
-    """Return the numbers of held-out lessons under the current weights; {} if there is nothing to compare.
+    """Return the metrics of held-out lessons under the current weights; {} if there is nothing to compare.
 
     sft: the mean cross-entropy (nats) of the answers' tokens. Otherwise the share of comparisons in which the better
     answer is likelier, and by how many nats on average: dpo compares each pair, kto each answer with thumbs up with

@@ -147,7 +147,7 @@ VIEWS = {
     "versions": "Version 6 is live",
     "versions?a=0&b=5": "paired tasks",
 }
-VIEWS |= {"rate": "Say who you are"} if has("judge") else {}
+VIEWS |= {"rate": "Enter your name"} if has("judge") else {}
 VIEWS |= {"prompts": "No prompts yet"} if has("prompts") else {}
 
 

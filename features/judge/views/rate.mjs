@@ -1,4 +1,4 @@
-// A person's rewards, named `human`: a queue of rollouts, thumbs, numbers and comments by keyboard, and the way back.
+// A person's rewards, named `human`: a queue of rollouts, rated with + and -, numbers and comments by keyboard; undo.
 import { post, remove, route, useData } from "./data.mjs";
 import { Empty, Failure, Loaded, html, isTyping, useEffect, useRef, useState } from "./parts.mjs";
 import { Rollout } from "./rollout.mjs";
@@ -20,7 +20,7 @@ export function View({ params }) {
   return html`<h1 class="hidden">Rate</h1><div class="filters">
       <label>your name<input name="person" value=${person} maxlength="200" onChange=${onPerson} onKeyDown=${({ key, target }) => key === "Enter" && target.blur()} /></label>
     </div>
-    ${!person ? html`<${Empty}>Say who you are: the rewards of several people are kept apart.<//>`
+    ${!person ? html`<${Empty}>Enter your name: each person's rewards are kept apart.<//>`
       : html`<${Loaded} of=${one || queue}>${({ data }) => html`<${Queue} key=${`${params.id} ${person} ${data[0]?.rollout_id}`} rollouts=${data} person=${person} onMore=${queue.reload} />`}<//>`}`;
 }
 

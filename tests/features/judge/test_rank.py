@@ -132,7 +132,7 @@ async def test_answers_are_read_within_words_and_asked_for_once_more(
     assert await ranked(system, "worth 9", "worth 2") == [None, None]
     assert len(judge.asked) == 5
     assert (await system.get("/status"))["unrewarded"] == 2
-    assert caplog.text.count("its answer cannot be read ('order')") == 2
+    assert caplog.text.count("the answer of openai/m cannot be read ('order')") == 2
 
 
 async def test_what_is_refused_for_ever_is_an_error_of_what_was_refused(
@@ -146,7 +146,7 @@ async def test_what_is_refused_for_ever_is_an_error_of_what_was_refused(
     for i in range(5):
         assert await ranked(system, "worth 1", f"worth {i + 4}") == [0.0, 1.0]
     assert await values(system, refused) == [None, None]
-    assert "HTTP 403" in caplog.text and "others are answered" in caplog.text
+    assert "HTTP 403" in caplog.text and "other questions are answered" in caplog.text
 
 
 HOSTILE = (
@@ -263,12 +263,12 @@ BY_CALL = {"credit": "judge", "judge": {"model": "hosted_vllm/m", "api_base": "h
     [
         (JUDGED, {}, "openai/gpt-5-mini needs a key: set OPENAI_API_KEY"),
         (JUDGED | {"api_key": "k"}, {}, "costs money: set judge.budget.tokens or judge.budget.usd"),
-        (OURS, {}, "through this proxy, which would judge that too"),
+        (OURS, {}, "is behind this proxy, so its calls would be judged too"),
         (JUDGED | {"api_key": "k", "model": "openai/new"}, {"judge": {"budget": {"usd": 1}}}, "new has no price, whi"),
-        ({"kind": "next_message", "name": "reply"}, {}, "rewards named reply have no weight: add it to trainer.reward"),
+        ({"kind": "next_message", "name": "reply"}, {}, "rewards named reply have no weight: add one to trainer.rewar"),
         ({"kind": "next_message", "name": "judge"}, {"trainer": BY_CALL}, "two entries give a reward named 'judge'"),
         ({"kind": "rank"}, {}, "kind rank needs a model"),
-        ({"kind": "rank", "model": "gpt-5"}, {}, "model begins with openai/, anthropic/ or hosted_vllm/"),
+        ({"kind": "rank", "model": "gpt-5"}, {}, "model must begin with openai/, anthropic/ or hosted_vllm/"),
         ({"kind": "next_message", "aim": "please"}, {}, "aim is for kind rank, not next_message"),
         ({"kind": "rubric", "model": "openai/m"}, {}, "kind rubric needs criteria"),
         (None, {"trainer": {"credit": "judge", "judge": {"model": "openai/m"}}}, "judge.calls: openai/m needs a key"),
@@ -310,7 +310,7 @@ async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(unranked:
     assert summary.endswith("; nothing was posted") and len(await given(unranked, "t0")) == 1
     done = await unranked.lightning("rescore", "--rewarder", "rubric", "--dry-run", "t0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "judge.use has no rubric; there is rank (reward)" in done.stderr
+    assert "no rewarder matches rubric; known: rank (reward)" in done.stderr
     for asked, scored_before in ((6, 0), (0, 6)):
         told = (await unranked.lightning("rescore", "--rewarder", "rank", "--json")).json
         assert (told["asked"], told["scored_before"], len(judge.asked)) == (asked, scored_before, 3)
@@ -322,7 +322,7 @@ async def test_check_compares_with_labels(system: Any, judge: ScriptedJudge) -> 
         await labelled(system, 0, 1, 2, 3, task=f"t{task}-")
     found = (await system.lightning("rewards", "check", "rank", "--json")).json
     assert (found["labels"], found["pairs"], found["alike"], found["low"]) == (24, 36, 1.0, 1.0)
-    assert found["verdict"] == "it agrees more than chance does"
+    assert found["verdict"] == "this rewarder agrees more than chance would"
     shown = (await system.lightning("rewards", "check", "rank")).stdout
     assert "pairs ordered alike: 1.00 (1.00 to 1.00) of 36" in shown and "/#/rollouts/t" in shown
     for source, labels in (("rank:openai/m@of-before", (0, 1)), ("env", (1, 0))):  # they have the name `reward`, too
@@ -345,14 +345,14 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
     assert said.startswith("2 ") and (said.count("\n"), judge.asked) == (1, [])
     assert "no two rollouts of one task have different rewards named human" in said
     await labelled(unranked, 0, 1, 2, task="three")
-    refused = "too few labelled rollouts have a score: 3 of 3 have none: openai/m: its answer cannot"
+    refused = "too few labelled rollouts have a score: 3 of 3 have none: the answer of openai/m cannot"
     assert refused in await checked()
     await labelled(unranked, 0, 1, task="two")
     judge.status = 429  # away for a moment
     waiting, asked = asyncio.ensure_future(checked()), len(judge.asked)
     await until(lambda: len(judge.asked) > asked)
     judge.status = 200
-    assert "2 labels named human\n3 more have no score: openai/m: its answer cannot be read" in await waiting
+    assert "2 labels named human\n3 more labelled rollouts have no score: the answer of openai/m" in await waiting
 
 
 def test_agreement_by_hand() -> None:
@@ -362,9 +362,9 @@ def test_agreement_by_hand() -> None:
     found = measured([("t", 0, 0.1), ("t", 0, 0.5), ("t", 1, 0.5), ("t", 1, 0.9)])
     assert (found.pairs, found.alike) == (4, 3.5 / 4)
     found = measured([("t", i, i) for i in range(6)])
-    assert found.verdict == "it agrees more than chance does, by 6 labels; 20 are enough to begin"
+    assert found.verdict == "this rewarder agrees more than chance would, by 6 labels; 20 are enough to begin"
     assert measured([("t", 1, 0), ("t", 1, 1)]) is None
     # The interval is that of the share of pairs: one task of ten labels is ordered backwards, seven of two rightly.
     found = measured([("long", i, -i) for i in range(10)] + [(f"short {n}", i, i) for n in range(7) for i in (0, 1)])
     assert (found.pairs, found.alike) == (52, pytest.approx(7 / 52))
-    assert found.low < found.alike < found.high and found.verdict.startswith("it should not be trained on")
+    assert found.low < found.alike < found.high and found.verdict.startswith("do not train on this rewarder")

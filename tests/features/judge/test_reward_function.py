@@ -93,7 +93,7 @@ async def test_a_reader_sees_the_reward_of_a_rollout_that_awaits_none(
 FAULTS = {
     "1 / 0": "ZeroDivisionError: division by zero (scoring.py:8)",
     "sys.exit(3)": "SystemExit: 3 (scoring.py:8)",
-    "os._exit(7)": "its process ended (exit code 7)",
+    "os._exit(7)": "the function's process ended (exit code 7)",
     "time.sleep(60)": "no answer within 0.5 s",
     "'much'": "'much' is not a reward: a finite number, a dict of numbers or None is needed",
     "float('nan')": "nan is not a reward",
@@ -189,7 +189,7 @@ async def test_a_killed_proxy_forgets_no_rollout_and_gives_none_two_rewards(tmp_
     ("function", "said"),
     [
         ("nowhere.py:reward", "nowhere.py: No such file or directory"),
-        ("scoring.py:rewrad", "LookupError: there is no function rewrad in it"),
+        ("scoring.py:rewrad", "LookupError: the file has no function rewrad"),
         ("broken.py:reward", "ModuleNotFoundError: No module named 'no_such_module' (broken.py:1)"),
         ("scoring.py", "a file and a function in it are needed, as in scoring.py:reward, got"),
     ],

@@ -331,7 +331,7 @@ def test_a_fault_that_stays_or_a_refusal_is_one_clear_error(make: Make, service:
     for _ in range(2):
         with pytest.raises(TrainingUnavailable, match="optim_step failed"):
             t.step(batch())
-    with pytest.raises(ConfigError, match=r"optim_step failed.*\(3 times in a row\)"):
+    with pytest.raises(ConfigError, match=r"optim_step failed.*\(3 times\)"):
         t.step(batch())
     service.faults["forward_backward"] = ["refused"]
     with pytest.raises(ConfigError, match=r"^tinker: .* cannot take a step with the loss cispo: .*refused"):

@@ -174,7 +174,7 @@ async def test_dpo_makes_no_pairs_of_copies_other_prompts_tenants_or_answers_wit
         _, key = await r.store.keys.create(name, "agent", Limits(), recording=True, scope="own")
         await r.store.rollouts.open([(RolloutName(name, "t2", key_id=key.key_id), f"hash of {name}")], {})
         await r.rollout(name, "t2", reward, (9 + int(reward), 1))
-    with pytest.raises(NothingToLearn, match="1 calls without tokens to learn from, 1 pairs of different prompts"):
+    with pytest.raises(NothingToLearn, match="1 calls without tokens to learn from, 1 pairs with different prompts"):
         await r.read("dpo")
     await r.rollout("other", "t1", 0.0, (12, 1))
     await r.rollout("again", "t1", 0.0, (12, 1))
@@ -238,7 +238,7 @@ async def test_rollouts_that_teach_nothing_are_an_error_that_says_why(r: Recorde
     await r.rollout("a", "t1", 0.0, (10,))
     await refused("kto", "--method kto needs two rows")
     await r.rollout("b", "t1", -2.0, (10,))
-    await refused("sft", "2 rollouts .*; theirs are from -2 to 0; .* above 0 .tune.sft")
+    await refused("sft", "2 rollouts .* reward .from -2 to 0.; .* above 0 .tune.sft")
     await refused("dpo", "siblings with rewards that differ by 3 or more .tune.dpo.margin", margin=3.0)
     await r.rollout("c", "t1", 1.0, (10,), reason="redacted")
     await refused("sft", "left out: 1 calls without tokens to learn from")
@@ -268,7 +268,7 @@ async def test_an_answer_of_another_model_is_what_it_adds_to_the_templates_promp
     assert {one.rows[0].token_ids[:8] for one in lessons.train} == {prompt}
     assert lessons.metrics["calls_untokenised"] == 1
     forgetful = tokenizer(TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else 'So' }}"))
-    with pytest.raises(NothingToLearn, match="4 calls of other models that the policy's chat template does not"):
+    with pytest.raises(NothingToLearn, match="4 calls of other models that the policy's chat template cannot"):
         await r.read("sft", shown_by=forgetful)
 
 
@@ -488,7 +488,7 @@ async def test_a_call_that_an_export_has_no_tokens_of_is_not_trainable(recorded:
 
 @pytest.mark.parametrize(
     ("weights", "served"),
-    [("lora", "the weights of step 1, as a LoRA adapter"), ("full", "/model --served-model-name policy")],
+    [("lora", "the weights of step 1 as a LoRA adapter"), ("full", "/model --served-model-name policy")],
 )
 def test_the_command_tunes_and_says_how_it_goes(
     recorded: Path, base: Path, tmp_path: Path, weights: str, served: str
@@ -600,7 +600,7 @@ async def test_an_offline_runs_directory_is_of_one_store(recorded: Path, base: P
     [
         ("", "is empty"),
         ("{not json", "line 1 is not JSON"),
-        ('{"messages": []}', "row 1: no rollout_id; what can be trained on is a store, or an export with --kind"),
+        ('{"messages": []}', "row 1 has no rollout_id; only a store, or an export with --kind transitions, can"),
     ],
 )
 async def test_data_that_cannot_be_trained_on_is_named(tmp_path: Path, text: str, what: str) -> None:

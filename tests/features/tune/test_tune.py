@@ -175,7 +175,7 @@ async def test_what_a_method_makes_of_all_weights_is_published(
     async with bench(base, tmp_path, weights="full", learning_rate=0.005, teacher=teacher, **RATES) as b:
         await b.groups("t1", "t2")
         await b.loop(partial(TuningRun, method)).run(asyncio.Event())
-        assert f"teacher is for RL: --method {method} does without it" in caplog.text
+        assert f"the teacher is only used in RL: --method {method} ignores it" in caplog.text
         live = await b.store.versions.live()
         assert (live.version, live.publish, live.verified) == (1, "merged", True)
         (step,) = await b.store.steps.all()
@@ -272,6 +272,6 @@ async def test_nothing_is_fine_tuned_while_publication_is_stopped(
     async with bench(base, tmp_path, collapse={"max_kl": 1e-9}) as b:
         await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
-        with pytest.raises(LightningError, match="publication is stopped: .* `lightning-proxy policy promote 0`"):
+        with pytest.raises(LightningError, match="publishing has stopped: .* `lightning-proxy policy promote 0`"):
             await b.loop(partial(TuningRun, "sft")).run(asyncio.Event())
         assert len(await b.store.steps.all()) == 1
