@@ -209,7 +209,7 @@ def _paired(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
 
 
 def _lent(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
-    """Rows, and each row's prompt with the previous row's answer: over these, in a step's one pass, KTO averages its KL."""
+    """Rows, and each row's prompt with the previous row's answer, over which KTO averages KL. A step is one pass."""
     config, most = trainer.settings.section(TuneConfig).kto, trainer.max_tokens
     samples = [one.rows[0] for one in lessons]
     lent: list[Row] = []

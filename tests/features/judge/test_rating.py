@@ -74,7 +74,7 @@ async def test_a_person_rates_rollouts_and_calls_and_undoes(start: Any, monkeypa
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
         done = await system.lightning("rollouts", "rate", "--as", "anna")
         assert done.returncode == 0, done.stderr
-        assert "3 to rate as anna" in done.stdout and "this rollout has no call 7" in done.stdout
+        assert "3 rollouts to rate as anna" in done.stdout and "this rollout has no call 7" in done.stdout
         found = {name: (await system.get(f"/rollouts/{name}"))["rewards"] for name in "cba"}
     given = {name: [(one["reward"], one["comment"], one["source"]) for one in of] for name, of in found.items()}
     assert given == {"c": [(-1, "too long", "anna"), (1, None, "anna")], "b": [], "a": [(-1, None, "anna")]}
