@@ -428,7 +428,7 @@ class Graph:
         return order, size
 
     def _tried(self, mine: _Call, order: _Order | None) -> _Call | None:
-        """The attempt that this call retries: one that the client sent again, failed, or has an unused answer."""
+        """The attempt that this call retries: one that was sent again, that failed, or that has an unused answer."""
         is_same = order is None or order.name in self._begun
         for one in reversed(mine.attempts[:-1]):
             is_over = one.call.status != "incomplete" and one.is_over_for(mine)

@@ -8,7 +8,7 @@ instead, and a summary that replaces the history in a later prompt.
                            negative             1.0, -0.5
                            as_others            1.0, +0.5
     1 used in its place                         1.0, +0.5
-    2 summary              train                1.0, +0.5: the return of what comes after it
+    2 summary              train                1.0, +0.5: the return of the calls after it
                            leave_out            none: it is left out
 """
 

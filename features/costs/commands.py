@@ -1,4 +1,4 @@
-"""`costs`: tokens and USD of calls, grouped in one of several ways, and what rewarders spent."""
+"""The command `costs`: shows tokens and USD of calls, in groups, and what rewarders spent."""
 
 from __future__ import annotations
 

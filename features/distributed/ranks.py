@@ -240,7 +240,7 @@ def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares
 
 
 def _longest_first(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
-    """Assign parts, longest first, to the rank with the least work (Graham 1969): at most 4/3 of the best time."""
+    """Assign parts, longest first, to the rank with the least work (Graham 1969): within 4/3 of the optimum."""
     shares: Shares = [[] for _ in range(ranks)]
     for part in sorted(parts, key=lambda part: cost(part.tree), reverse=True):
         min(shares, key=lambda share: _work(share, cost)).append(part)

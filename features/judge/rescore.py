@@ -179,7 +179,7 @@ class Labelled(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """`alike`: the share of `pairs` that label and score order alike, and its 95 % interval; a tied score is half."""
+    """`alike`: the share of `pairs` that label and score order alike, and its 95 % interval; score ties count half."""
 
     labels: int
     pairs: int

@@ -104,7 +104,7 @@ Given = list[Reward] | str  # a rollout's rewards, perhaps none; or why the rewa
 
 
 class Rewarder:
-    """Rewards ended rollouts, as `GET /rollouts/{id}?requests=whole` returns them; `at_once` at a time."""
+    """Rewards ended rollouts, as `GET /rollouts/{id}?requests=whole` returns them. `at_once`: how many in parallel."""
 
     in_groups = False
     at_once = AT_ONCE

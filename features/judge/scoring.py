@@ -98,7 +98,7 @@ class Spoken:
         self._all = {"rewarders": dumps([*rewarders]), "count": len(rewarders)}
 
     async def begin(self) -> None:
-        """Release rollouts that all rewarders have scored: another one, since removed, may have been awaited."""
+        """Release rollouts that await only rewarders that are no longer configured."""
         await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
 
     async def missing(self, rewarder: str, limit: int) -> list[str]:
@@ -152,7 +152,7 @@ class Scorer:
         except* (LightningError, OSError) as errors:
             log.warning("rewards cannot be recorded: %s", errors.exceptions[0])
         except* Exception as errors:
-            log.error("rewards cannot be recorded: internal error", exc_info=errors.exceptions[0])
+            log.error("rollouts cannot be scored: internal error", exc_info=errors.exceptions[0])
 
     async def _ask(self, rewarder: Rewarder) -> None:
         """Ask one rewarder. If it cannot work, others continue, and it is asked about one group at a time."""

@@ -182,7 +182,7 @@ class LitellmThread:
         self._thread: Thread | None = None
 
     async def run(self, work: Awaitable[T]) -> T:
-        """Do the work in this thread. Raises whatever it raises."""
+        """Do the work in this thread. Raises whatever the work raises."""
 
         async def there() -> T:
             return await work

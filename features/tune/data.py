@@ -120,7 +120,7 @@ async def _import_call(recorder: Recorder, row: dict[str, Any], at: float) -> No
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an export of transitions. ConfigError has the number of a row that is no transition."""
+    """Yield the rows of an export of transitions. ConfigError has the number of a row that is not a transition."""
     number = 0
     for number, line in lines(source):
         try:

@@ -1,1 +1,1 @@
-"""Code that runs in a kind's own environment. It only imports the kind's package, `client/`, the standard library."""
+"""Code for a kind's own environment. It imports only the kind's package, `client/` and the standard library."""

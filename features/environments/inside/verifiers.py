@@ -58,7 +58,7 @@ def play(task: Json, run: Rollout) -> Scores:
     episode = asyncio.run(_episode(task, run))
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors) or "verifiers gave no reason")
+        raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors) or "verifiers' episode failed")
     learns, measured = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for trace in episode.traces:
         seat = trace.agent.name
