@@ -54,7 +54,7 @@ def loaded(file: str, name: str) -> Any:
 
 
 def named(answer: Any, name: str) -> dict[str, float]:
-    """Return an answer's rewards by name; a bare number gets the function's name. Raises TypeError for anything else."""
+    """Return an answer's rewards by name; a bare number gets the function's name. Raises TypeError for all else."""
     rewards = answer if isinstance(answer, dict) else {} if answer is None else {name: answer}
     found = {}
     for key, given in rewards.items():
