@@ -98,7 +98,7 @@ def looks(size: Size) -> list[tuple[str, str, Look]]:
         ("a second", "the test under way, with its numbers", lambda s: tests_of(s).under_way()),
         ("a poll", "the last step", lambda s: s.steps.last()),
         ("a poll", "the live version as a row", lambda s: s.versions.live()),
-        ("a poll", "why publication is stopped", lambda s: s.steps.collapse()),
+        ("a poll", "why publishing has stopped", lambda s: s.steps.collapse()),
         ("a poll", "what a probe found", lambda s: s.versions.probed(newest)),
         ("a poll", "groups that wait", groups),
         ("a poll", "rollouts without a task that wait", lambda s: s.waiting.lone(limit=SIBLINGS)),

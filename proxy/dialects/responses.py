@@ -102,7 +102,7 @@ class ResponsesStream(Transcript):
         if error := response.get("error") or event.get("error"):
             self.failure = message_of_error(error)
         elif response["status"] in ("failed", "cancelled", "canceled"):
-            self.failure = f"the upstream says that the response is {response['status']}"
+            self.failure = f"the upstream reports a response with status {response['status']}"
 
 
 def _type(item: Any) -> str:

@@ -318,7 +318,7 @@ class Relay:
             return
         status, error = transcript.response()["status"], transcript.error
         if error is None and status in ("failed", "cancelled"):
-            error = f"the upstream says that the response is {status}"
+            error = f"the upstream reports a response with status {status}"
         kept = {name: getattr(call, name) for name in CallStart._fields if hasattr(call, name)}
         start = CallStart(rollout=visit.rollout._replace(rollout_id=call.rollout_id), **kept)
         end = end_of(
