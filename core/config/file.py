@@ -110,7 +110,7 @@ def lines(error: ValidationError, model: type[BaseModel], path: Path | None, ori
         message = one["msg"].removeprefix("Value error, ")
         if one["type"] == "extra_forbidden":
             now = next((kind.moved[where] for kind in feature_sections().values() if where in kind.moved), None)
-            message = f"it is {now} now" if now else f"unknown key{_did_you_mean(_alike(where, model))}"
+            message = f"renamed to {now}" if now else f"unknown key{_did_you_mean(_alike(where, model))}"
         origin = next((name for key, name in origins.items() if f"{where}.".startswith(f"{key}.")), path)
         found[": ".join(filter(None, (str(origin or "configuration"), where, message)))] = None
     return "\n".join(found)
@@ -123,7 +123,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _key_of(variable: str) -> str | None:
-    """The key that a variable sets; None if it sets none: other programs may use such names."""
+    """The key that a variable sets; None if it sets none, as it may belong to another program."""
     section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
     if not variable.startswith(_PREFIX) or variable in _NOT_CONFIG:
         return None
@@ -137,7 +137,7 @@ def _did_you_mean(guesses: Sequence[str]) -> str:
 
 
 def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
-    """Keys of the same section that resemble a wrong one, or else the full names of such keys elsewhere."""
+    """The keys next to a wrong one that resemble it, or else the full names of equally named keys elsewhere."""
     above, _, name = re.sub(r"\.\d+", "[]", wrong).rpartition(".")
     keys = [key.rpartition(".") for key in _keys(model)]
     near = get_close_matches(name, [last for before, _, last in keys if before == above], _MOST_GUESSES, 0.75)
@@ -145,7 +145,7 @@ def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
 
 
 def _meant_by(variable: str) -> list[str]:
-    """The variables of keys that resemble this one or end with its name."""
+    """The variables of the keys that a wrong variable's name resembles, or else that end with it."""
     name = variable.removeprefix(_PREFIX).lower()
     keys = {key.replace(".", "_"): key for key in _keys(Config) if "[]" not in key}
     near = get_close_matches(name, keys, 1, 0.85) or [one for one in keys if keys[one].endswith(f".{name}")]
@@ -168,7 +168,7 @@ def _parsed(text: str, source: str) -> Any:
     except RecursionError:
         problem = "it is nested too deeply"
     except ValueError:  # the 13th month
-        problem = "what looks like a date or a number is not one"
+        problem = "a value that looks like a date or a number is invalid"
     except yaml.YAMLError as error:
         problem = type(error).__name__
         if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:

@@ -37,12 +37,12 @@ class PolicyConfig(Section):
             raise ValueError(f"{DEFAULT_ADAPTER!r} is the adapter of agents that no list names: choose another name")
         named = [agent for agents in adapters.values() for agent in agents]
         if twice := sorted({agent for agent in named if named.count(agent) > 1}):
-            raise ValueError(f"an agent has one adapter, but these are named twice: {', '.join(twice)}")
+            raise ValueError(f"each agent has one adapter, but these agents are named twice: {', '.join(twice)}")
         return adapters
 
     def faults(self) -> Iterator[str]:
         if self.adapters and self.publish == "merged":
-            yield "policy.adapters needs policy.publish: lora; merged weights hold one adapter"
+            yield "policy.adapters needs policy.publish: lora; merged weights can hold only one adapter"
 
     def adapter_of(self, agent: str | None) -> str:
         """Return the name of the adapter that answers this agent's calls."""

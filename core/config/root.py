@@ -1,4 +1,4 @@
-"""The configuration: its sections, features' sections included, and checks across them. `file.py` reads it."""
+"""The configuration: all its sections, including features', and checks across them. `file.py` reads it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Config(WithFeatures):
     @model_validator(mode="before")
     @classmethod
     def _with_features(cls, data: Any) -> Any:
-        """Read the sections of features by name, with defaults for those left out."""
+        """Pair each feature's section with its name. Add the features that are not configured, with their defaults."""
         if not isinstance(data, Mapping):
             return data
         given = {**{name: {} for name in feature_sections()}, **data}
@@ -70,22 +70,22 @@ class Config(WithFeatures):
             yield f"trainer: {', '.join(sorted(missing))} is not one of your plugins: add it to plugins"
         if not any(trainer.reward_weights.values()) and not (trainer.reward_weights and trainer.has_guide):
             yield (
-                "trainer.reward_weights: name at least one reward. Its weight is not 0, unless a feature teaches "
-                "something besides rewards"
+                "trainer.reward_weights: name at least one reward. Give one a weight other than 0, unless a feature "
+                "scores tokens itself"
             )
         for section in self.sections:
             section.check(self)
         if trainer.weights == "full" and policy.publish == "lora":
             yield "trainer.weights full has no adapter to publish: set policy.publish to merged or auto"
         if trainer.weights == "full" and policy.adapters:
-            yield "trainer.weights full is one set of weights for all agents: leave out policy.adapters"
+            yield "trainer.weights full trains one set of weights for all agents: remove policy.adapters"
         # A router cannot leave out a server while its weights are replaced. Adapters have names of their own.
         if self.policy_upstream is not None and self.policy_upstream.servers and policy.publish != "lora":
             yield "upstreams: servers behind a router need policy.publish lora"
 
     @property
     def merged_obstacle(self) -> str | None:
-        """Return a feature's reason why weights cannot be published merged; None if there is none."""
+        """Return why a feature prevents publishing merged weights; None if none does."""
         return next(filter(None, (section.merged_obstacle(self) for section in self.sections)), None)
 
     @property

@@ -43,7 +43,7 @@ def check_url(key: str, url: str, *, is_vllm: bool) -> str:
     if parts.scheme not in ("http", "https") or not host or parts.fragment:
         raise ValueError(f"{key} must be an http(s) URL, got {shown(url)!r}")
     if is_vllm and (parts.query or not parts.path.strip("/")):
-        raise ValueError(f"{key} of a vLLM must have a path, usually /v1, and no query; got {shown(url)!r}")
+        raise ValueError(f"{key} of a vLLM server must have a path, usually /v1, and no query; got {shown(url)!r}")
     return url
 
 
@@ -51,7 +51,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     def faults(self) -> Iterator[str]:
-        """Yield the reasons why keys that are valid by themselves do not fit together. The first is shown."""
+        """Yield the reasons why keys that are valid by themselves do not fit together. Only the first is shown."""
         yield from ()
 
     @model_validator(mode="after")
@@ -74,8 +74,8 @@ class FeatureSection(Section):
     """A feature's keys: the section of the configuration that has the feature's name.
 
     `functions`: names of credits, baselines and losses that it adds, by kind. `moved`: old names of keys, with the new
-    ones. `names_of_call_fields`: the fields that it adds to each call. The methods below answer as if the feature did
-    not exist. `config`: the whole `Config`.
+    ones. `names_of_call_fields`: the fields that it adds to each call. By default, the methods answer as if the feature
+    did not exist. `config`: the whole `Config`.
     """
 
     name: ClassVar[str]
@@ -97,25 +97,25 @@ class FeatureSection(Section):
 
     @property
     def trains_here(self) -> bool:
-        """Return whether our own process takes the training steps, not a service."""
+        """Return whether our own process, not a service, takes the training steps."""
         return True
 
     @property
     def has_guide(self) -> bool:
-        """Return whether it scores tokens in addition to their rewards, even if all rewards are equal."""
+        """Return whether the feature scores tokens itself, so that rollouts with equal rewards can train too."""
         return False
 
     def training_weights(self, credits: Collection[str]) -> Mapping[str, float]:
-        """Return the training weights of its own rewards, by name. `credits`: the credit functions in use."""
+        """Return the training weights of the feature's rewards, by name. `credits`: the credit functions in use."""
         return {}
 
     @property
     def longest_wait_s(self) -> float | None:
-        """Return how long its reward may take after a rollout's end; None if it gives none."""
+        """Return how long the feature's reward may take after a rollout's end; None if it gives no reward."""
         return None
 
     def not_absolute(self, names: Collection[str]) -> str | None:
-        """Return why rewards of these names cannot tell how good a version is; None if they can."""
+        """Return why rewards with these names cannot measure how good a version is; None if they can."""
         return None
 
 
@@ -123,7 +123,7 @@ Kind = TypeVar("Kind", bound=FeatureSection)
 
 
 class WithFeatures(Section):
-    """A section that knows the features' sections."""
+    """A section that also gives access to the features' sections."""
 
     _sections: tuple[FeatureSection, ...] = PrivateAttr(())
 
@@ -144,6 +144,6 @@ class WithFeatures(Section):
 
 @cache
 def feature_sections() -> dict[str, type[FeatureSection]]:
-    """Return the kinds of sections of the installed features, by name."""
+    """Return the section classes of the installed features, by section name."""
     kinds = (kind for module in modules("config") for kind in vars(module).values() if isinstance(kind, type))
     return {kind.name: kind for kind in kinds if issubclass(kind, FeatureSection) and "name" in vars(kind)}

@@ -93,7 +93,7 @@ class StoreConfig(Section):
 
     @property
     def may_be_there(self) -> bool:
-        """Return whether there may be a store: an existing file, or any server. Commands that only read create none."""
+        """Return whether a store may exist: its file exists, or a server has it. Read-only commands create none."""
         return self.is_postgres or self.path.is_file()
 
     @property
@@ -103,7 +103,7 @@ class StoreConfig(Section):
 
     def faults(self) -> Iterator[str]:
         if self.is_postgres and self.retention.max_gib is not None:
-            yield "retention.max_gib is for a store that is a file; PostgreSQL has retention.max_age_days"
+            yield "retention.max_gib works only with a SQLite file; use retention.max_age_days with PostgreSQL"
         if not self.is_postgres and not re.match("sqlite:///.", self.url):
             yield f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {shown(self.url)!r}"
 

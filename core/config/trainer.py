@@ -51,7 +51,7 @@ def _cron(text: str) -> str:
 
 
 def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
-    """The times from hours before `now` on, in local time. An hour that occurs twice counts the first time only."""
+    """The times from four hours before `now` on, or from four hours after it back. A repeated hour counts once."""
     begin = datetime.fromtimestamp(now + 4 * 3600 if reverse else now - 4 * 3600)
     return (moment.timestamp() for moment in CronSim(_cron(text), begin, reverse=reverse))
 
@@ -172,7 +172,7 @@ class TrainerConfig(WithFeatures):
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """Return `rewards.range`. Rewards stored before it was set count as the nearer end of it."""
+        """Return `rewards.range`. Rewards outside it, stored before it was set, count as its nearer end."""
         return self._range
 
     @classmethod
@@ -184,7 +184,7 @@ class TrainerConfig(WithFeatures):
     @model_validator(mode="before")
     @classmethod
     def _live_traffic_goes_back(cls, value: Any) -> Any:
-        """Set `collapse.action` for live traffic: users may want something else from one day to the next."""
+        """Make `collapse.action: rollback` the default for live traffic, where users' wishes may change overnight."""
         if isinstance(value, dict) and value.get("lone_rollouts") == "running":
             collapse = value.get("collapse", {})
             return value | {"collapse": {"action": "rollback"} | collapse} if isinstance(collapse, dict) else value
@@ -211,7 +211,7 @@ class TrainerConfig(WithFeatures):
 
     def faults(self) -> Iterator[str]:
         if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:
-            yield f"lr_scheduler {self.lr_scheduler} needs max_steps, to know when the rate is to be 0"
+            yield f"lr_scheduler {self.lr_scheduler} needs max_steps, the step at which the rate reaches 0"
         if self.warmup_steps and self.lr_scheduler == "constant":
             yield "warmup_steps needs lr_scheduler constant_with_warmup, linear or cosine"
         if self.agent_credit == "own" and set(self.agents or ()) <= {"*"}:
@@ -228,17 +228,17 @@ class TrainerConfig(WithFeatures):
 
     @property
     def trains_here(self) -> bool:
-        """Return whether a process of ours takes the steps, and no service."""
+        """Return whether our own process, not a service, takes the training steps."""
         return all(section.trains_here for section in self._sections)
 
     @property
     def has_guide(self) -> bool:
-        """Return whether a feature scores tokens in addition to their rewards, even if all rewards are equal."""
+        """Return whether a feature scores tokens itself, so that rollouts with equal rewards can train too."""
         return any(section.has_guide for section in self._sections)
 
     @property
     def credits(self) -> dict[str, str]:
-        """Return the credit function of each agent that has its own, and of all others as `*`."""
+        """Return the credit function of each agent that has its own; `*` stands for all other agents."""
         return {"*": self.credit} if isinstance(self.credit, str) else self.credit
 
     @property
@@ -256,7 +256,7 @@ class TrainerConfig(WithFeatures):
 
     @property
     def compares_with_earlier(self) -> bool:
-        """Return whether a rollout without siblings is compared with earlier ones, and so is a group of its own."""
+        """Return whether a rollout without siblings is a group of its own, compared with earlier rollouts."""
         return self.lone_rollouts == "running" and self.compare == "task"
 
     @property

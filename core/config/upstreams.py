@@ -16,7 +16,7 @@ SHORTEST_KEY = 12
 
 
 def below(url: str, path: str = "") -> str:
-    """Return the URL of a path below a server's URL. That URL's own query stays at the end."""
+    """Return a server's URL with `path` inserted before its query."""
     base, mark, query = url.partition("?")
     return base.rstrip("/") + path + mark + query
 
@@ -50,7 +50,7 @@ class UpstreamConfig(Section):
 
     @cached_property
     def published_to(self) -> tuple[str, ...]:
-        """Return the URLs that get new weights: the servers behind a router, or else the ones that get calls."""
+        """Return the URLs of servers that get new weights: those behind a router, or else the ones that get calls."""
         return tuple(map(below, self.servers)) or self.urls
 
     def server_name(self, url: str) -> str:
@@ -60,7 +60,7 @@ class UpstreamConfig(Section):
 
     @cached_property
     def credentials(self) -> dict[str, str]:
-        """Return the header with its key; {} if it has no key."""
+        """Return the header that carries the API key; {} if there is no key."""
         if self.api_key is None:
             return {}
         key, header = self.api_key.get_secret_value(), self.api_key_header
@@ -85,33 +85,33 @@ class UpstreamConfig(Section):
             for url in urls:
                 check_url(key, url, is_vllm=self.kind == "vllm")
         if self.servers and (self.kind != "vllm" or self.replicas):
-            yield "servers are vLLMs behind the router at base_url: kind is vllm, and there are no replicas"
+            yield "servers are vLLM servers behind a router at base_url: they need kind vllm, and no replicas"
         if len({*self.urls}) < len(self.urls):
             yield "replicas must differ from each other and from base_url"
         if len({*self.published_to}) < len(self.published_to):
             yield "servers must differ from each other"
         if is_litellm and not self.models and not self.model_map:
-            yield "kind litellm serves only what models or model_map name: name at least one"
+            yield "kind litellm serves only the names in models and model_map: add at least one"
         if is_litellm and (self.replicas or self.session_header):
-            yield "replicas and session_header are not for kind litellm"
+            yield "replicas and session_header cannot be used with kind litellm"
         if self.health_check_s and not self.base_url:
-            yield "health_check_s needs a base_url to ask"
+            yield "health_check_s needs a base_url to check"
         if self.litellm_params and not is_litellm:
             yield "litellm_params is for kind litellm only"
 
 
 def fallback_faults(upstreams: Sequence[UpstreamConfig]) -> Iterator[str]:
-    """Yield problems: a name that is not unique, a fallback that does not exist, or one that leads back to itself."""
+    """Yield problems: a name that is not unique, a fallback that does not exist, or fallbacks that form a cycle."""
     fallbacks = {upstream.name: upstream.fallbacks for upstream in upstreams}
     if len(fallbacks) < len(upstreams):
-        yield "upstreams: every one needs a name of its own"
+        yield "upstreams: two have the same name; each needs a name of its own"
     for name, following in fallbacks.items():
         if unknown := [other for other in following if other not in fallbacks]:
             yield f"upstreams: {name} falls back to {unknown[0]!r}, which is not the name of an upstream"
     try:
         TopologicalSorter(fallbacks).prepare()
     except CycleError as error:
-        yield f"upstreams: fallbacks go in a circle: {' -> '.join(reversed(error.args[1]))}"
+        yield f"upstreams: fallbacks form a cycle: {' -> '.join(reversed(error.args[1]))}"
 
 
 def _secret_texts(value: Any, is_secret: bool = False) -> Iterator[str]:

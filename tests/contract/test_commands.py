@@ -426,24 +426,24 @@ def test_a_wrong_key_or_value_is_one_line_that_names_it_and_shows_no_key(tmp_pat
         ("proxy: {api_keys: ['']}", "proxy.api_keys: a key cannot be sent: it must be ASCII"),
         ("store: {url: 'mysql://h'}", "sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed"),
         ("upstreams: []", "upstreams: "),
-        ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url of a vLLM must have a path"),
+        ("upstreams: [{name: a, base_url: 'http://h'}]", "upstreams.0: base_url of a vLLM server must have a path"),
         (f"upstreams: [{{name: a, {URL}, api_key: ''}}]", "upstreams.0: api_key cannot be sent"),
         (f"upstreams: [{{name: a, {URL}, litellm_params: {{x: 1}}}}]", "litellm_params is for kind litellm"),
         (f"upstreams: [{{name: a, {URL}, fallback: []}}]", "upstreams.0.fallback: unknown key; did you mean fallbacks"),
         (f"upstreams: [{{name: a, {URL}, replicas: ['http://h/v1/']}}]", "replicas must differ"),
         (f"upstreams: [{{name: a, {URL}}}, {{name: a, {URL}}}]", "a name of its own"),
         (f"upstreams: [{{name: a, {URL}, fallbacks: [b]}}]", "'b', which is not the name of an upstream"),
-        (f"upstreams: [{{name: a, {URL}, fallbacks: [a]}}]", "in a circle: a -> a"),
-        ("upstreams: [{name: a, kind: litellm}]", "serves only what models or model_map name"),
+        (f"upstreams: [{{name: a, {URL}, fallbacks: [a]}}]", "form a cycle: a -> a"),
+        ("upstreams: [{name: a, kind: litellm}]", "serves only the names in models and model_map"),
         ("trainer: {learning_rate: 0}", "trainer.learning_rate: must be auto or a number greater than 0; got"),
         ("trainer: {agent_credit: own}", "agent_credit own needs agents"),
         ("[1, 2]", "expected sections"),
         ("proxy: [", "not valid YAML"),
-        ("policy: {model: 2026-13-01}", "not valid YAML: what looks like a date"),
+        ("policy: {model: 2026-13-01}", "not valid YAML: a value that looks like a date"),
         ("proxy: " + "[" * 600, "not valid YAML: it is nested too deeply"),
         ("proxy: {port: 1}\nstore: {}\nproxy: {workers: 2}", "'proxy' occurs twice, line 3, column 1"),
     ]
-    wrong += [("trainer: {eval: {every_steps: 5}}", "trainer.eval: it is evaluation now")] if has("evaluation") else []
+    wrong += [("trainer: {eval: {every_steps: 5}}", "trainer.eval: renamed to evaluation")] if has("evaluation") else []
     wrong += [("promotion: {shares: 9}", "promotion.shares: unknown key; did you mean")] if has("promotion") else []
     for text, named in wrong:
         write(tmp_path, text)

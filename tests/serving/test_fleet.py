@@ -272,10 +272,10 @@ def test_a_router_that_cannot_work_is_refused() -> None:
         with pytest.raises(ValidationError, match=r"servers behind a router need policy\.publish lora"):
             Config.model_validate({"upstreams": [router], "policy": {"publish": publish}})
     for key, value, told in (
-        ("replicas", ["http://b/v1"], "there are no replicas"),
-        ("kind", "openai", "kind is vllm"),
+        ("replicas", ["http://b/v1"], "no replicas"),
+        ("kind", "openai", "need kind vllm"),
         ("servers", ["http://c/v1", "http://c/v1/"], "servers must differ"),
-        ("servers", ["http://c"], "servers of a vLLM must have a path"),
+        ("servers", ["http://c"], "servers of a vLLM server must have a path"),
         ("session_header", "no header", "session_header"),
     ):
         with pytest.raises(ValidationError, match=told):

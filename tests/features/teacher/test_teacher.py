@@ -164,7 +164,7 @@ async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"teacher": {"base_url": "http://127.0.0.1:1"}}, "base_url of a vLLM must have a path"),
+        ({"teacher": {"base_url": "http://127.0.0.1:1"}}, "base_url of a vLLM server must have a path"),
         # Nothing would ever be offered.
         ({"reward_weights": {}, "teacher": {"base_url": "http://h/v1"}}, "name at least one reward"),
         ({"teacher": {"model": "large"}}, "a teacher needs a base_url"),

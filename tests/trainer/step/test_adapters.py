@@ -19,7 +19,7 @@ def test_what_cannot_be_is_refused_with_its_keys(tmp_path: Path) -> None:
     for policy, message in (
         (
             "{adapters: {a1: [x, y], b1: [y]}}",
-            "policy.adapters: an agent has one adapter, but these are named twice: y",
+            "policy.adapters: each agent has one adapter, but these agents are named twice: y",
         ),
         ("{adapters: {default: [x]}}", "policy.adapters: 'default' is the adapter of agents that no list names"),
         ("{adapters: {a1: []}}", "policy.adapters.a1: "),
