@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-# By HTTP status, the type that OpenAI's API gives an error. Of others it is that of 400, or of 500.
+# The error type in OpenAI's API for each HTTP status. Other statuses have the type of 400, or of 500.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -22,7 +22,7 @@ class LightningError(Exception):
     """The base of all errors here. Its message is shown to users: what was wrong, where, and what to do."""
 
     status = 500
-    type: str | None = None  # None: that of the status
+    type: str | None = None  # None: the type of the status
     exit_code = 1
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
@@ -65,7 +65,7 @@ class MethodNotAllowed(LightningError):
 
 
 class RequestTimeout(LightningError):
-    """The client did not send its request in time. It is not known where the next request would begin."""
+    """The client did not send its request in time. The connection is closed, as no next request can be found on it."""
 
     status = 408
     headers = ((b"connection", b"close"),)
@@ -106,13 +106,13 @@ class RateLimited(LightningError):
 
 
 class Unsupported(LightningError):
-    """The upstream has no such API."""
+    """The upstream or this installation does not support the requested API."""
 
     status = 501
 
 
 class UpstreamUnreachable(LightningError):
-    """The upstream could not be reached, or broke off or sent garbage before the agent received anything."""
+    """The upstream could not be reached, or failed or sent an invalid answer before the agent got any of it."""
 
     status = 502
 
@@ -125,7 +125,7 @@ class StoreUnavailable(LightningError):
 
 
 class OtherSchema(StoreUnavailable):
-    """The store has another schema than this checkout's. It is left unchanged."""
+    """The store's schema version is not the one that this code needs. The store is left unchanged."""
 
     exit_code = 2
 

@@ -21,7 +21,7 @@ NO_END = 2**62
 class Pool(NamedTuple):
     """Rollouts that may form groups together. `owner`: the key that opened them, if it sees only its own rollouts.
 
-    `group_id`: the first rollout of those opened together or compared by a step; None: opened one by one.
+    `group_id`: the first of the rollouts opened together or compared by a step; None: opened one by one.
     """
 
     task_id: str
@@ -32,8 +32,8 @@ class Pool(NamedTuple):
 class Member(NamedTuple):
     """A rollout that no step has taken yet, the `n`th that was opened. Times are Unix times.
 
-    `own`: the policy answered one of its calls. `scored`: it awaits no reward function. `since`: when it had ended and
-    had a reward. `late`: a step has taken or dropped others of its group.
+    `own`: the policy answered one of its calls. `scored`: it awaits no reward function. `since`: when it had both
+    ended and got its reward. `late`: a step has taken or dropped others of its group.
     """
 
     n: int
@@ -56,12 +56,12 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The siblings of a group that no step has taken. `rewarded` of `ended` have a reward.
+    """The siblings of a group that no step has taken. Of the `ended` ones, `rewarded` have a reward.
 
     `complete`: no other siblings are awaited. `oldest`: when its first rollout began to wait for a step. Its rollouts
-    are the ones of `pool` opened after the `after`th, up to the `last`th; `awaited` of them have not ended or await
-    their reward. `late`: a step took the others before. `pool` None: rollouts without a task, which are not siblings;
-    only rewarded ones are counted.
+    are the ones of `pool` with numbers above `after`, up to `last`. `awaited`: the numbers of those that have not ended
+    or await their reward. `late`: a step has taken or dropped the others. `pool` None: rollouts without a task, which
+    are not siblings; only rewarded ones are counted.
     """
 
     pool: Pool | None
@@ -81,7 +81,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How groups are formed. `size`: of groups opened one by one. `failed`: whether failed rollouts have a reward.
+    """How groups form. `size`: of groups of rollouts opened one by one. `failed`: whether failed ones have a reward.
 
     `timeout_s`: how long siblings are awaited; a rollout that still runs is not a sibling of one opened that much
     later.

@@ -2,8 +2,8 @@
 
 The lifeline is a pipe. Its other end closes when the supervisor closes it or is killed. Then the program gets SIGTERM,
 and SIGKILL after GRACE_S. Once it has ended, everything that it started is killed too, in whatever group or session.
-Signals are passed on to the program; its exit code, or the signal that killed it, becomes the guard's. It uses only the
-standard library, so it starts in 20 ms and can be sent to other machines as text.
+Signals are passed on to the program; its exit code, or the signal that killed it, becomes the guard's. The guard uses
+only the standard library, so it starts in 20 ms and can be sent to other machines as text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CANNOT_START = 126  # what a shell answers
+CANNOT_START = 126  # a shell's exit code for it
 PRCTL, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36  # of Linux
 
 
@@ -94,7 +94,7 @@ def end_children() -> None:
 
 
 def _killed(stat: Path) -> bool:
-    """Kill the process of a file in /proc if it is a child of this one."""
+    """Kill the process that /proc/PID/stat describes, and return True, if it is a child of this process."""
     with suppress(OSError):
         if stat.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
             os.kill(int(stat.parent.name), signal.SIGKILL)

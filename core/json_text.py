@@ -1,4 +1,4 @@
-"""Reads and writes JSON text: fast, and without losing characters that UTF-8 or numbers that a float cannot hold."""
+"""Reads and writes JSON text fast, and loses neither lone surrogates nor digits that a float cannot hold."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DIGITS = bytes(
     ord("0" if sign in "0123456789." else "e" if sign in "eE" else "-" if sign == "-" else " ")
     for sign in map(chr, range(256))
 )
-# A float holds any 15 digits, and no more for certain. Numbers of fewer signs are not looked at. Of these, every fourth
-# byte tells whether there may be one.
+# A float is sure to hold 15 digits, not more. Shorter numbers are not looked at. Every fourth byte of the text tells
+# whether there may be a longer one.
 _LONG = 17
 _LONG_NUMBER, _POSITIVE, _NEGATIVE = b"0" * _LONG, b" " + b"0" * _LONG, b"-" + b"0" * _LONG
-# vLLM writes as many digits of a float as it takes to read that again: 17 at most.
+# vLLM writes as many digits as are needed to read the same float again: 17 at most.
 _LOGPROB = re.compile(rb'logprobs?": ?\[?-(?=[0-9.]{17})[0-9]{1,2}\.0{0,5}[0-9]{1,17}(?![0-9])')
 _TINY = re.compile(rb"-(?<=[0-9][eE]-)[0-9]{3}")  # begins with the sign, which is quickly found
 _MOST_DIGITS = 4300  # of an integer that Python reads
@@ -118,11 +118,11 @@ def dumps_readable(value: Any, encoding: str = "utf-8") -> str:
 
 
 class _Ready(str):
-    """A piece of JSON that is written already."""
+    """A piece of JSON that is already written."""
 
 
 def _written(value: Any, *, ascii_only: bool = False, readable: bool = False) -> str:
-    """The JSON of a value at any depth, as the standard library writes it, except that numbers keep their text.
+    """The JSON of a value at any depth, as the standard library writes it, except that a `Number` keeps its text.
 
     `readable`: with spaces, and with values that have no JSON form as text; otherwise these raise TypeError.
     """
@@ -162,7 +162,7 @@ def dumps(value: Any) -> str:
 def loads(text: str | bytes) -> Any:
     """Decode a JSON text; raises ValueError if it is not JSON. Numbers that no float holds are read as `Number`.
 
-    The standard library reads these and lone surrogates.
+    Texts with these numbers or with lone surrogates are left to the standard library's parser.
     """
     try:
         raw = text if isinstance(text, bytes) else text.encode()
@@ -182,7 +182,7 @@ def loads_rounded(text: str | bytes) -> Any:
 
 
 def _has_long_numbers(text: bytes) -> bool:
-    """Whether a float might round some number in it. Fast: Python looks at no single byte."""
+    """Whether a float might round a number in the text. Fast: Python does not loop over the bytes."""
     if b"0000" in text[::4].translate(_DIGITS) and _LONG_NUMBER in (digits := text.translate(_DIGITS)):
         positive = _POSITIVE in digits or digits.startswith(_LONG_NUMBER)
         if positive or digits.count(_NEGATIVE) > len(_LOGPROB.findall(text)):
@@ -198,7 +198,7 @@ def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) 
     """Decode a JSON text as `loads` does, in a thread, and let other threads run meanwhile.
 
     orjson's parser keeps the other threads waiting. The standard library's parser returns to Python for every object
-    and number, because it is given functions for them. `constant`: for NaN and the infinities.
+    and number, because it is given functions for them. `constant`: what reads NaN and infinities.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
@@ -214,7 +214,7 @@ def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) 
 
 
 def _float(digits: str) -> float:
-    """The number as a float, if that is exact."""
+    """The number as a float if that is exact, otherwise as a Number."""
     number = float(digits)
     if len(digits) < _LONG and "e" not in digits.lower():
         return number
@@ -227,7 +227,7 @@ def _float(digits: str) -> float:
 def encoded_parts(value: Any, size: int = 2**18) -> Iterator[bytes]:
     """Yield the JSON of a value in parts: lists in an object are encoded one item at a time.
 
-    So other threads get their turns. All parts except the last have at least `size` bytes.
+    Other threads can run between two parts. All parts except the last have at least `size` bytes.
     """
     value = fields_of(value) if is_dataclass(value) else value
     if not isinstance(value, dict):

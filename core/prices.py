@@ -1,6 +1,6 @@
 """Counts what calls used and computes the cost, from `prices` in the configuration or litellm's price table.
 
-litellm comes with the extra `providers`.
+The extra `providers` installs litellm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import ConfigError
 from .json_text import loads
 
 MILLION = 1_000_000
-OWN_MACHINES = {"hosted_vllm", "vllm", "ollama", "ollama_chat", "lm_studio", "llamafile"}  # whatever their models are
+OWN_MACHINES = {"hosted_vllm", "vllm", "ollama", "ollama_chat", "lm_studio", "llamafile"}  # not priced by a bare name
 _COSTS = (  # litellm's, in the order of `Price`
     "input_cost_per_token", "output_cost_per_token", "cache_read_input_token_cost", "cache_creation_input_token_cost"
 )  # fmt: skip
@@ -78,7 +78,7 @@ def _count(value: Any, name: str) -> int:
 
 
 class Price(NamedTuple):
-    """USD for a million tokens."""
+    """Prices in USD per million tokens."""
 
     input: float
     output: float
@@ -135,7 +135,7 @@ def _table() -> Mapping[str, Any]:
 
 
 def require_litellm(what: str) -> None:
-    """Raise ConfigError if litellm is not installed. `what` needs it."""
+    """Raise ConfigError if litellm is not installed. `what`: what needs it, for the message."""
     if importlib.util.find_spec("litellm") is None:
         raise ConfigError(f"{what} needs litellm: pip install 'lightning-proxy[providers]'")
 

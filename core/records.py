@@ -18,7 +18,7 @@ PublishMode = Literal["lora", "merged"]
 # With `promotion.mode: gated`, it is `waiting` for its test, the `candidate` of one, or `rejected` by one.
 VersionStatus = Literal["publishing", "candidate", "ready", "live", "rejected", "failed"]
 CollapseSign = Literal["reward", "clip_share", "kl", "kl_base"]
-Header = tuple[bytes, bytes]  # of HTTP, as ASGI has it
+Header = tuple[bytes, bytes]  # of HTTP, as ASGI represents it
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
@@ -39,8 +39,8 @@ def check_id(value: str, what: str) -> str:
 class RolloutName(NamedTuple):
     """The rollout that a request belongs to.
 
-    `named`: a header, URL or key named it. `key_id`: the stored key that opens it if it is new; `evidence`: whether
-    that key gives evidence (`Sender`).
+    `named`: a header, URL or key names the rollout. `key_id`: the stored key that opens it if it is new. `evidence`: as
+    in Sender, for that key.
     """
 
     rollout_id: str
@@ -55,8 +55,8 @@ class RolloutName(NamedTuple):
 class Sender(NamedTuple):
     """Who rewards, opens or ends rollouts; by default the operator, working directly on the store.
 
-    `key_id`: the stored key, if any. `own`: it may act only on rollouts that were opened with that key. `evidence`: its
-    rewards count in the test of a new version.
+    `key_id`: the stored key, if any. `own`: the sender may act only on rollouts that were opened with that key.
+    `evidence`: the sender's rewards count in the test of a new version.
     """
 
     key_id: str | None = None
@@ -124,9 +124,9 @@ class CallStart(NamedTuple):
 class CallEnd(NamedTuple):
     """How a call ended. `response` is the answer that the agent received (a stream is assembled), or the error body.
 
-    `fallback`: the upstream that answered in place of the intended one, and `model` the model it was asked for; then no
-    policy version answered. `imported`: another process made the call and reported it later, so the version that is
-    live now may not be the one that answered.
+    `fallback`: the upstream that answered in place of the intended one; then no policy version answered. `model`: the
+    model requested from the fallback. `imported`: another process made the call and reported it later, so the version
+    that is live now may not be the one that answered.
     """
 
     call_id: str
@@ -156,8 +156,9 @@ class CallFields:
     """The fields of a call that the store, the trainer and the control API share.
 
     `policy_versions`: all that were live while it ran, in order; several only if weights are replaced in place.
-    `superseded_by`: the call that sent the same request again. `extends`: the earlier call with a prompt and answer
-    that this prompt begins with. `request_of`, `prompt_of`: as in store/requests.py; None if the full value is here.
+    `superseded_by`: the call that sent the same request again. `extends`: the earlier call that this prompt continues:
+    the prompt begins with that call's prompt and answer. `request_of`, `prompt_of`: as in store/requests.py; None if
+    the full value is here.
     """
 
     call_id: str
@@ -206,7 +207,7 @@ class ModelCall(CallFields):
 
     @property
     def is_decision(self) -> bool:
-        """Whether the agent was answered and did not send the same request again."""
+        """Whether the agent received an answer and did not send the same request again."""
         return self.status == "ok" and self.superseded_by is None
 
     @property
@@ -238,7 +239,7 @@ class ModelCall(CallFields):
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One posted reward. `call_id` None: for the rollout itself."""
+    """One posted reward. `call_id` None: a reward for the rollout itself."""
 
     rollout_id: str
     reward: float
@@ -254,9 +255,9 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step of the agent that is not a call. `seq` is that of the next call.
+    """A step of the agent that is not a call. `seq`: the number of the next call in the rollout.
 
-    `value`: of a state or a note. `arguments`, `result`, `is_error`: of an action.
+    States and notes have a `value`; actions have `arguments`, `result` and `is_error`.
     """
 
     kind: Literal["state", "action", "note"]
@@ -277,7 +278,7 @@ class Rollout:
 
     `step` is the training step that took it, `dropped` why the trainer will not take it; both are None until then.
     `dropped_by`: the step that was being prepared when it was dropped, if any. `reward` is its return (`returns.py`):
-    `own_reward`, its own, or else the sum of its calls'.
+    `own_reward`, or else the sum of its calls' rewards.
     """
 
     rollout_id: str
@@ -304,7 +305,7 @@ class PolicyVersion:
     """Weights that were or are served. 0 is the base model. `path` has the adapter (lora) or full model (merged).
 
     `adapters`: per-agent adapters (`policy.adapters`): adapter name → model name in vLLM. Their files are in
-    sub-directories of `path` with these names. `verified`: vLLM was shown to serve all of them.
+    sub-directories of `path` with these names. `verified`: a check showed that vLLM serves these weights.
     """
 
     version: int
@@ -322,7 +323,7 @@ class PolicyVersion:
 
     @property
     def served_models(self) -> tuple[str, ...]:
-        """Return the names of its adapters in vLLM, or of the model that its weights were merged into."""
+        """Return the names of its adapters in vLLM, or the name of its merged model."""
         return () if self.served_model is None else (self.served_model, *self.adapters.values())
 
 

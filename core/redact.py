@@ -20,7 +20,7 @@ REASON = "redacted"
 
 # A configured key shorter than this might be any word.
 _SHORTEST_KEY = 8
-# Of a request, what no model is shown.
+# Fields of a request that no model sees.
 _NOT_SHOWN = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 # Fields of an answer that repeat its text.
 _TOKENS = frozenset(
@@ -48,11 +48,11 @@ def _token(hint: str, then: str, inside: str = "A-Za-z0-9") -> SecretShape:
     escapes = (r"\\[bfnrt]", r"\\u[0-9A-Fa-f]{4}", "%[0-9A-Fa-f]{2}")
     escaped = "|".join(f"(?<={escape}{begin})" for escape in escapes)
     pattern = re.compile(f"{begin}(?:(?<![{inside}]{begin})|{escaped}){then}")
-    # Words joined by hyphens are no key. To ask here and not in the pattern keeps the pattern linear.
+    # Words joined by hyphens are not a key. A check here, not in the pattern, keeps the pattern linear.
     return SecretShape(hint, pattern, lambda found: MASK if re.search("[0-9A-Z]", found[0]) else found[0])
 
 
-# One that is cut off is a key still.
+# A block that is cut off is still a key.
 _KEY_BLOCK = (
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
     r"[^-]*+(?:-(?!----END )[^-]*+)*+(?:-----END [^-]*+-{0,5})?"
@@ -76,7 +76,7 @@ _AFTER = {
 }
 SHAPES = (
     *(_token(hint, then) for hints, then in _AFTER.items() for hint in hints.split()),
-    # A JSON Web Token. Tried once in a run of its characters: or the time would grow with the square of its length.
+    # A JSON Web Token. Tried once per run of its characters, or the time would grow with the square of the length.
     _token("eyJ", r"[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*){2,4}", inside="A-Za-z0-9_-"),
     SecretShape("-----BEGIN ", re.compile(_KEY_BLOCK)),
     *(SecretShape(hint, re.compile(f"({hint}(?i:{_AWS_SECRET}"), rf"\1{MASK}") for hint in ("ecret", "ECRET")),
@@ -95,10 +95,10 @@ class Redactor:
         self._shapes = [*own, *SHAPES, *chosen] if config.secrets else chosen
         self._fields = [tuple(path.split(".")) for path in config.fields]
         shown = any(root != "metadata" and name not in _NOT_SHOWN for root, name, *_ in self._fields)
-        self._hides = shown or bool(self._shapes)  # something that a model is shown, or says
+        self._hides = shown or bool(self._shapes)  # something that a model sees or writes
 
     def __bool__(self) -> bool:
-        """Whether anything is redacted."""
+        """Whether anything is to be redacted."""
         return bool(self._shapes or self._fields)
 
     def text(self, text: str) -> str:
@@ -109,7 +109,7 @@ class Redactor:
         return text
 
     def value(self, value: Any, root: str) -> Any:
-        """Return a JSON value redacted; `root` is the first part of the paths of fields that apply to it."""
+        """Return a JSON value redacted; `root`: the first part of the field paths that apply to it."""
         if not self:
             return value
         try:
@@ -151,7 +151,7 @@ class Redactor:
             tool_calls=tool_calls(response),
             prompt_token_ids=(),
             choices=tuple(Choice(c.index, finish_reason=c.finish_reason) for c in end.choices),
-            untrainable_reason=REASON,  # whatever else speaks against it: nothing is learned from it in any way
+            untrainable_reason=REASON,  # in place of any other reason: nothing may be learned from it
         )
 
     def _texts(self, value: Any, *, numbers: bool = False) -> Any:
@@ -174,7 +174,7 @@ class Redactor:
 
 
 def _mask_field(value: Any, path: Sequence[str]) -> Any:
-    """The value with all at `path` masked; `*` stands for any key or index.
+    """The value with everything at `path` masked; `*` stands for any key or index.
 
     Numbers become null, because text in their place could not be read back.
     """

@@ -12,7 +12,7 @@ DONE = b"[DONE]"
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?>\r\n|\r|\n)")
 # This many bytes at the end may be the beginning of a blank line.
 _BLANK = 3
-# A frame that grows beyond this is not looked through again with each piece of it.
+# A frame larger than this is not searched again from its start with each new piece.
 _LARGE = 64 * 1024
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 _EVENT = re.compile(rb"(?:^|[\r\n])event: ?([^\r\n]*)")
@@ -30,12 +30,12 @@ class Frame(NamedTuple):
 
 
 class SSEDecoder:
-    """Cuts a byte stream into frames, wherever it is split. Joined, their raw bytes and `rest` are the input."""
+    """Cuts a byte stream into frames, however it is split. The frames' raw bytes and `rest`, joined, are the input."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._let_go = False  # the beginning of the frame that has not ended was given out
-        self._begins = True  # no frame has ended: a byte order mark may stand before the first
+        self._begins = True  # no frame has ended: a byte order mark may come before the first
 
     @property
     def rest(self) -> bytes:
@@ -84,7 +84,7 @@ class SSEDecoder:
         return frames
 
     def close(self) -> Frame:
-        """At the end of the stream, return the bytes of a frame that never ended. Returns them only once."""
+        """Return, once, the frame that has not ended when the stream does; it is empty if all have."""
         last = self._last_of(bytes(self._buffer))
         self._buffer.clear()
         return last

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 10_000
-MEMORY = 1_000_000  # numbers held at once
+MEMORY = 1_000_000  # numbers held at a time
 
 Verdict = Literal["worse", "safe", "undecided"]
 Floats = NDArray[np.float64]
@@ -20,13 +20,13 @@ Floats = NDArray[np.float64]
 SEED = 0  # of bootstrap and permutations, so that the same rollouts always give the same numbers
 EXACT_UP_TO = 13  # tasks: no more sign patterns than resamples
 SHARES: Floats = np.geomspace(0.05, 0.9, 8)  # that the bettors bet
-MOST_LOG = 700.0  # above it a float has no power of e
+MOST_LOG = 700.0  # a larger power of e overflows a float
 HALVINGS = 40  # of the width 2: finer than anybody reads
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The bounds between which a mean is likely to be."""
+    """The bounds between which a mean is likely to lie."""
 
     low: float
     high: float
@@ -125,7 +125,7 @@ class Evidence:
 
 
 def evidence_of(differences: Iterable[float], margin: float, level: float, metrics: int = 1) -> Evidence:
-    """Return the evidence of pairs, in their order. ValueError if one is not in [-1, 1].
+    """Return the evidence that pairs give, in their order. Raises ValueError if one is not in [-1, 1].
 
     Each pair is one difference: the candidate minus the live version, scaled by the metric's range, positive is better.
     Against a hypothesis "the mean is at most m" a bettor starts with the wealth 1 and bets a share c of it on each
@@ -149,7 +149,7 @@ def evidence_of(differences: Iterable[float], margin: float, level: float, metri
     safe, each gets the full `level`, because all of them must agree (an intersection-union test).
     """
     if not 0 < margin < 1 or not 0 < level < 1 or metrics < 1:
-        raise ValueError(f"need margin and level between 0 and 1, and metrics: got {margin}, {level}, {metrics}")
+        raise ValueError(f"margin and level must be in (0, 1), metrics at least 1; got {margin}, {level}, {metrics}")
     given = _checked(differences)
     drop, safe = (
         _log_mean(np.cumsum(np.vstack((np.zeros_like(SHARES), _gains(side, at_most))), axis=0))

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 # What vLLM sends for a log-probability of minus infinity, which JSON does not have.
 _MINUS_INFINITY = -9999.0
-# How an answer ends that was sampled to its end, or to the agent's limit.
+# Finish reasons of answers that were sampled to their end, or to the agent's limit.
 _COMPLETE = frozenset({"stop", "length", "tool_calls", "function_call"})
 
 NO_TOKEN_IDS = "no token ids from the upstream"
@@ -23,7 +23,7 @@ NOT_THE_POLICY = "the model is not the policy"
 ONLY_RECORDED = "the agent sent X-Recording: only"
 # vLLM takes any lower temperature for 0. A top_p below it leaves one token, as do top_k 1 and min_p 1.
 _GREEDY_BELOW = 1e-5
-# The types of content parts that are no text, in all of the recorded APIs and in vLLM's own.
+# The types of content parts that are not text, in all of the recorded APIs and in vLLM's own.
 _MEDIA = (
     "image_url", "input_image", "image", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds",
     "video_url", "video", "video_embeds", "document", "file", "input_file", "computer_screenshot",
@@ -59,7 +59,7 @@ class _ChoiceTokens:
 
 
 class Tokens:
-    """Collects tokens from a non-streamed answer (one `add`) or from its chunks, before injected fields are removed."""
+    """Collects tokens from an answer (one `add`) or from a stream's chunks, before injected fields are removed."""
 
     def __init__(self, body: Json | None = None) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ class Tokens:
 
 
 def _are_ids(values: list[Any]) -> bool:
-    """Whether all are valid token ids: they must fit into 32-bit integers."""
+    """Whether all are valid token ids: non-negative 32-bit integers."""
     try:
         return len(array("i", values)) == 0 or min(values) >= 0
     except (TypeError, OverflowError):
@@ -149,7 +149,7 @@ def _are_finite(logprobs: list[Any]) -> bool:
 
 
 def is_greedy(request: Json) -> bool:
-    """Return whether decoding is greedy, including vLLM's `use_beam_search` with its one beam (n is 1)."""
+    """Return whether decoding is greedy. vLLM's `use_beam_search` counts too: as n is 1, it has one beam."""
     limits = request.get("temperature"), request.get("top_p")
     cold = any(isinstance(limit, int | float) and limit < _GREEDY_BELOW for limit in limits)
     sure = request.get("top_k") == 1 or request.get("min_p") == 1
@@ -159,9 +159,9 @@ def is_greedy(request: Json) -> bool:
 def not_followed(request: Json) -> str | None:
     """Return why the trainer cannot recompute the distribution of the answer, or None if it can.
 
-    Parameters that act as a function of the tokens are no obstacle: `trainer/step/shaping.py` recomputes them.
+    Parameters that act as a function of the tokens are no obstacle: `trainer/step/shaping.py` recomputes their effect.
     """
-    for message in conversation(request):  # a request may have a hundred thousand: plain texts are passed over here
+    for message in conversation(request):  # there may be a hundred thousand: skip plain texts here
         content = (message.get("content") or message.get("output")) if isinstance(message, dict) else None
         if isinstance(content, list) and _has_media(content):
             return MEDIA
@@ -201,12 +201,12 @@ def constraint(request: Json) -> str | None:
 
 
 def can_be_imitated(reason: str | None) -> bool:
-    """Return whether an answer that was left out for `reason` is still complete and has its tokens."""
+    """Return whether an answer that is not trained on for `reason` is still complete and has its tokens."""
     return (reason or "").startswith((GREEDY, NOT_FOLLOWED))
 
 
 def is_not_followed(reason: str | None) -> bool:
-    """Return whether an answer was left out because of how it was sampled or because its prompt has images or files."""
+    """Return whether an answer is not trained on because of how it was sampled, or of media in its prompt."""
     return (reason or "").startswith((MEDIA, NOT_FOLLOWED))
 
 

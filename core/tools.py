@@ -56,7 +56,7 @@ def calls_in(item: Any) -> Iterator[ToolCall]:
         return
     for call in dicts(item.get("tool_calls")):
         yield _call(call.get("id"), call.get("custom") if call.get("function") is None else call["function"])
-    if isinstance(called := item.get("function_call"), dict):  # of OpenAI's API before there were tools
+    if isinstance(called := item.get("function_call"), dict):  # OpenAI's API before it had tools
         yield _call(None, called)
     for block in dicts(item.get("content")):
         if block.get("type") == "tool_use":
@@ -67,7 +67,7 @@ def _call(call_id: Any, function: Any, name: str = "") -> ToolCall:
     """The call, with its arguments as the model wrote them or the server parsed them; empty if there are none."""
     function = function if isinstance(function, dict) else {}
     value = next((function[where] for where in _ARGUMENTS if function.get(where) is not None), "")
-    if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # so Anthropic and vLLM wrap a text
+    if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # as Anthropic and vLLM wrap invalid JSON
         value = value["INVALID_JSON"]
     arguments = value if isinstance(value, str) else dumps(value)
     return ToolCall(_text(call_id), _text(function.get("name")) or name, arguments)
@@ -103,7 +103,7 @@ def results_in(item: Any) -> Iterator[ToolResult]:
 def written_results(items: Sequence[Any]) -> Iterator[tuple[int, ToolResult]]:
     """Yield the results that smolagents writes as text, if the text is the result of a single call.
 
-    Each comes with the index of the answer that made the call.
+    Each is paired with the index of the answer that made the call.
     """
     for place, (answer, reply) in enumerate(pairwise(items)):
         if begin := _WRITTEN_RESULT.match(text := _words(reply, "user")):
@@ -115,7 +115,7 @@ def written_results(items: Sequence[Any]) -> Iterator[tuple[int, ToolResult]]:
 
 
 def _words(item: Any, role: str) -> str:
-    """The text of a message of this role; none for any other item."""
+    """The text of a message with this role; empty for any other item."""
     if not isinstance(item, dict) or item.get("role") != role:
         return ""
     content = item.get("content")

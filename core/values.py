@@ -32,7 +32,7 @@ _LAX: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (bool,
 
 
 def as_read(request: Json) -> Json:
-    """Return the request as vLLM reads it: "1" counts as 1, and 1 as true. Values that it refuses stay."""
+    """Return the request as vLLM reads it: "1" counts as 1, and 1 as true. Values that it refuses stay unchanged."""
     read = {}
     for name, value in request.items():
         kind = _READ_AS.get(name)
