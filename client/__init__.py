@@ -1,6 +1,6 @@
 """Lets an agent name its rollout and post rewards, states and actions.
 
-No agent needs it to be recorded or trained. Beyond the standard library it imports only tenacity.
+Agents are recorded and trained without it, too. Beyond the standard library it imports only tenacity.
 """
 
 from .control import answer

@@ -1,9 +1,9 @@
-"""Agent Lightning's emitters (`from lightning_proxy.client import agl`), and its agent classes on this rollout's task.
+"""Agent Lightning's emitters (`from lightning_proxy.client import agl`), and a command that runs its agent classes.
 
     lightning-proxy run --tasks FILE -- python -m lightning_proxy.client.agl agents:Chat QUESTION=input.question
 
-The class is 1.0's `local.agent_class`. The variables are its `local.env_map`: each names a place in the task. The
-emitters are from 0.2 and 0.3.
+The class, from version 1.0's `local.agent_class`, runs on this rollout's task. The variables are its `local.env_map`:
+each has a path in the task. The emitters are from 0.2 and 0.3.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Attributes = Mapping[str, Any] | None
 def emit_reward(
     reward: float | Mapping[str, float], *, primary_key: str | None = None, attributes: Attributes = None
 ) -> None:
-    """Reward the rollout, and end it. Of several dimensions, the primary one is named `reward`."""
+    """Reward the rollout and end it. Of several dimensions, the primary one is posted as `reward`."""
     values = dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
     primary = primary_key if isinstance(reward, Mapping) else "reward"
     if primary not in values:
-        raise ValueError(f"primary_key must be one of {list(values)}, got: {primary_key!r}")
+        raise ValueError(f"primary_key must be one of {list(values)}; got {primary_key!r}")
     here, comment = current(), json.dumps(attributes, default=repr) if attributes else None
     main = values.pop(primary)
     for name, value in values.items():
@@ -41,22 +41,22 @@ def emit_reward(
 
 
 def emit_message(message: str, attributes: Attributes = None) -> None:
-    """Keep a text with the rollout."""
+    """Record a text with the rollout."""
     _note("message", message, attributes)
 
 
 def emit_object(object: Any, attributes: Attributes = None) -> None:
-    """Keep any JSON with the rollout."""
+    """Record any JSON value with the rollout."""
     _note("object", object, attributes)
 
 
 def emit_annotation(annotation: Mapping[str, Any]) -> None:
-    """Keep names and their values with the rollout."""
+    """Record named values with the rollout."""
     _note("annotation", annotation)
 
 
 def emit_exception(exception: BaseException, attributes: Attributes = None) -> None:
-    """Keep an exception and its traceback with the rollout."""
+    """Record an exception and its traceback with the rollout."""
     text = "".join(traceback.format_exception(exception))
     found = {"type": type(exception).__name__, "message": str(exception), "stacktrace": text}
     _note("exception", {f"exception.{name}": value for name, value in found.items()}, attributes)
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
         try:
             os.environ[variable] = value_at(given, path)
         except (KeyError, IndexError, ValueError, TypeError):
-            raise SystemExit(f"{variable}={path}: the task has no such field") from None
+            raise SystemExit(f"{variable}={path}: the task has no field at that path") from None
     module, _, kind = name.partition(":") if ":" in name else name.rpartition(".")
     result = getattr(importlib.import_module(module), kind)().run()
     if inspect.isawaitable(result):

@@ -27,7 +27,7 @@ _BACKOFF = wait_random_exponential(multiplier=0.1, max=10)
 class _Again(Exception):
     """This attempt failed, but the next one may succeed.
 
-    `after_s`: the wait that the proxy asked for; `connected`: something answered at its address.
+    `after_s`: the wait that the proxy asked for. `connected`: something listens at the proxy's address.
     """
 
     def __init__(self, why: str, after_s: float = 0.0, *, connected: bool = True) -> None:
@@ -49,16 +49,16 @@ class Control:
     find_s: float = PATIENCE_S
 
     def post(self, path: str, body: Any, headers: Mapping[str, str], *, first: bool = False) -> Any:
-        """Post, and return the answer's JSON. The proxy counts retries once. Raises Refused or ProxyUnreachable."""
+        """Post `body`, once despite retries, and return the response's JSON. Raises Refused or ProxyUnreachable."""
         try:
             data = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise ClientError(f"this cannot be sent as JSON: {error}") from None
+            raise ClientError(f"the value cannot be sent as JSON: {error}") from None
         own = {"Idempotency-Key": uuid4().hex, "Content-Type": "application/json"}
         return self._answer("POST", path, data, {**own, **headers}, self.find_s if first else None)
 
     def get(self, path: str) -> Any:
-        """Return the answer's JSON. Raises Refused or ProxyUnreachable."""
+        """Return the response's JSON. Raises Refused or ProxyUnreachable."""
         return self._answer("GET", path, None, {})
 
     def _answer(
@@ -78,8 +78,8 @@ class Control:
             return tries(_send, request, timeout_s)
         except _Again as why:
             raise ProxyUnreachable(
-                f"no proxy answers at {self.url}, so this was not done: {method} {path}: {why}. Start it with "
-                "`lightning-proxy serve`, or say where it is (LIGHTNING_URL, or url=…)"
+                f"no proxy answers at {self.url}, so {method} {path} was not done: {why}. Start the proxy with "
+                "`lightning-proxy serve`, or give its address (LIGHTNING_URL, or url=…)"
             ) from why
 
 
@@ -108,7 +108,7 @@ def _send(request: Request, timeout_s: float) -> Any:
 
 @cache
 def _opener() -> OpenerDirector:
-    """Connects to the proxy directly: an HTTP proxy named by the environment must not see a rollout's key."""
+    """An opener that connects directly: an HTTP proxy named by the environment must not see a rollout's key."""
     return build_opener(ProxyHandler({}))
 
 
@@ -124,9 +124,9 @@ def _failure(status: int, raw: bytes, retry_after: str) -> Exception:
 
 
 def answer(call: Mapping[str, Any]) -> str:
-    """Return the text of a call's answer by chat, completions, Responses or Messages; "" if it has none.
+    """Return the text of a call's answer in chat, completions, Responses or Messages; "" if it has none.
 
-    `call` is one of the calls of `GET /rollouts/{id}`, which a reward function gets, too.
+    `call`: one of the calls that `GET /rollouts/{id}` returns, or that a reward function gets.
     """
     response = call.get("response")
     if not isinstance(response, dict):

@@ -13,7 +13,7 @@ ADDRESSES = ("LIGHTNING_URL", "OPENAI_BASE_URL")
 TASK, TASK_FILE = "LIGHTNING_TASK", "LIGHTNING_TASK_FILE"
 # Of another rollout, if they are inherited. A token would be sent together with the rollout's ANTHROPIC_API_KEY.
 STALE = {"LIGHTNING_ROLLOUT_ID", TASK, TASK_FILE, "ANTHROPIC_AUTH_TOKEN"}
-# Linux starts no program with a longer variable, or with more of all, which `ulimit -s` may lower.
+# Linux refuses a longer variable, and more bytes of all variables; `ulimit -s` may lower the latter.
 LONGEST, MOST = 128 * 1024, 6 * 1024**2
 
 
@@ -22,15 +22,15 @@ class ClientError(Exception):
 
 
 class NoRollout(ClientError, RuntimeError):
-    """Something was emitted outside of any rollout."""
+    """There is no rollout to emit to, or no task to return."""
 
 
 class ProxyUnreachable(ClientError):
-    """No proxy listens there, or it asked to try again for all of `patience_s` seconds."""
+    """No proxy listens at the address, or the proxy failed for all of `patience_s` seconds."""
 
 
 class Refused(ClientError):
-    """The proxy answered with an error and recorded nothing. Sending it again would not help."""
+    """The proxy answered with an error and recorded nothing. Sending the same request again would not help."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(f"{status}: {message}")
@@ -48,7 +48,7 @@ def task() -> Any:
 
 
 def names_of(url: str, base_url: str, api_key: str, rollout_id: str) -> dict[str, str]:
-    """Return the variables with which a program's clients call the model and name its rollout."""
+    """Return the variables by which a program's clients reach the model and name the rollout."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,  # what llama-index reads
@@ -61,7 +61,7 @@ def names_of(url: str, base_url: str, api_key: str, rollout_id: str) -> dict[str
 
 
 def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return all variables of a program: the ones already `there`, and ours. The task is written to `file`.
+    """Return all variables for a program: the ones already `there`, and ours. The task is also written to `file`.
 
     The task's variable is left out if it is too long for the kernel.
     """
@@ -80,7 +80,7 @@ def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> d
 def reached_directly(env: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
     """Return a program's variables, with the hosts of the proxy's addresses added to NO_PROXY and no_proxy."""
     hosts = [urlsplit(env[name]).hostname or "" for name in ADDRESSES if name in env]
-    # An address of IPv6 stands with and without brackets: programs differ in what they look for.
+    # An IPv6 address is added with and without brackets: programs differ in what they look for.
     added = [name for host in hosts if host for name in ([host, f"[{host}]"] if ":" in host else [host])]
     found = dict(env)
     for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):  # programs read either

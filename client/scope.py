@@ -97,7 +97,7 @@ class Rollout:
         source: str | None = None,
         retrain: bool = False,
     ) -> int:
-        """Post a reward, as POST /reward takes it, and return its id."""
+        """Post a reward, with the fields of POST /reward, and return its id."""
         if isinstance(value, Real) and not isinstance(value, int):
             value = float(value)  # JSON knows no numpy numbers; a boolean is left for the proxy to refuse
         body = {"rollout_id": self.rollout_id, "reward": value, "call_id": call_id, "name": name, "final": final}
@@ -132,7 +132,7 @@ class Rollout:
 def current() -> Rollout:
     """The rollout of the innermost scope, or else the one that `lightning-proxy run` started this program for.
 
-    Raises NoRollout. A new thread begins without a rollout, but `asyncio.to_thread` hands it on.
+    Raises NoRollout. A new thread begins without a rollout, but `asyncio.to_thread` passes it on.
     """
     found = scoped()
     if found is None:
@@ -149,10 +149,10 @@ def scoped() -> Rollout | None:
 
 
 class rollout:
-    """A scope for `with` or `async with`. What is emitted in it, and calls of followed clients, belong to one rollout.
+    """A scope for `with` or `async with`. What is emitted in it, and calls of followed clients, are one rollout's.
 
     It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
-    With `end=False` it leaves the rollout open for somebody else to end or to reward. Arguments that are not given come
+    With `end=False` the rollout stays open, for somebody else to end or reward. Arguments that are not given come
     from the variables that `lightning-proxy run` sets. If no proxy listens, opening fails within seconds, or after
     `patience_s`.
     """
@@ -234,7 +234,7 @@ def emit_reward(
     comment: str | None = None,
     source: str | None = None,
 ) -> int:
-    """Reward the rollout, which ends it unless `final` is False, or the call with the `X-Call-Id` of its answer."""
+    """Reward the rollout, and end it unless `final` is False. With `call_id` (X-Call-Id), reward only that call."""
     return current().reward(value, name=name, call_id=call_id, final=final, comment=comment, source=source)
 
 
@@ -249,19 +249,19 @@ def emit_action(name: str, arguments: Any = None, result: Any = None, *, is_erro
 
 
 def emit_note(value: Any, *, name: str | None = None) -> int:
-    """Keep any JSON with the rollout."""
+    """Record any JSON value with the rollout."""
     return current().event("note", value=value, name=name)
 
 
 def follow(client: Any) -> Any:
-    """Make each request of a client name the rollout it is sent in. Returns the client.
+    """Make a client name the current rollout in each of its requests, and return the client.
 
     The client is an `httpx.Client`, an `httpx.AsyncClient`, or an OpenAI or Anthropic client, which holds one.
     """
     http = getattr(client, "_client", client) if not hasattr(client, "event_hooks") else client
     if not hasattr(http, "event_hooks"):
         raise TypeError(
-            f"{type(client).__name__} is not an httpx client and holds none: send `run.headers` with its requests"
+            f"{type(client).__name__} is not an httpx client and has none inside: send `run.headers` with its requests"
         )
     hook = _name_later if hasattr(http, "aclose") else _name
     hooks = http.event_hooks
