@@ -8,6 +8,6 @@ __version__: str
 def __getattr__(name: str) -> str:
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import version  # only for who asks: it takes milliseconds
+    from importlib.metadata import version  # imported only when needed: it takes milliseconds
 
     return version("lightning-proxy")

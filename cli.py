@@ -1,4 +1,4 @@
-"""The command line: parse, wire, call. A command's modules are imported when it runs, to keep --help fast."""
+"""The command line. A command's modules are imported only when it runs, to keep --help fast."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main(
     os.environ.update(telemetry_off())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # half a character, or one that the terminal lacks
+            stream.reconfigure(errors="backslashreplace")  # a cut character, or one that the terminal lacks
     context.obj = config_file(config)
 
 
@@ -103,7 +103,7 @@ def up(
 def serve(
     context: typer.Context,
     port: Port = None,
-    upstream: Annotated[str | None, typer.Option(metavar="URL", help="a vLLM, with /v1: the only upstream")] = None,
+    upstream: Annotated[str | None, typer.Option(metavar="URL", help="a vLLM server's /v1; replaces upstreams")] = None,
     model: Annotated[str | None, typer.Option(help="the model's name on that server (policy.model)")] = None,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="log lines for people or for programs")] = "text",
 ) -> None:
@@ -122,7 +122,7 @@ def train(
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then exit")] = False,
     method: Annotated[
-        str, typer.Option(help="`rl`, or one run: `sft` imitates, `dpo` prefers better siblings, `kto` goes by thumbs")
+        str, typer.Option(help="`rl`, or one run: `sft` imitates, `dpo` prefers better siblings, `kto` good rollouts")
     ] = "rl",
     offline: Annotated[bool, typer.Option("--offline", help="train on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
@@ -170,10 +170,13 @@ def run(
     mode: Annotated[Literal["train", "eval"], typer.Option(help="`eval`: recorded but never trained on")] = "train",
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="passes over the tasks")] = 1,
     ahead: Annotated[float | None, typer.Option(metavar="N", min=0, max=1000, help=AHEAD)] = None,
-    budget: Annotated[float | None, typer.Option(metavar="USD", min=0, help="start no more once it is spent")] = None,
+    budget: Annotated[
+        float | None, typer.Option(metavar="USD", min=0, help="start no more rollouts once it is spent")
+    ] = None,
     preload: Preload = "",
     resume: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="lists opened rollouts; those with a reward are not run again")
+        Path | None,
+        typer.Option(metavar="FILE", help="the list of opened rollouts; those with a reward are not repeated"),
     ] = None,
     logs: Outputs = None,
     as_json: Json = False,
@@ -204,7 +207,7 @@ def evaluate(
     command: Command,
     tasks: Tasks,
     models: Annotated[
-        str, typer.Option(help="what answers, by comma: live, a version or a model; the first is the baseline")
+        str, typer.Option(help="by comma: live, a version's number or a model's name; the first is the baseline")
     ] = "live",
     samples: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task and model")] = 1,
     concurrency: Concurrency = 8,
@@ -253,8 +256,8 @@ def export_version(
 @app.command(rich_help_panel=START)
 def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps at most")] = 90,
-    directory: Annotated[Path, typer.Option("--dir", help="emptied first")] = Path("lightning-demo"),
-    model: Annotated[Path | None, typer.Option(help="the model's directory, made on first use")] = None,
+    directory: Annotated[Path, typer.Option("--dir", help="the demo's files; emptied first")] = Path("lightning-demo"),
+    model: Annotated[Path | None, typer.Option(help="the model's directory, created on first use")] = None,
     api: Annotated[Literal["chat", "messages", "responses"], typer.Option(help="the API that the agent uses")] = "chat",
     resume: Annotated[bool, typer.Option("--resume", help="continue the demo in --dir, with its options")] = False,
 ) -> None:
@@ -280,11 +283,11 @@ def export(
     file: Annotated[Path, typer.Argument(help="ends in .jsonl or .parquet; `-` and pipes take JSON Lines")],
     kind: Annotated[Literal["transitions", "sft"], typer.Option(help="`sft`: for fine-tuning")] = "transitions",
     mode: Annotated[
-        Literal["train", "eval", "all"] | None, typer.Option(help="of rollouts", show_default="all; sft: train")
+        Literal["train", "eval", "all"] | None, typer.Option(help="only this mode", show_default="all; sft: train")
     ] = None,
     status: Annotated[
         Literal["running", "completed", "failed", "discarded", "all"] | None,
-        typer.Option(help="of rollouts", show_default="all; sft: completed and failed"),
+        typer.Option(help="only this status", show_default="all; sft: completed and failed"),
     ] = None,
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,

@@ -1,4 +1,4 @@
-"""Adds the README as a package index shows it, with links that lead somewhere, to what pyproject.toml says."""
+"""Adds the README to the metadata in pyproject.toml, with absolute links, as a package index needs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RELATIVE_LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?!#|[a-z]+:)")
 
 
 def with_absolute_links(readme: str) -> str:
-    """Let the links to files lead to those of the released version, and images to the bytes themselves."""
+    """Point relative links to the files of the released version, and images to their raw content."""
     repository, tag = PROJECT["urls"]["Repository"], f"v{PROJECT['version']}"
     return RELATIVE_LINK.sub(
         lambda link: f"{link[0]}{repository}/{'raw' if link[1] else 'blob'}/{tag}/",
@@ -26,7 +26,7 @@ def with_absolute_links(readme: str) -> str:
 setup(
     packages=["lightning_proxy"]
     + [f"lightning_proxy.{name}" for name in find_namespace_packages(include=[f"{top}*" for top in TOPS])],
-    script_name="setup.py",  # else it is taken for a module of the package, which lies beside it
+    script_name="setup.py",  # or else it is packaged as a module: it is in the package's folder
     long_description=with_absolute_links((HERE / "README.md").read_text()),
     long_description_content_type="text/markdown",
 )
