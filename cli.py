@@ -103,7 +103,9 @@ def up(
 def serve(
     context: typer.Context,
     port: Port = None,
-    upstream: Annotated[str | None, typer.Option(metavar="URL", help="a vLLM server's /v1; replaces upstreams")] = None,
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL", help="a vLLM server's URL, with /v1; the only upstream")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="the model's name on that server (policy.model)")] = None,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="log lines for people or for programs")] = "text",
 ) -> None:
@@ -122,7 +124,7 @@ def train(
     model: Model = None,
     once: Annotated[bool, typer.Option("--once", help="train on what is ready now, then exit")] = False,
     method: Annotated[
-        str, typer.Option(help="`rl`, or one run: `sft` imitates, `dpo` prefers better siblings, `kto` good rollouts")
+        str, typer.Option(help="`rl`, or tuning: `sft` imitates, `dpo` prefers better siblings, `kto` good rollouts")
     ] = "rl",
     offline: Annotated[bool, typer.Option("--offline", help="train on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
@@ -175,8 +177,7 @@ def run(
     ] = None,
     preload: Preload = "",
     resume: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="the list of opened rollouts; those with a reward are not repeated"),
+        Path | None, typer.Option(metavar="FILE", help="list of opened rollouts; those with a reward are not repeated")
     ] = None,
     logs: Outputs = None,
     as_json: Json = False,
@@ -207,7 +208,7 @@ def evaluate(
     command: Command,
     tasks: Tasks,
     models: Annotated[
-        str, typer.Option(help="by comma: live, a version's number or a model's name; the first is the baseline")
+        str, typer.Option(help="comma-separated: live, a version's number, a model's name; the first is the baseline")
     ] = "live",
     samples: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task and model")] = 1,
     concurrency: Concurrency = 8,
@@ -255,7 +256,7 @@ def export_version(
 
 @app.command(rich_help_panel=START)
 def demo(
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps at most")] = 90,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="maximum number of training steps")] = 90,
     directory: Annotated[Path, typer.Option("--dir", help="the demo's files; emptied first")] = Path("lightning-demo"),
     model: Annotated[Path | None, typer.Option(help="the model's directory, created on first use")] = None,
     api: Annotated[Literal["chat", "messages", "responses"], typer.Option(help="the API that the agent uses")] = "chat",
@@ -283,11 +284,11 @@ def export(
     file: Annotated[Path, typer.Argument(help="ends in .jsonl or .parquet; `-` and pipes take JSON Lines")],
     kind: Annotated[Literal["transitions", "sft"], typer.Option(help="`sft`: for fine-tuning")] = "transitions",
     mode: Annotated[
-        Literal["train", "eval", "all"] | None, typer.Option(help="only this mode", show_default="all; sft: train")
+        Literal["train", "eval", "all"] | None, typer.Option(help="only of this mode", show_default="all; sft: train")
     ] = None,
     status: Annotated[
         Literal["running", "completed", "failed", "discarded", "all"] | None,
-        typer.Option(help="only this status", show_default="all; sft: completed and failed"),
+        typer.Option(help="only of this status", show_default="all; sft: completed and failed"),
     ] = None,
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
@@ -336,7 +337,7 @@ def plan(
 def doctor(
     context: typer.Context,
     command: Annotated[list[str] | None, typer.Argument(help="with --learn: the agent program, after `--`")] = None,
-    learn: Annotated[bool, typer.Option("--learn", help="check by a training step that this system learns")] = False,
+    learn: Annotated[bool, typer.Option("--learn", help="train one step to check that this system learns")] = False,
     tasks: Annotated[
         Path | None, typer.Option(help="with --learn: JSON Lines for the program", show_default="four questions")
     ] = None,

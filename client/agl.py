@@ -3,7 +3,7 @@
     lightning-proxy run --tasks FILE -- python -m lightning_proxy.client.agl agents:Chat QUESTION=input.question
 
 The class, from version 1.0's `local.agent_class`, runs on this rollout's task. The variables are its `local.env_map`:
-each has a path in the task. The emitters are from 0.2 and 0.3.
+each is read from a path in the task. The emitters are from 0.2 and 0.3.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Control:
     find_s: float = PATIENCE_S
 
     def post(self, path: str, body: Any, headers: Mapping[str, str], *, first: bool = False) -> Any:
-        """Post `body`, once despite retries, and return the response's JSON. Raises Refused or ProxyUnreachable."""
+        """Post `body` and return the response's JSON. Retries count once. Raises Refused or ProxyUnreachable."""
         try:
             data = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ ADDRESSES = ("LIGHTNING_URL", "OPENAI_BASE_URL")
 TASK, TASK_FILE = "LIGHTNING_TASK", "LIGHTNING_TASK_FILE"
 # Of another rollout, if they are inherited. A token would be sent together with the rollout's ANTHROPIC_API_KEY.
 STALE = {"LIGHTNING_ROLLOUT_ID", TASK, TASK_FILE, "ANTHROPIC_AUTH_TOKEN"}
-# Linux refuses a longer variable, and more bytes of all variables; `ulimit -s` may lower the latter.
+# Linux refuses a longer variable, and more bytes in total, which `ulimit -s` may lower.
 LONGEST, MOST = 128 * 1024, 6 * 1024**2
 
 

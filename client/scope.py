@@ -149,7 +149,7 @@ def scoped() -> Rollout | None:
 
 
 class rollout:
-    """A scope for `with` or `async with`. What is emitted in it, and calls of followed clients, are one rollout's.
+    """A scope for `with` or `async with`. Its events, and calls by clients given to `follow`, belong to one rollout.
 
     It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
     With `end=False` the rollout stays open, for somebody else to end or reward. Arguments that are not given come

@@ -65,7 +65,7 @@ class MethodNotAllowed(LightningError):
 
 
 class RequestTimeout(LightningError):
-    """The client did not send its request in time. The connection is closed, as no next request can be found on it."""
+    """The client did not send its request in time. The connection is closed, as its state is unknown."""
 
     status = 408
     headers = ((b"connection", b"close"),)
@@ -112,7 +112,7 @@ class Unsupported(LightningError):
 
 
 class UpstreamUnreachable(LightningError):
-    """The upstream could not be reached, or failed or sent an invalid answer before the agent got any of it."""
+    """The upstream could not be reached, broke off, or sent an invalid answer, before the agent got any of it."""
 
     status = 502
 

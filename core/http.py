@@ -19,11 +19,11 @@ from .config.upstreams import UpstreamConfig
 
 T = TypeVar("T")
 
-LARGE = 2**17  # bytes of a request: from here on, a thread costs less than the wait of other requests
+LARGE = 2**17  # bytes of a request: above this, a thread costs less than the wait of other requests
 
 
 async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
-    """Run `work`, which must not share mutable state. If `size` is large, a thread does it: others need not wait."""
+    """Run `work`, which must not share mutable state, in a thread if `size` is large, so that others need not wait."""
     return work() if size < LARGE else await asyncio.to_thread(work)
 
 

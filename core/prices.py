@@ -135,7 +135,7 @@ def _table() -> Mapping[str, Any]:
 
 
 def require_litellm(what: str) -> None:
-    """Raise ConfigError if litellm is not installed. `what`: what needs it, for the message."""
+    """Raise ConfigError if litellm is not installed. `what`: the part that needs it."""
     if importlib.util.find_spec("litellm") is None:
         raise ConfigError(f"{what} needs litellm: pip install 'lightning-proxy[providers]'")
 

@@ -18,7 +18,7 @@ PublishMode = Literal["lora", "merged"]
 # With `promotion.mode: gated`, it is `waiting` for its test, the `candidate` of one, or `rejected` by one.
 VersionStatus = Literal["publishing", "candidate", "ready", "live", "rejected", "failed"]
 CollapseSign = Literal["reward", "clip_share", "kl", "kl_base"]
-Header = tuple[bytes, bytes]  # of HTTP, as ASGI represents it
+Header = tuple[bytes, bytes]  # an HTTP header, as ASGI represents it
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",

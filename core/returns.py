@@ -5,7 +5,7 @@ reward of each name in `trainer.reward_weights`. With weights {"reward": 1, "sty
 
     call a: reward 1, then reward 0, then style 1        call b: reward 1
 
-give 0.5 for a and 1 for b, so 1.5 for the rollout. A later reward of 3 for the rollout itself is its return instead.
+give 0.5 for a and 1 for b, so 1.5 for the rollout. A later reward of 3 for the rollout itself becomes its return.
 A name with weight 0 counts as a reward of 0; other names do not count. Rewards of calls that the client repeated count.
 """
 

@@ -84,7 +84,7 @@ class SSEDecoder:
         return frames
 
     def close(self) -> Frame:
-        """Return, once, the frame that has not ended when the stream does; it is empty if all have."""
+        """Return the frame that the end of the stream cut off, empty if there is none, and clear the buffer."""
         last = self._last_of(bytes(self._buffer))
         self._buffer.clear()
         return last

@@ -32,7 +32,7 @@ _MEDIA = (
 # Why a call cannot be trained on by reinforcement learning, though it can be learned from by imitation.
 GREEDY = "greedy decoding is no sample of the policy"
 NOT_FOLLOWED = "the trainer cannot follow how it was sampled: "
-MEDIA = "the prompt has images, sound or files, which the trainer is not fed"
+MEDIA = "the prompt has images, sound or files"
 
 
 @dataclass(slots=True)
@@ -206,7 +206,7 @@ def can_be_imitated(reason: str | None) -> bool:
 
 
 def is_not_followed(reason: str | None) -> bool:
-    """Return whether an answer is not trained on because of how it was sampled, or of media in its prompt."""
+    """Return whether an answer is not trained on because of how it was sampled or because its prompt has media."""
     return (reason or "").startswith((MEDIA, NOT_FOLLOWED))
 
 

@@ -102,7 +102,7 @@ class FeatureSection(Section):
 
     @property
     def has_guide(self) -> bool:
-        """Return whether the feature scores tokens itself, so that rollouts with equal rewards can train too."""
+        """Return whether the feature scores tokens itself, so that even rollouts with equal rewards are trained on."""
         return False
 
     def training_weights(self, credits: Collection[str]) -> Mapping[str, float]:

@@ -51,7 +51,7 @@ def _cron(text: str) -> str:
 
 
 def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
-    """The times from four hours before `now` on, or from four hours after it back. A repeated hour counts once."""
+    """The times from 4 h before `now` onward; `reverse`: from 4 h after it backward. A repeated hour counts once."""
     begin = datetime.fromtimestamp(now + 4 * 3600 if reverse else now - 4 * 3600)
     return (moment.timestamp() for moment in CronSim(_cron(text), begin, reverse=reverse))
 
@@ -184,7 +184,7 @@ class TrainerConfig(WithFeatures):
     @model_validator(mode="before")
     @classmethod
     def _live_traffic_goes_back(cls, value: Any) -> Any:
-        """Make `collapse.action: rollback` the default for live traffic, where users' wishes may change overnight."""
+        """Make `collapse.action: rollback` the default for live traffic, as what its users want may change."""
         if isinstance(value, dict) and value.get("lone_rollouts") == "running":
             collapse = value.get("collapse", {})
             return value | {"collapse": {"action": "rollback"} | collapse} if isinstance(collapse, dict) else value
@@ -233,7 +233,7 @@ class TrainerConfig(WithFeatures):
 
     @property
     def has_guide(self) -> bool:
-        """Return whether a feature scores tokens itself, so that rollouts with equal rewards can train too."""
+        """Return whether a feature scores tokens itself, so that even rollouts with equal rewards are trained on."""
         return any(section.has_guide for section in self._sections)
 
     @property
