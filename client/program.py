@@ -33,7 +33,7 @@ class Refused(ClientError):
     """The proxy answered with an error and recorded nothing. Sending the same request again would not help."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(f"{status}: {message}")
+        super().__init__(f"the proxy answered {status}: {message}")
         self.status = status
         self.param = param
 
