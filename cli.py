@@ -245,7 +245,7 @@ def export_version(
         Literal["adapter", "merged"] | None, typer.Option("--as", help="merged: a full model", show_default="as served")
     ] = None,
 ) -> None:
-    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
+    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not be running."""
     from .commands.export.policy import export_policy
     from .commands.signals import run_until_signal
 
@@ -296,7 +296,7 @@ def export(
         str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
 ) -> None:
-    """Write recorded rollouts as JSON Lines or Parquet. The proxy need not run."""
+    """Write recorded rollouts as JSON Lines or Parquet. The proxy need not be running."""
     from .commands.export.export import export_command
 
     filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
@@ -310,7 +310,7 @@ def import_(
     model: Annotated[str, typer.Option(help="the model of lines without `model`")] = "imported",
     reward: Annotated[float, typer.Option(help="the reward of lines without `reward`")] = 1.0,
 ) -> None:
-    """Record conversations from elsewhere, to imitate them. The proxy need not run.
+    """Record conversations from elsewhere, to imitate them. The proxy need not be running.
 
     `train --method sft` learns from them.
     """

@@ -20,7 +20,7 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compact, back 
 
 @app.command()
 def info(context: typer.Context, as_json: Json = False) -> None:
-    """Show what is in the store and how large it is. The proxy need not run."""
+    """Show what is in the store and how large it is. The proxy need not be running."""
     from .signals import run_until_signal
 
     found = run_until_signal(read_info(_store_of(context)))

@@ -62,7 +62,7 @@ def return_of(own: float | None, calls: Iterable[float]) -> float | None:
 
 
 def earned(rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> Earned:
-    """Return the rewards of a rollout with this status. Input is oldest first; the newest per call and name counts."""
+    """Return what a rollout and its calls earned. `rewards`: oldest first; the newest per call and name counts."""
     (low, high), weights = rules.within, rules.weights
     newest = defaultdict[str | None, dict[str, float]](dict)
     for reward in rewards:

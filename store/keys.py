@@ -90,7 +90,7 @@ class Keyring(Records):
         try:
             await self._db.execute(KEY_NEW, **asdict(stored))
         except ConstraintRefused:
-            raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
+            raise Conflict(f"there is already a key named {name!r}: revoke it first, or choose another name") from None
         return key, stored
 
     async def revoke(self, name: str) -> StoredKey:

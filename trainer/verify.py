@@ -128,7 +128,7 @@ class Verification:
         } | ({"verified_by": by[0]} if by else {})
 
     async def load(self, stop: asyncio.Event) -> None:
-        """Load the version's adapters and verify them. Load them again if vLLM restarts, which forgets them."""
+        """Load the version's adapters and verify them. If vLLM restarts, it has forgotten them: load them again."""
         await self._swap.unload(self.version)  # adapters of this name from another store, perhaps
         restarts, restarted, waits = 0, True, "verifying the published weights waits"
         while restarts < VERIFY_RESTARTS:
@@ -213,7 +213,7 @@ class Verification:
                 raise PublishError(
                     f"vLLM does not serve the weights that were published as {model}: its log-probabilities differ "
                     f"from the trainer's by {evidence.difference:.4g} on average (policy.verify_tolerance is "
-                    f"{self._tolerance:g}); the previous version stays live"
+                    f"{self._tolerance:g}); the previous version stays live, or goes live again"
                 )
             if not evidence.may_become_clear:
                 break

@@ -210,7 +210,7 @@ class TrainedWeights:
             (temporary / MARKER).touch()
 
     def _full_state(self) -> Weights:
-        """A weight that two modules share is written once, as transformers does."""
+        """Return all weights, gathered. Tied weights are included once, as transformers saves them."""
         named = self.model.named_parameters
         again = {name for name, _ in named(remove_duplicate=False)} - {name for name, _ in named()}
         state = {name: weight for name, weight in self.model.state_dict().items() if name not in again}

@@ -33,7 +33,6 @@ from ...serving.mode import publish_mode
 from ...serving.operator import key_file, operator_headers
 from ...store.opening import first_value, opened
 from ...store.sqlite.database import ROOM, has_room
-from ...store.sqlite.file import lock_file
 from ...store.store import Store
 from ...store.versions import DECIDED
 from ...trainer.collect.groups import full_groups, what_is_missing
@@ -330,15 +329,14 @@ async def waiting_groups(config: Config) -> Any:
 
 
 async def probe_trainer(config: Config) -> str:
-    """Check that a trainer runs if a step could be made. A trainer on this machine locks the store's file."""
-    path = None if config.store.is_postgres else config.store.path.resolve()
-    if path is not None and Path(f"{path}-trainer").exists():
-        with lock_file(path, "trainer") as is_free:
+    """Check that a trainer runs if a step could be made. A trainer locks the store."""
+    if config.store.is_postgres or Path(f"{config.store.path.resolve()}-trainer").exists():
+        async with opened(config.store, to_write=False) as database, database.lock("trainer") as is_free:
             if not is_free:
                 return "a trainer runs on this store"
     if full_groups(await waiting_groups(config)) >= config.trainer.tasks_per_step:
         raise Doubt("no trainer runs, though enough rollouts wait for a step")
-    return "no trainer runs on this machine; `lightning-proxy train` starts one"
+    return "no trainer runs on this store; `lightning-proxy train` starts one"
 
 
 async def probe_step(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""`export`: writes transitions or conversations of the store to a file. The proxy need not run."""
+"""`export`: writes transitions or conversations of the store to a file. The proxy need not be running."""
 
 from __future__ import annotations
 

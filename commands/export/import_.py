@@ -1,4 +1,4 @@
-"""`import`: records conversations from elsewhere, as rollouts that another model answered. The proxy need not run."""
+"""`import`: records conversations from elsewhere, as rollouts of another model. The proxy need not be running."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def check_key(what: str, key: SecretStr | None) -> None:
     """Raise ValueError if a header cannot carry this key unchanged. An empty key may come from an unset variable."""
     text = "none" if key is None else key.get_secret_value()
     if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise ValueError(f"{what} cannot be sent: it must be ASCII without spaces or line ends, and not empty")
+        raise ValueError(f"{what} cannot be sent: it must be ASCII without spaces or line breaks, and not empty")
 
 
 def check_url(key: str, url: str, *, is_vllm: bool) -> str:

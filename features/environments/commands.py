@@ -81,7 +81,7 @@ def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., Non
 
 
 def _stand_in(name: str, environment: str, arguments: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that an environment gives the command `name`. Raise ConfigError if it has its own."""
+    """Return the arguments that the command `name` gets. Raise ConfigError if neither or both ways give them."""
     from ...core.errors import ConfigError
     from .source import experiment_of, source_of
 

@@ -205,7 +205,10 @@ class Search:
         return int((await self._api.request("POST", "/prompts", body))["version"])
 
     async def scores(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
-        """Return the tasks' scores, in order. Raise BudgetSpent if they exceed the budget; `held_out` ones are free."""
+        """Return the tasks' scores, in order, running what is missing. Raise BudgetSpent if that exceeds the budget.
+
+        Held-out tasks do not count towards the budget.
+        """
         # By name: gepa pads a batch to its size with a task that it has already.
         missing = {task.task_id: task for task in tasks if (version, task.task_id) not in self._known}
         if not held_out and len(missing) > max(self.budget - self.taken, 0):

@@ -1,6 +1,6 @@
 """The gate for new versions (`promotion.mode: gated`): splits new rollouts between two versions, and decides.
 
-Groups of siblings are reduced to pairs, pairs to evidence by each guarded metric, and evidence to a decision.
+Groups of siblings are reduced to pairs, pairs to evidence for each guarded metric, and evidence to a decision.
 """
 
 from __future__ import annotations

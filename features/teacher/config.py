@@ -38,7 +38,7 @@ class TeacherConfig(FeatureSection):
         trainer = config.trainer
         if self.has_guide and trainer.importance_level == "sequence" and trainer.loss_type != "cispo":
             raise ValueError(
-                "a teacher scores single tokens, but with trainer.importance_level sequence "
+                "a teacher scores single tokens, but with trainer.importance_level sequence, "
                 f"trainer.loss_type {trainer.loss_type} treats all tokens of an answer alike: set importance_level "
                 "to token, or loss_type to cispo"
             )

@@ -49,7 +49,7 @@ class GuidesPlugin(TrainerPlugin):
             try:
                 await teacher.check()
             except GuideError as error:
-                log.warning("steps will wait: %s", error)
+                log.warning("training steps will wait: %s", error)
             yield TrainerHooks(guide=teacher.guided)
 
 

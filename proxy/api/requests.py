@@ -106,7 +106,7 @@ OwnKey = Annotated[str | None, Depends(_own_key)]
 
 
 async def json_response(value: Any) -> Response:
-    """Return a JSON response, encoded in a thread as for the store: FastAPI is slow, and UTF-8 cannot hold every text.
+    """Return a JSON response, encoded in a thread as for the store: FastAPI is slow, and fails at lone surrogates.
 
     It is sent in parts. Each part is sent when the one before has left, and then freed.
     """

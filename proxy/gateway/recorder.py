@@ -367,7 +367,7 @@ def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], 
 
 
 def _readable(row: Json) -> Json:
-    """The row with `?` for characters in names and ids that UTF-8 cannot encode. JSON texts already escape them."""
+    """The row with `?` for lone surrogates in names and ids, which UTF-8 cannot encode. JSON texts escape them."""
     return {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
 
 

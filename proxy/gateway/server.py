@@ -1,7 +1,7 @@
-"""Changes how uvicorn reads HTTP/1.1, tells answers that the server is stopping, and limits silent connections.
+"""Changes how uvicorn reads HTTP/1.1, tells answers that the server is stopping, and limits idle connections.
 
 Trailers are dropped: they come after the headers have been acted on. Upgrades are ignored: some clients ask for HTTP/2
-with every request. A connection holds a file, and a call one more, so silent connections may hold only some of them.
+with every request. A connection holds a file, and a call one more, so connections without a request may hold only some.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 HEAD_S = 10.0  # that a request's head may take
 UNTAKEN_S = 60.0  # in which a client has to read a part of its answer
-UNTAKEN_WITHOUT_KEY = 2**26  # bytes of answers that clients without a key leave untaken, all together
+UNTAKEN_WITHOUT_KEY = 2**26  # bytes of answers that clients without a key leave unread, in total
 WITHOUT_KEY_S = 1.0  # for which a request without a key keeps its place when there is no other
 _PROBE_PATHS = (b"/healthz", b"/readyz", b"/metrics")
 OWN_FILES = 64  # of the process: store, log, threads' pipes, connections of our own to model servers
@@ -65,18 +65,21 @@ def calls_at_once(files: int) -> int:
 
 
 class Connections:
-    """Closes the oldest silent connections if there are too many; with too many calls, an idle one without a key."""
+    """Limits connections: closes the oldest ones without a request if there are too many.
+
+    If calls have no room, a call without a key whose answer is slow or unread is closed in favour of the new one.
+    """
 
     def __init__(self, files: int) -> None:
         self._calls, self._room, self._logged_at = calls_at_once(files), files - OWN_FILES, -LOG_EVERY_S
         # Connections that have not sent a request yet, that may bring another one, and that have one under way.
         self.new, self.idle, self.at_work = self._all = tuple(dict[ServerProtocol, None]() for _ in range(3))
-        self.without_key = Memory(UNTAKEN_WITHOUT_KEY, UNTAKEN_WITHOUT_KEY)  # for answers that are not taken
+        self.without_key = Memory(UNTAKEN_WITHOUT_KEY, UNTAKEN_WITHOUT_KEY)  # for answers that clients do not read
 
     def began(self, connection: ServerProtocol, *, is_probe: bool) -> bool:
         """Note that a request's head has arrived. Return False if there is no room for another call."""
         if connection not in self.at_work and len(self.at_work) >= self._calls + is_probe * PROBES:
-            idle = next((one for one in self.at_work if one.is_idle_without_key), None)
+            idle = next((one for one in self.at_work if one.is_slow_without_key), None)
             self.lost(idle or connection)
             if idle is None:
                 return False
@@ -89,7 +92,7 @@ class Connections:
             connections.pop(connection, None)
 
     def move(self, connection: ServerProtocol, to: dict[ServerProtocol, None]) -> None:
-        """Note a connection's state, and close surplus silent ones."""
+        """Note a connection's state, and close surplus ones without a request."""
         self.lost(connection)
         to[connection] = None
         allowed = max(min(self._room // 4, MOST_SILENT, self._room - FILES_OF_A_CALL * len(self.at_work)), 1)
@@ -98,7 +101,7 @@ class Connections:
             self.lost(oldest)
             oldest.close_silent()
             if monotonic() > self._logged_at + LOG_EVERY_S:
-                log.warning("closing silent connections: at most %d may be open now", allowed)
+                log.warning("closing connections without a request: at most %d of them may be open now", allowed)
                 self._logged_at = monotonic()
 
 
@@ -178,7 +181,7 @@ class ServerProtocol(HttpToolsProtocol):
     _requested_at = 0.0
     _head_timer: asyncio.TimerHandle | None = None
     _untaken_timer: asyncio.TimerHandle | None = None
-    _loan: Loan  # of the answer that is not taken
+    _loan: Loan  # of the answer that the client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Joining(transport, self.loop))  # type: ignore[arg-type]
@@ -306,7 +309,7 @@ class ServerProtocol(HttpToolsProtocol):
         return {} if self.cycle is None else self.cycle.scope["state"]
 
     @property
-    def is_idle_without_key(self) -> bool:
+    def is_slow_without_key(self) -> bool:
         """Return whether the request had no key and its answer is unread or slow."""
         waits = self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._requested_at + WITHOUT_KEY_S
         return waits and "caller" not in self._state

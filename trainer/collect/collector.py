@@ -296,7 +296,7 @@ class Collector:
         return self._unrewarded
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        """Return the rows of rollouts, without advantages. While vLLM is down, sampling is read from requests alone."""
+        """Return rows without advantages. While vLLM is down, only requests show how rollouts were sampled."""
         found: list[Sample] = []
         for rollout in rollouts:
             with suppress(NotFound):  # deleted meanwhile

@@ -78,7 +78,7 @@ class WaitingGroups:
         return [*chain(*self._tasks.values()), *([lone] if lone else [])]
 
     def _is_complete(self, group: Group) -> bool:
-        """Whether no siblings are awaited: all have ended, or were compared before."""
+        """Whether nothing is awaited: enough have ended, a step took the siblings, or each is compared on its own."""
         if group.pool is None:
             return self._config.compares_with_earlier or group.ended >= self._config.group_size
         return group.complete

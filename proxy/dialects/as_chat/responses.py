@@ -186,8 +186,10 @@ def _tools(given: Json) -> Json:
             return {}
         raise Untranslatable("tool_choice without tools")
     if isinstance(choice, dict):
-        if choice["type"] not in ("function", "custom") or "structured_outputs" in given:
-            raise Untranslatable(f"tool_choice is of type {choice['type']}, or is combined with structured_outputs")
+        if "structured_outputs" in given:
+            raise Untranslatable("both a tool_choice that names a tool and structured_outputs")
+        if choice["type"] not in ("function", "custom"):
+            raise Untranslatable(f"a tool_choice of type {choice['type']}")
         if all(tool["function"]["name"] != choice["name"] for tool in tools):
             raise Untranslatable(f"tool_choice names {choice['name']}, which is not a tool")
         choice = {"type": "function", "function": {"name": choice["name"]}}
@@ -382,7 +384,7 @@ def _custom_input(arguments: str) -> str:
 
 
 def _usage(usage: Json | None) -> Json | None:
-    """The usage; cache counts that the server does not send are 0."""
+    """The usage in the form of Responses; counts that the server does not send are 0."""
     if usage is None:
         return None
     cache, spent = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}

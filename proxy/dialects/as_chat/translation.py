@@ -58,7 +58,7 @@ class Template:
     def known(self, name: str) -> Any:
         """Return a field's value; raise TemplateUnknown if it is None."""
         if (value := getattr(self, name)) is None:
-            raise TemplateUnknown(f"the server's chat template is not known: {name}")
+            raise TemplateUnknown(f"the server's chat template could not be probed ({name} is unknown)")
         return value
 
 
