@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from ..store.database import Database
 from .waiting import pause
 
 log = logging.getLogger(__name__)
+
+RELEASED_S = 3.0
 
 
 @contextmanager
@@ -39,10 +42,18 @@ def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
 
 
 async def require_free(config: Config, database: Database) -> None:
-    """Raise ConfigError if another trainer, on any machine, works on a store that is not a file."""
-    async with database.lock("trainer") as ours:
-        if not ours:
+    """Raise ConfigError if another trainer, on any machine, works on a store that is not a file.
+
+    The server may need a moment to notice that a trainer was killed and to release its lock.
+    """
+    until = time.monotonic() + RELEASED_S
+    while True:
+        async with database.lock("trainer") as ours:
+            if ours:
+                return
+        if time.monotonic() >= until:
             raise ConfigError(f"another trainer works on {config.store.where}; stop it first")
+        await asyncio.sleep(RELEASED_S / 10)
 
 
 async def while_alone(

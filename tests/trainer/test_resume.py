@@ -125,6 +125,10 @@ async def test_a_trainer_that_loses_its_lock_waits_until_no_other_has_it(monkeyp
     monkeypatch.setattr(lock, "pause", AsyncMock())
     await while_alone(True, False, True)
     assert works == 2
+    works = 1
+    await while_alone(False, False, True, True)  # a killed trainer's lock is released a moment later
+    assert works == 2
+    monkeypatch.setattr(lock, "RELEASED_S", 0)
     with pytest.raises(ConfigError, match="another trainer works on"):
         await while_alone(False, False)
     assert works == 2

@@ -90,11 +90,11 @@ async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_one_that_is
 
 
 async def test_a_group_waits_for_its_last_sibling_but_not_for_ever(start: Any, judge: ScriptedJudge) -> None:
-    async with start(rewards=rank(judge), trainer={"group_timeout_s": 2.0}) as system:
+    async with start(rewards=rank(judge), trainer={"group_timeout_s": 4.0}) as system:
         ids = [one["rollout_id"] for one in await system.post("/rollouts", {"task_id": "t", "n": 3})][:2]
         for rollout_id, text in zip(ids, ("worth 1", "worth 2"), strict=True):
             await completed(system, rollout_id, text)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         assert judge.asked == []
         assert await values(system, ids) == [0.0, 1.0]
 
