@@ -1,4 +1,4 @@
-"""The command line. A command's modules are imported only when it runs, to keep --help fast."""
+"""The command line. Heavy modules are imported only by the commands that need them, to keep --help fast."""
 
 from __future__ import annotations
 

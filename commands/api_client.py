@@ -1,4 +1,4 @@
-"""A client of the proxy's control API for commands, or of the store alone if no proxy runs."""
+"""A client of the proxy's control API for commands, or of the store alone if no proxy is running."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
 
 
 def look(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
-    """Do `work`, which only reads, with a client of the proxy, or of its store if no proxy runs."""
+    """Do `work`, which only reads, with a client of the proxy, or of its store if no proxy is running."""
     try:
         return ask(config, work)
     except ProxyNotThere as error:

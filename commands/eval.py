@@ -172,7 +172,9 @@ async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
         view.say(f"policy version {version} is live again")
     except ApiError as error:
         again = f"lightning-proxy policy promote {version}"
-        raise LightningError(f"policy version {version} is not live again: {error.message}; try `{again}`") from None
+        raise LightningError(
+            f"policy version {version} could not be made live again: {error.message}; try `{again}`"
+        ) from None
 
 
 def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:

@@ -42,7 +42,7 @@ def journal_path(config: Config) -> Path:
 
 
 async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
-    """Undo what a killed `doctor --learn` left. Raise ConfigError while another or a trainer runs."""
+    """Undo what a killed `doctor --learn` left. Raise ConfigError while another one or a trainer is running."""
     if journal_path(config).is_file():
         async with alone(config):
             await put_back_if_left(config, say)

@@ -171,7 +171,7 @@ class Waiting(Records):
         return dict(map(tuple, await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})))
 
     async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
-        """Count completed rollouts without a reward that counts, and the rewards posted for them by name.
+        """Count completed rollouts without a reward that counts, and by name those that got a reward of another name.
 
         Rollouts that were dropped, or await a reward function, are not counted.
         """
@@ -181,7 +181,7 @@ class Waiting(Records):
         return len({rollout_id for rollout_id, _ in rows}), dict(names.most_common())
 
     async def standstill(self, batch: int) -> Standstill | None:
-        """Return how many rollouts in a row were dropped for equal rewards, once they fill BATCHES batches; else None.
+        """Return a Standstill if BATCHES batches of rollouts since the last step were dropped for equal rewards.
 
         Only rollouts with trusted rewards count. `batch`: the number of rollouts in a training step.
         """

@@ -37,7 +37,7 @@ def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(f"another trainer works on {held}; stop it first") from None
+                raise ConfigError(f"another trainer is using {held}; stop it first") from None
         yield
 
 
@@ -52,7 +52,7 @@ async def require_free(config: Config, database: Database) -> None:
             if ours:
                 return
         if time.monotonic() >= until:
-            raise ConfigError(f"another trainer works on {config.store.where}; stop it first")
+            raise ConfigError(f"another trainer is using {config.store.where}; stop it first")
         await asyncio.sleep(RELEASED_S / 10)
 
 

@@ -260,7 +260,7 @@ def check_model(config: Mapping[str, Any]) -> None:
         f"its weights are quantised ({quantisation.get('quant_method')}) and cannot be trained; use the original, "
         "unquantised model": quantisation,
         f"{kind} has an encoder; only decoder models can be trained": config.get("is_encoder_decoder"),
-        f"{kind} has layers of {', '.join(sorted(others))}; only attention layers are supported": others,
+        f"{kind} has layers of {', '.join(sorted(others))}; only full or sliding-window attention is supported": others,
         f"{kind} has attention sinks, which are not supported": kind == "gpt_oss",
     }
     for problem, there in problems.items():

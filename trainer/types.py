@@ -84,7 +84,7 @@ class Sibling:
     sifted: Sifted = Sifted()
 
     def only(self, places: Sequence[int]) -> Sibling:
-        """Return the sibling with only the calls at `places` and only their rewards."""
+        """Return the sibling with only the calls at `places` and their rewards, and with the rollout's own rewards."""
         calls, rewards = [self.calls[i] for i in places], self.rewards
 
         def kept(values: Mapping[str, float]) -> dict[str, float]:

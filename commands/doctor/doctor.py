@@ -231,7 +231,7 @@ async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
         policy = await api.policy()
     except ProxyNotThere:
         start = "start it with `lightning-proxy serve`; `up` starts it once vLLM answers"
-        elsewhere = "" if store.may_be_there else f"; if it runs already, {ELSEWHERE}"
+        elsewhere = "" if store.may_be_there else f"; if it is already running, {ELSEWHERE}"
         raise Finding(f"nothing answers at {api.url}", f"{start}{elsewhere}") from None
     if not store.may_be_there:
         raise Finding(f"{api.url} {OTHER_STORE}: there is no {store.where}", ELSEWHERE)
@@ -329,14 +329,14 @@ async def waiting_groups(config: Config) -> Any:
 
 
 async def probe_trainer(config: Config) -> str:
-    """Check that a trainer runs if a step could be made. A trainer locks the store."""
+    """Check that a trainer is running if a step could be made. A trainer locks the store."""
     if config.store.is_postgres or Path(f"{config.store.path.resolve()}-trainer").exists():
         async with opened(config.store, to_write=False) as database, database.lock("trainer") as is_free:
             if not is_free:
-                return "a trainer runs on this store"
+                return "a trainer is running on this store"
     if full_groups(await waiting_groups(config)) >= config.trainer.tasks_per_step:
-        raise Doubt("no trainer runs, though enough rollouts wait for a step")
-    return "no trainer runs on this store; `lightning-proxy train` starts one"
+        raise Doubt("no trainer is running, though enough rollouts wait for a step")
+    return "no trainer is running on this store; `lightning-proxy train` starts one"
 
 
 async def probe_step(config: Config) -> str:

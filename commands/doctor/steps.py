@@ -239,7 +239,7 @@ class LearnStep:
         good = len(calls) - reasons.total()
         found = f"{good} of {len(calls)} calls have their sampled tokens and log-probabilities"
         if reasons:
-            raise (Doubt if good else Finding)(f"{found}; the others: {reasons.most_common(1)[0][0]}")
+            raise (Doubt if good else Finding)(f"{found}; the others, most often: {reasons.most_common(1)[0][0]}")
         return found
 
     async def _reward(self) -> str:
@@ -269,7 +269,7 @@ class LearnStep:
             dropped = Counter([(await self._api.rollout(rollout))["dropped"] for rollout in self._rewards])
             why = dropped.most_common(1)[0][0]
             alike = "sample at temperature 1, with other tasks: siblings that all answer alike teach nothing"
-            raise Finding(f"nothing to learn from: {why}", alike if "equal" in str(why) else None)
+            raise Finding(f"nothing to learn from, most often: {why}", alike if "equal" in str(why) else None)
         self._batch = batch
         nonzero = sum(any(sample.advantages) for sample in batch.samples)
         return f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"

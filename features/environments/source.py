@@ -1,4 +1,4 @@
-"""Turns `--environment KIND:NAME` into input for `run`. Each kind has its own Python in `.venv-environments/KIND`."""
+"""Turns `--environment KIND:NAME` into tasks and a program. Each kind has its own venv, `.venv-environments/KIND`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`experiment`: runs each variant with each seed (a lesson) that has no result yet, and shows all results."""
+"""`experiment`: runs each lesson (a variant with a seed) that has no result yet, and shows all results."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def named(answer: Any, name: str) -> dict[str, float]:
         if not isinstance(key, str) or not 0 < len(key) <= 200:
             raise TypeError(f"{key!r} is not a reward name: 1 to 200 characters are needed")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise TypeError(f"{value!r:.100} is not a reward: a finite number, a dict of numbers or None is needed")
+            raise TypeError(f"reward {key!r}: {value!r:.80} is not a finite number; return one, a dict of them or None")
         found[key] = float(value)
     return found
 

@@ -96,7 +96,7 @@ def _path(name: str) -> str:
 def _ask(context: typer.Context, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     from ...commands.api_client import ask, look
 
-    to = look if method == "GET" else ask  # where no proxy runs, its store answers
+    to = look if method == "GET" else ask  # if no proxy is running, its store answers
     return to(configuration(context), lambda api: api.request(method, path, body))
 
 

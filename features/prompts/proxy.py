@@ -157,7 +157,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class TriedOut:
-    """A rollout in which an optimisation tried a version. `held_out`: it was not part of the search."""
+    """A rollout in which an optimisation tried a version. `held_out`: its task was not part of the search."""
 
     rollout_id: str
     version: int

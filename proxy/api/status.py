@@ -149,7 +149,7 @@ async def verified(store: Store) -> Verified:
 
 @health.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """Answer 200: the process runs."""
+    """Answer 200: the process is running."""
     return {"status": "ok"}
 
 

@@ -48,7 +48,7 @@ def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(tmp_path: Path) ->
         found = checks(proxy.run("doctor", "--json"))
         assert found["trainer"]["outcome"] == "warning" and found["next step"]["found"].endswith("it can be taken")
         with only_trainer(tmp_path / "policy", tmp_path / "store.db"):
-            assert checks(proxy.run("doctor", "--json"))["trainer"]["found"] == "a trainer runs on this store"
+            assert checks(proxy.run("doctor", "--json"))["trainer"]["found"] == "a trainer is running on this store"
 
 
 def test_a_full_disk_is_a_failed_check(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_trainer_that_runs_is_left_alone(patient: Any) -> None:
     with patient() as one, only_trainer(one.directory / "policy", one.directory / "store.db"):
         without_model = one.config.read_text().replace(f"model: {one.vllm.root}", "")
         one.config.write_text(without_model)  # what is to be stopped is told first
-        assert failed(learn(one)["trainer"], "another trainer works")
+        assert failed(learn(one)["trainer"], "another trainer is using")
         assert one.vllm.loads == []
 
 

@@ -73,7 +73,7 @@ def test_a_fault_in_a_plugins_credit_is_named_with_file_and_line(install: Instal
     with pytest.raises(ConfigError) as error:
         own_credit("opo:broken", [], TrainerConfig())
     fault = f"ZeroDivisionError: division by zero ({tmp_path}/site/opo.py, line 2)"
-    assert error.value.message == f"trainer.credit opo:broken: {fault}"
+    assert error.value.message == f"trainer.credit opo:broken: it raised {fault}"
 
 
 LABELS = """

@@ -98,7 +98,7 @@ def test_two_trainers_share_neither_a_store_nor_a_directory(tmp_path: Path) -> N
         (tmp_path / "link.db").symlink_to(tmp_path / "s.db")
         for directory, store, held in (("b", "link.db", "s.db"), ("a", "other.db", "a")):
             with (
-                pytest.raises(ConfigError, match=f"another trainer works on {tmp_path / held}; stop it first"),
+                pytest.raises(ConfigError, match=f"another trainer is using {tmp_path / held}; stop it first"),
                 lock.only_trainer(tmp_path / directory, tmp_path / store),
             ):
                 pass
@@ -129,7 +129,7 @@ async def test_a_trainer_that_loses_its_lock_waits_until_no_other_has_it(monkeyp
     await while_alone(False, False, True, True)  # a killed trainer's lock is released a moment later
     assert works == 2
     monkeypatch.setattr(lock, "RELEASED_S", 0)
-    with pytest.raises(ConfigError, match="another trainer works on"):
+    with pytest.raises(ConfigError, match="another trainer is using"):
         await while_alone(False, False)
     assert works == 2
 

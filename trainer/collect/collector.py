@@ -33,7 +33,7 @@ from .sampled import Sampled
 log = logging.getLogger(__name__)
 STANDSTILL = "standstill"
 ABSURD = 1e12  # no advantage or return is larger; NaN is not smaller
-POISONED = f"returns or advantages of its group are not finite, or beyond {ABSURD:g}"
+POISONED = f"returns or advantages of the group are not finite, or beyond {ABSURD:g}"
 UNVERIFIED = "answered by a policy version that was not verified"
 STALE = "stale: sampled by too old a policy version"
 # Earlier rollouts that one without siblings is compared with: fewer say too little of what is usual.
@@ -343,7 +343,7 @@ class Collector:
 def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
     """Why a rollout with advantages has nothing to train on."""
     if not_followed:
-        return f"no trainable calls: {not_followed.most_common(1)[0][0]}"
+        return f"no trainable calls, most often: {not_followed.most_common(1)[0][0]}"
     reasons = {
         "rows_too_long": "longer than trainer.max_sample_tokens or the model's context",
         "calls_other_tokens": "another model sampled tokens that this model does not have",

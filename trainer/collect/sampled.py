@@ -27,7 +27,7 @@ _PARAMETERS = (
 _KEPT = 10_000  # sets of parameters, far more than a step has
 _MESSAGE: Json = {"messages": [{"role": "user", "content": "0"}]}
 _PROMPTS: dict[str, Json] = {"completions": {"prompt": "0"}, "responses": {"input": "0"}}
-_NOT_UNDERSTOOD = "its sampling parameters are not understood"
+_NOT_UNDERSTOOD = "the sampling parameters are not understood"
 _NO_ROUTE = (
     "vLLM does not report its sampling parameters (%s): calls with a grammar are left out, others are read from their "
     "requests; start vLLM with `lightning-proxy vllm`, or add --enable-scale-out"

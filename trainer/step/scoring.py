@@ -87,7 +87,7 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
     """Raise ConfigError for models that need separate rows: recurrent layers, or a window shorter than a sample."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if others := kinds - {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"policy.model: layers of type {sorted(others)} are not supported; only attention layers are")
+        raise ConfigError(f"policy.model: {sorted(others)} layers; only full or sliding-window attention is supported")
     if (window := _window(config)) and window < max_tokens:
         raise ConfigError(f"trainer.max_sample_tokens: {max_tokens} is over the model's attention window of {window}")
 

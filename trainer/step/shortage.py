@@ -1,4 +1,4 @@
-"""Handles memory that runs out: passes are halved, and a sample that does not fit alone is left out."""
+"""Handles out-of-memory errors: passes are halved, and a sample that does not fit alone is left out."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ FAULTS = {
     "sys.exit(3)": "SystemExit: 3 (scoring.py:8)",
     "os._exit(7)": "the function's process ended (exit code 7)",
     "time.sleep(60)": "no answer within 0.5 s",
-    "'much'": "'much' is not a reward: a finite number, a dict of numbers or None is needed",
-    "float('nan')": "nan is not a reward",
+    "'much'": "'much' is not a finite number; return one, a dict of them or None",
+    "float('nan')": "nan is not a finite number",
     "{1: 0.5}": "1 is not a reward name",
     "{'style': 1.0, 'reward': -1e300}": "reward: -1e+300 is outside of rewards.range, -10000 to 10000",
 }
