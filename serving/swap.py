@@ -304,5 +304,5 @@ def files_of(version: PolicyVersion) -> str:
 
 def labels_of(version: PolicyVersion) -> tuple[str, ...]:
     """Return vLLM's labels for a version. Their time tells stores apart; after a start, vLLM's label is `default`."""
-    label = f"{version.version}-{int(version.created_at)}"
+    label = f"{version.version}-{int(version.created_at * 1000)}"
     return (label,) if version.version else (label, "default")

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from lightning_proxy.core.errors import PublishError
-from lightning_proxy.serving.swap import LOADED
+from lightning_proxy.serving.swap import LOADED, labels_of
 from lightning_proxy.serving.vllm import LOADING
 from support.training import Bench, DeafServer, HonestServer, Start
 
@@ -53,7 +53,7 @@ async def test_servers_are_verified_before_agents_come(bench: Start, servers: in
     async with bench(server=WatchedServer, replicas=[WatchedServer] * (servers - 1)) as b:
         b.server.running, watched = 5, watch(b)
         await b.train("t1", "t2")
-        label = f"1-{int((await b.store.versions.live()).created_at)}"
+        (label,) = labels_of(await b.store.versions.live())
         assert await b.live() == (1, 1, True)
         assert [(server.label, server.opened) for server in (b.server, *b.replicas)] == [(label, 2)] * servers
         half = (servers + 1) // 2
@@ -96,7 +96,7 @@ async def test_a_server_that_answers_nobody_gets_new_weights_first(bench: Start)
     async with bench(replicas=[HonestServer]) as b:
         b.replicas[0].label, watched = "lost", watch(b)
         await b.train("t1", "t2")
-        label = f"1-{int((await b.store.versions.live()).created_at)}"
+        (label,) = labels_of(await b.store.versions.live())
         assert b.server.label == b.replicas[0].label == label
         first, labels = watched[0]
         assert (first, labels[0]) == (1, "default"), "the other one answers agents meanwhile"
