@@ -182,7 +182,7 @@ def run(
     logs: Outputs = None,
     as_json: Json = False,
 ) -> None:
-    """Run an agent program on tasks. Each task gets several sibling rollouts."""
+    """Run an agent program on tasks. Each task gets `--group-size` sibling rollouts."""
     from .commands.run.command import run_command
 
     run_command(

@@ -1,4 +1,4 @@
-"""Adds the README to the metadata in pyproject.toml, with absolute links, as a package index needs them."""
+"""Adds to pyproject.toml: the packages, and the README with absolute links, as a package index needs them."""
 
 from __future__ import annotations
 

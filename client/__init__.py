@@ -1,6 +1,6 @@
-"""Lets an agent name its rollout and post rewards, states and actions.
+"""Lets an agent name its rollout and post rewards, states, actions and notes.
 
-Agents are recorded and trained without it, too. Beyond the standard library it imports only tenacity.
+Agents are recorded and trained without it, too. Of other packages, importing it needs only tenacity.
 """
 
 from .control import answer

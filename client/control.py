@@ -1,4 +1,4 @@
-"""A small client of the proxy's control API, with retries. Uses the standard library and tenacity only."""
+"""A small client of the proxy's control API, with retries, and `answer`, which reads a call's text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Again(Exception):
 class Control:
     """The control API of the proxy at `url`. A request is retried for up to `patience_s` seconds.
 
-    `find_s`: how long the first request waits for something to listen there.
+    `find_s`: how long a post with `first` waits for something to listen there.
     """
 
     url: str
@@ -49,7 +49,10 @@ class Control:
     find_s: float = PATIENCE_S
 
     def post(self, path: str, body: Any, headers: Mapping[str, str], *, first: bool = False) -> Any:
-        """Post `body` and return the response's JSON. Retries count once. Raises Refused or ProxyUnreachable."""
+        """Post `body` and return the response's JSON. Retries count once.
+
+        Raises Refused, ProxyUnreachable, or ClientError if `body` has no JSON form.
+        """
         try:
             data = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
@@ -78,8 +81,8 @@ class Control:
             return tries(_send, request, timeout_s)
         except _Again as why:
             raise ProxyUnreachable(
-                f"no proxy answers at {self.url}, so {method} {path} was not done: {why}. Start the proxy with "
-                "`lightning-proxy serve`, or give its address (LIGHTNING_URL, or url=…)"
+                f"{method} {path} got no valid answer from {self.url}: {why}. If no proxy is running there, start one "
+                "with `lightning-proxy serve`, or give the proxy's address (LIGHTNING_URL, or url=…)"
             ) from why
 
 

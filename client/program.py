@@ -39,7 +39,7 @@ class Refused(ClientError):
 
 
 def task() -> Any:
-    """Return the task that `lightning-proxy run` started this program for, as JSON. Raise NoRollout."""
+    """Return the task that `lightning-proxy run` started this program for, decoded. Raise NoRollout without one."""
     if TASK in os.environ:
         return json.loads(os.environ[TASK])
     if TASK_FILE in os.environ:

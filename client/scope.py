@@ -1,7 +1,7 @@
 """The current rollout of an asyncio task or thread, and functions that emit rewards and events in it.
 
 Each `emit_…` returns once its event is recorded. In asyncio use `await asyncio.to_thread(emit_…, …)`.
-All raise NoRollout, Refused and ProxyUnreachable.
+All raise NoRollout, Refused or ProxyUnreachable, and ClientError for a value that has no JSON form.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Rollout:
 def current() -> Rollout:
     """The rollout of the innermost scope, or else the one that `lightning-proxy run` started this program for.
 
-    Raises NoRollout. A new thread begins without a rollout, but `asyncio.to_thread` passes it on.
+    Raises NoRollout. A new thread begins outside any scope, but `asyncio.to_thread` passes the scope on.
     """
     found = scoped()
     if found is None:
@@ -152,9 +152,9 @@ class rollout:
     """A scope for `with` or `async with`. Its events, and calls by clients given to `follow`, belong to one rollout.
 
     It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
-    With `end=False` the rollout stays open, for somebody else to end or reward. Arguments that are not given come
-    from the variables that `lightning-proxy run` sets. If no proxy listens, opening fails within seconds, or after
-    `patience_s`.
+    With `end=False` the rollout stays open, for somebody else to end or reward. `rollout_id`, `url` and `api_key`
+    default to the variables that `lightning-proxy run` sets; without them, the rollout gets a new id. If no proxy
+    listens, opening fails within seconds, or after `patience_s`.
     """
 
     def __init__(
@@ -234,12 +234,15 @@ def emit_reward(
     comment: str | None = None,
     source: str | None = None,
 ) -> int:
-    """Reward the rollout, and end it unless `final` is False. With `call_id` (X-Call-Id), reward only that call."""
+    """Reward the rollout, and end it unless `final` is False.
+
+    With `call_id` (X-Call-Id), reward only that call; then the rollout ends only if `final` is True.
+    """
     return current().reward(value, name=name, call_id=call_id, final=final, comment=comment, source=source)
 
 
 def emit_state(value: Any, *, name: str | None = None) -> int:
-    """Record the agent's state (any JSON). It applies to the actions emitted after it."""
+    """Record the agent's state (any JSON), which is the state of the actions that this agent emits after it."""
     return current().event("state", value=value, name=name)
 
 

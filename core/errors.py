@@ -39,7 +39,7 @@ class LightningError(Exception):
 
 
 class ConfigError(LightningError):
-    """A wrong key or value in the configuration."""
+    """What the user must change: configuration, options, files, or what is installed or running."""
 
     exit_code = 2
 
@@ -112,13 +112,13 @@ class Unsupported(LightningError):
 
 
 class UpstreamUnreachable(LightningError):
-    """The upstream could not be reached, broke off, or sent an invalid answer, before the agent got any of it."""
+    """The upstream could not be reached, broke off, or sent an invalid answer."""
 
     status = 502
 
 
 class StoreUnavailable(LightningError):
-    """The store cannot be opened, read or written: locked, disk full, damaged, unreachable. Nothing was recorded."""
+    """The store cannot be opened, read or written: it is locked, full, damaged, unreachable or busy, for example."""
 
     status = 503
     headers = ((b"retry-after", b"1"),)
@@ -131,7 +131,7 @@ class OtherSchema(StoreUnavailable):
 
 
 class Overloaded(LightningError):
-    """There is no memory for another large request, or no file descriptor for another connection."""
+    """Too many large requests, unread answers or connections at once: memory or file descriptors are used up."""
 
     status = 503
     headers = ((b"retry-after", b"1"),)
@@ -146,7 +146,7 @@ class NotSaved(LightningError):
 
 
 class PublishError(LightningError):
-    """New weights did not go live; the previous version is still served."""
+    """New weights could not be published. The previous version stays live, or goes live again."""
 
 
 class TrainingUnavailable(LightningError):

@@ -2,8 +2,8 @@
 
 Rollouts that were opened together are a group, however they end. Rollouts of a task that were opened one by one form
 groups in opening order: with `size` 2, rollouts 1, 2, 3 and 4 of a task are the groups (1, 2) and (3, 4), even if 1 and
-3 end first. Rollouts that a step has compared stay a group. A group is complete when all its rollouts have ended; it
-waits for them for a limited time.
+3 end first. Rollouts that a step has compared stay a group. A group is complete when all its rollouts, or `size` ones
+opened one by one, have ended and, if completed, have their rewards. They are awaited for a limited time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Member(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has ended and, if it was completed, has its reward."""
+        """Return whether it has ended, awaits no reward function and, if it was completed, has its reward."""
         return self.status != "running" and self.scored and (self.rewarded or self.status != "completed")
 
 
@@ -83,8 +83,8 @@ class Group:
 class Grouping:
     """How groups form. `size`: of groups of rollouts opened one by one. `failed`: whether failed ones have a reward.
 
-    `timeout_s`: how long siblings are awaited; a rollout that still runs is not a sibling of one opened that much
-    later.
+    `timeout_s`: how long siblings are awaited; a rollout that is still running is no sibling of an ended one opened
+    that much later.
     """
 
     size: int = NO_END
@@ -122,7 +122,7 @@ def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterat
 
 
 def _parts(members: Sequence[Member], grouping: Grouping) -> list[list[Member]]:
-    """Split rollouts that were opened one by one into groups. Only the last may be smaller."""
+    """Split rollouts opened one by one into groups, without ones that run too long. Only the last may be smaller."""
     first = next((member.opened_at for member in members if member.has_ended), float("inf"))
     parts = list[list[Member]]()
     for member in members:

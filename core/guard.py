@@ -2,8 +2,8 @@
 
 The lifeline is a pipe. Its other end closes when the supervisor closes it or is killed. Then the program gets SIGTERM,
 and SIGKILL after GRACE_S. Once it has ended, everything that it started is killed too, in whatever group or session.
-Signals are passed on to the program; its exit code, or the signal that killed it, becomes the guard's. The guard uses
-only the standard library, so it starts in 20 ms and can be sent to other machines as text.
+SIGINT, SIGTERM and SIGHUP are passed on to the program; its exit code, or the signal that killed it, becomes the
+guard's. The guard uses only the standard library, so it starts in 20 ms and can be sent to other machines as text.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def guard(lifeline: int, grace_s: float) -> None:
 
 
 def _wait(child: int, lifeline: int, wake: int, grace_s: float) -> int:
-    """Return the child's exit code, negative for a signal. End the child once the lifeline closes."""
+    """Return the child's exit code, negative for a signal. When the lifeline closes, send SIGTERM; wait `grace_s`."""
     watched, until = [wake, lifeline], math.inf
     while True:
         left = None if until == math.inf else max(until - time.monotonic(), 0.0)
@@ -113,7 +113,7 @@ def become(command: list[str]) -> int:
 
 
 async def start_guarded(*command: str, grace_s: float, **options: Any) -> tuple[Any, int]:
-    """Start a command under a guard. Return the guard's process, and our end of its lifeline: a file to close."""
+    """Start a command under a guard. Return the guard's process and our end of its lifeline (a descriptor to close)."""
     import asyncio
 
     theirs, lifeline = os.pipe()

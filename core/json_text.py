@@ -73,8 +73,8 @@ def as_utf8(text: bytes) -> bytes:
 def with_model(text: bytes, model: str) -> tuple[bytes | memoryview, ...] | None:
     """Return the text of a request, in pieces, with another model's name and nothing else changed.
 
-    None if the name cannot be found for certain: `"model"` occurs twice, or may be escaped. Also None if the text has a
-    byte order mark, which some servers cannot read.
+    None if the name cannot be found for certain: `"model"` is missing, occurs twice, or may be escaped. Also None if
+    the text has a byte order mark, which some servers cannot read.
     """
     found = _NAMED_MODEL.search(text)
     plain = text.count(b'"model"') == 1 and not _ESCAPED_LETTER.search(text) and not text.startswith(codecs.BOM_UTF8)
@@ -162,7 +162,7 @@ def dumps(value: Any) -> str:
 def loads(text: str | bytes) -> Any:
     """Decode a JSON text; raises ValueError if it is not JSON. Numbers that no float holds are read as `Number`.
 
-    Texts with these numbers or with lone surrogates are left to the standard library's parser.
+    Texts that may have such numbers, or that orjson refuses (lone surrogates), go to the standard library's parser.
     """
     try:
         raw = text if isinstance(text, bytes) else text.encode()
@@ -195,7 +195,7 @@ def _refuse(constant: str) -> None:
 
 
 def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) -> Any:
-    """Decode a JSON text as `loads` does, in a thread, and let other threads run meanwhile.
+    """Decode a JSON text as `loads` does. If called in a thread, let other threads run meanwhile.
 
     orjson's parser keeps the other threads waiting. The standard library's parser returns to Python for every object
     and number, because it is given functions for them. `constant`: what reads NaN and infinities.

@@ -1,6 +1,6 @@
 """Counts what calls used and computes the cost, from `prices` in the configuration or litellm's price table.
 
-The extra `providers` installs litellm.
+Also imports litellm, which the extra `providers` installs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Prices:
         return self._known[model]
 
     def configured(self, model: str | None) -> Price | None:
-        """Return the price in the configuration."""
+        """Return the price in the configuration; None if no pattern matches."""
         for name, (first, output, *cached) in self._configured.items():
             if fnmatchcase(model or "", name):
                 return Price(first, output, cached[0] if cached else first, first)

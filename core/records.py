@@ -1,6 +1,6 @@
-"""The records that the proxy writes and everything else reads. Frozen, no I/O.
+"""The records that proxy, store, trainer and commands share. Immutable; no I/O.
 
-Records made for every call are named tuples: creating one is four times as fast as a frozen dataclass.
+`RolloutName`, `CallStart` and `CallEnd` are named tuples: creating one is four times as fast as a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CallStatus = Literal["ok", "error", "cancelled", "incomplete"]
 RolloutStatus = Literal["running", "completed", "failed", "discarded"]
 Mode = Literal["train", "eval"]
 PublishMode = Literal["lora", "merged"]
-# With `promotion.mode: gated`, it is `waiting` for its test, the `candidate` of one, or `rejected` by one.
+# `candidate`, `rejected`: only with `promotion.mode: gated`, while a version is tested or after it failed its test.
 VersionStatus = Literal["publishing", "candidate", "ready", "live", "rejected", "failed"]
 CollapseSign = Literal["reward", "clip_share", "kl", "kl_base"]
 Header = tuple[bytes, bytes]  # an HTTP header, as ASGI represents it
@@ -69,7 +69,7 @@ OPERATOR = Sender()
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call in an answer. `arguments` is the text that the model wrote, which may be invalid JSON."""
+    """One tool call. `arguments`: the model's text, maybe invalid JSON, or the JSON of what the server parsed."""
 
     id: str | None
     name: str
@@ -89,7 +89,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled answer. Token ids and log-probabilities have the same length if both are present."""
+    """One sampled answer. In calls that can be trained on, there is a log-probability for each token id."""
 
     index: int
     token_ids: tuple[int, ...] = ()
@@ -302,7 +302,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """Weights that were or are served. 0 is the base model. `path` has the adapter (lora) or full model (merged).
+    """One version of the weights. 0 is the base model. `path` has the adapter (lora) or full model (merged).
 
     `adapters`: per-agent adapters (`policy.adapters`): adapter name → model name in vLLM. Their files are in
     sub-directories of `path` with these names. `verified`: a check showed that vLLM serves these weights.

@@ -31,7 +31,8 @@ _TOKENS = frozenset(
 class SecretShape(NamedTuple):
     """A kind of secret. Its pattern begins with the literal `hint` and runs in time linear in the text.
 
-    Python searches for a literal quickly, but tries a pattern that begins otherwise at every character.
+    Python searches for a literal quickly, but tries a pattern that begins otherwise at every character. The user's own
+    patterns have an empty hint, and may be slow.
     """
 
     hint: str
@@ -85,10 +86,10 @@ SHAPES = (
 
 
 class Redactor:
-    """Redacts values without changing them in place. Returns the same object if nothing was redacted."""
+    """Redacts without changing in place. `text` and `value` return the same object if nothing was redacted."""
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
-        """`keys`: the configured keys, which are secret whatever they look like."""
+        """`keys`: the configured keys. `secrets` redacts them whatever they look like, except short ones."""
         own = [SecretShape(key, re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
         chosen = [SecretShape("", pattern) for pattern in self._patterns]
@@ -176,7 +177,7 @@ class Redactor:
 def _mask_field(value: Any, path: Sequence[str]) -> Any:
     """The value with everything at `path` masked; `*` stands for any key or index.
 
-    Numbers become null, because text in their place could not be read back.
+    Numbers and booleans become null, because text in their place could not be read back.
     """
     if not path:
         return MASK if isinstance(value, str | list | dict) else None

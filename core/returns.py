@@ -26,7 +26,7 @@ LARGEST = 1e30
 
 
 class Rules(NamedTuple):
-    """How rewards count. `failed`: the reward of a failed rollout that got none; None: no reward.
+    """How rewards count. `failed`: the own reward of a failed rollout that got none; None: no reward.
 
     `within`: `rewards.range`. Rewards outside it, stored before it was set, count as its nearer end.
     """

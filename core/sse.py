@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 
 
 class SSEDecoder:
-    """Cuts a byte stream into frames, however it is split. The frames' raw bytes and `rest`, joined, are the input."""
+    """Cuts a byte stream into frames, however it is split. Joined, the bytes it returns and `rest` are the input."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -55,7 +55,7 @@ class SSEDecoder:
         return frames
 
     def let_go(self) -> bytes:
-        """Return the bytes so far of a frame that has not ended. Its remainder will count as a frame without data."""
+        """Return a frame's bytes so far, without the last 3. The remainder will count as a frame without data."""
         self._let_go = True
         given = bytes(self._buffer[:-_BLANK])
         del self._buffer[:-_BLANK]
@@ -90,7 +90,7 @@ class SSEDecoder:
         return last
 
     def _last_of(self, raw: bytes) -> Frame:
-        """Finish a frame that is the first, or that was partly returned before."""
+        """Return a frame that may begin the stream, or of which a part was returned before: then it has no data."""
         text = raw.removeprefix(BOM_UTF8) if self._begins else raw
         return Frame(raw, None if self._let_go else _frame(text).data)
 

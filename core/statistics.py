@@ -1,4 +1,4 @@
-"""Intervals for means over tasks, and evidence that a candidate is worse than the live version. Pure."""
+"""Intervals and tests for means over tasks, and evidence that a candidate is worse or safe. Pure."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Evidence:
 
 
 def evidence_of(differences: Iterable[float], margin: float, level: float, metrics: int = 1) -> Evidence:
-    """Return the evidence that pairs give, in their order. Raises ValueError if one is not in [-1, 1].
+    """Return the evidence that pairs give, in their order. Raises ValueError if one, or an argument, is out of range.
 
     Each pair is one difference: the candidate minus the live version, scaled by the metric's range, positive is better.
     Against a hypothesis "the mean is at most m" a bettor starts with the wealth 1 and bets a share c of it on each

@@ -1,4 +1,4 @@
-"""Reads tokens and usage from answers and chunks, and decides whether a call can be trained on."""
+"""Reads tokens and usage from answers and chunks, and decides whether calls can be trained on or imitated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEDIA = (
     "video_url", "video", "video_embeds", "document", "file", "input_file", "computer_screenshot",
 )  # fmt: skip
 
-# Why a call cannot be trained on by reinforcement learning, though it can be learned from by imitation.
+# Why a call cannot be trained on by reinforcement learning. For the first two, it can be learned from by imitation.
 GREEDY = "greedy decoding is no sample of the policy"
 NOT_FOLLOWED = "the trainer cannot follow how it was sampled: "
 MEDIA = "the prompt has images, sound or files"
@@ -201,7 +201,7 @@ def constraint(request: Json) -> str | None:
 
 
 def can_be_imitated(reason: str | None) -> bool:
-    """Return whether an answer that is not trained on for `reason` is still complete and has its tokens."""
+    """Return whether an answer not trained on for `reason` can be imitated: complete, with its tokens, no media."""
     return (reason or "").startswith((GREEDY, NOT_FOLLOWED))
 
 

@@ -1,4 +1,4 @@
-"""Reads numbers and errors that servers write in different ways. Pure."""
+"""Reads requests as vLLM does, and numbers, errors and states that servers write in different ways. Pure."""
 
 from __future__ import annotations
 

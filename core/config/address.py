@@ -1,4 +1,4 @@
-"""Shows server addresses without secrets, for errors, logs and records."""
+"""Removes secrets, or entire server addresses, from texts for errors, logs and records; finds secrets in addresses."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ def variables() -> list[tuple[str, str]]:
 
 
 def inherited() -> dict[str, str]:
-    """Return the variables for a user's program: without our keys, and without configuration, which may hold keys.
+    """Return the variables for a user's program: without keys, configuration (it may hold keys) and a rollout's own.
 
-    The proxy's address stays: the program may run our commands.
+    The variables of `proxy.host` and `proxy.port` stay: the program may run our commands.
     """
     return {
         name: value
@@ -177,7 +177,7 @@ def _parsed(text: str, source: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that occurs twice. YAML would silently ignore the first."""
+    """Refuses a key that occurs twice. PyYAML would silently ignore the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

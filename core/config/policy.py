@@ -42,7 +42,7 @@ class PolicyConfig(Section):
 
     def faults(self) -> Iterator[str]:
         if self.adapters and self.publish == "merged":
-            yield "policy.adapters needs policy.publish: lora; merged weights can hold only one adapter"
+            yield "policy.adapters needs policy.publish: lora or auto; merged weights can hold only one adapter"
 
     def adapter_of(self, agent: str | None) -> str:
         """Return the name of the adapter that answers this agent's calls."""

@@ -35,7 +35,7 @@ class RewardsConfig(Section):
 
     def faults(self) -> Iterator[str]:
         if self.range[0] >= self.range[1]:
-            yield f"range: the lower end comes first, as in [0, 1]; got {[*self.range]}"
+            yield f"range: the first number must be less than the second, as in [0, 1]; got {[*self.range]}"
 
     @property
     def file(self) -> Path:

@@ -67,7 +67,7 @@ class Config(WithFeatures):
         yield from fallback_faults(self.upstreams)
         trainer, policy = self.trainer, self.policy
         if missing := trainer.plugins - {*self.plugins}:
-            yield f"trainer: {', '.join(sorted(missing))} is not one of your plugins: add it to plugins"
+            yield f"trainer needs these plugins: {', '.join(sorted(missing))}; add them to plugins"
         if not any(trainer.reward_weights.values()) and not (trainer.reward_weights and trainer.has_guide):
             yield (
                 "trainer.reward_weights: name at least one reward. Give one a weight other than 0, unless a feature "
@@ -96,7 +96,7 @@ class Config(WithFeatures):
         return max((wait for wait in waits if wait is not None), default=None)
 
     def not_absolute(self, names: Collection[str]) -> str | None:
-        """Return why rewards with these names cannot measure how good a version is; None if they can."""
+        """Return why rewards with these names cannot measure how good a version is; None if they may."""
         if self.rewards.function is not None:  # which may give rewards of any name
             return None
         return next(filter(None, (section.not_absolute(names) for section in self.sections)), None)

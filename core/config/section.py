@@ -41,7 +41,7 @@ def check_url(key: str, url: str, *, is_vllm: bool) -> str:
     except ValueError:  # no number; its own message quotes what may be a password with a slash in it
         host = None
     if parts.scheme not in ("http", "https") or not host or parts.fragment:
-        raise ValueError(f"{key} must be an http(s) URL, got {shown(url)!r}")
+        raise ValueError(f"{key} must be an http(s) URL without a fragment, got {shown(url)!r}")
     if is_vllm and (parts.query or not parts.path.strip("/")):
         raise ValueError(f"{key} of a vLLM server must have a path, usually /v1, and no query; got {shown(url)!r}")
     return url
@@ -51,7 +51,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     def faults(self) -> Iterator[str]:
-        """Yield the reasons why keys that are valid by themselves do not fit together. Only the first is shown."""
+        """Yield what is wrong with keys, or between them, although their types are right. Only the first is shown."""
         yield from ()
 
     @model_validator(mode="after")

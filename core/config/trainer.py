@@ -57,7 +57,7 @@ def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
 
 
 def _time(value: Any) -> Any:
-    """Turn a number back into a time of day: YAML reads an unquoted 12:30 as 12 * 60 + 30."""
+    """Check a time. An integer becomes a time of day again: YAML reads an unquoted 12:30 as 12 * 60 + 30."""
     text = f"{value // 60:02}:{value % 60:02}" if type(value) is int else value
     try:
         next(_times(str(text), 0.0))

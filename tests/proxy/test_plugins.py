@@ -63,7 +63,7 @@ async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
         assert (await system.get("/status"))["plugins"] == ["brevity"]
     trainer = TrainerConfig(credit="brevity:shared")
     assert Config(plugins=["brevity"], trainer=trainer).trainer.plugins == {"brevity"}
-    with pytest.raises(ValueError, match="brevity is not one of your plugins: add it to plugins"):
+    with pytest.raises(ValueError, match="trainer needs these plugins: brevity; add them to plugins"):
         Config(trainer=trainer)
     assert load("trainer.credit", "brevity:shared").__module__ == "brevity"
 
