@@ -276,7 +276,7 @@ class Calls(Records):
         return None if row is None else row["status"]
 
     async def answered(self, rollout_id: str, newest: int) -> set[str]:
-        """Return the ids of the rollout's `newest` calls that were answered."""
+        """Return the ids of those of the rollout's last `newest` calls that were answered."""
         row = await self._db.quick(CALLS_ANSWERED, {"rollout_id": rollout_id, "newest": newest})
         return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
 
@@ -325,7 +325,7 @@ def _read_calls(
 
 
 def _versions(row: Row, log: Sequence[Row]) -> tuple[int, ...]:
-    """Return the versions at the call's start and end, and those that went live in between."""
+    """Return the versions that answered: the first and, if merged, the last and those that went live in between."""
     first, last = row["policy_version"], row["policy_version_end"]
     if first is None or last is None:
         return () if first is None else (first,)

@@ -124,11 +124,11 @@ class ConversationIndex(Records):
         since: float | None = None,
         keep: bool = False,
     ) -> str | None:
-        """Take one of the calls that wait under this digest and return its rollout. Each can be taken only once.
+        """Take one of the calls that wait under this digest and return its rollout; None if none waits.
 
         The arguments narrow the choice: to calls that also have the digest `exact`, of `rollout_id`, or that failed
-        after `since` in a running rollout. `keep`: the call moves behind the others, and is removed once the call that
-        takes it is recorded.
+        after `since` in a running rollout. A taken call waits no more; with `keep`, it moves behind the others, and is
+        removed once the call that takes it is recorded.
         """
         row = {"digest": digest, "exact": exact, "rollout_id": rollout_id, "since": since}
         if await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:

@@ -147,7 +147,7 @@ class Database(Reads):
         """Raise StoreUnavailable if a record could not be committed now."""
 
     async def checkpoint(self) -> None:
-        """Write all committed data to the database file. Database servers do so by themselves."""
+        """Write committed data to the database file, if nobody has to wait. Database servers do so by themselves."""
 
     async def forget_deleted(self) -> None:
         """Purge deleted rows from the database's log. Database servers do so by themselves."""

@@ -45,8 +45,8 @@ def hash_key(key: str) -> str:
 class StoredKey:
     """A stored key. `recording`: whether its calls are recorded.
 
-    `scope`: whether it sees and rewards all rollouts, or only those that it opened. `evaluator`: its rewards count as
-    evidence in the test of a new version, as an admin key's do.
+    `scope`: whether it sees and rewards all rollouts, or only those that it opened. `evaluator`: its rewards are
+    evidence, as an admin key's are (`store/rewards.py`).
     """
 
     key_id: str

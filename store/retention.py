@@ -1,9 +1,9 @@
 """Keeps the store within `store.retention`, in steps so small that no agent notices them.
 
 Rollouts that are over are deleted, oldest first, with all their records; policy versions and the steps' metrics stay.
-A rollout with a running call, or in a step that is being trained or published, is not over. A rollout that nobody ends
-is over after a day without a call. Rollouts that wait for the trainer are deleted like others when too old, but last
-when space is short.
+A rollout with a running call, or in an unfinished or the newest step, is not over. A rollout that nobody ends is over
+after a day without a call. Rollouts that wait for the trainer are deleted like others when too old, but last when
+space is short. Old answers to Idempotency-Keys and digests of conversations are deleted too.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Keeper:
             await asyncio.sleep(every_s)
 
     async def tidy(self) -> None:
-        """Delete rollouts that exceed `store.retention`, and return the space to the disk."""
+        """Delete rollouts that exceed `store.retention`, old answers and digests, and return the space to the disk."""
         now = time.time()
         await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
         ((points, tips),) = await self._db.all(CONVERSATION_COUNTS)
@@ -126,7 +126,7 @@ class Keeper:
     def _log_change(self, problem: str | None) -> None:
         """Log a problem once, not every minute, and log when it is over."""
         if (problem is None) != (self._problem is None):
-            log.warning("%s", problem or "the store is within store.retention again")
+            log.warning("%s", problem or "the store was tidied up, and is within store.retention")
         self._problem = problem
 
     async def _delete(self, before: float, reason: str, waiting: bool | None = None, limit: float = 0.0) -> None:

@@ -175,7 +175,7 @@ class Rewards(Records):
         return await self._db.write(lambda db: answer_once(db, key, body, work))
 
     async def since(self, version: int, newest: int) -> list[Scored]:
-        """Return the newest ended rollouts of this and later versions that have a trusted reward, oldest first."""
+        """Return the newest ended training rollouts of this and later versions with a trusted reward, oldest first."""
         return (await self._db.records(Scored, SINCE_VERSION, version=version, newest=newest))[::-1]
 
     async def uncounted(self) -> Uncounted | None:
@@ -246,7 +246,7 @@ async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = 
 
 
 async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
-    """Compute the returns of rollouts from all posted rewards, under the current rules."""
+    """Compute and store the returns of rollouts from all posted rewards, under the current rules."""
     rules = _read_rules(await db.one(RULES))
     posted = defaultdict[str, list[Row]](list)
     for row in await db.all(POSTED, {"rollout_ids": dumps([*rollout_ids])}):

@@ -1,4 +1,4 @@
-"""The rollouts: opens, lists, ends (also when idle) and deletes them."""
+"""Opens, finds, counts, ends (also when idle) and deletes rollouts, and knows which await the reward function."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class RolloutKey:
 
 
 class Rollouts(Records):
-    """The tables of rollouts, their keys and the models chosen for them."""
+    """The tables of rollouts, of their keys, and of those that await the reward function."""
 
     async def open(
         self,
@@ -203,8 +203,8 @@ class Rollouts(Records):
     ) -> None:
         """Open rollouts with this metadata. `names`: each with the hash of the rollout's own key.
 
-        Several rollouts of a task form a group, or join the group of the rollout `sibling_of`. Without `may_reward`,
-        the keys may only call the model. `policy_version` or `model` answers the alias in these rollouts, instead of
+        Several rollouts of a task form a group; with `sibling_of`, all join that rollout's. Without `may_reward`, the
+        keys may only call the model. `policy_version` or `model` answers the alias in these rollouts, instead of
         the live version.
         """
         grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
@@ -290,7 +290,8 @@ class Rollouts(Records):
     async def delete(self, rollout_id: str) -> None:
         """Delete a rollout and all its records. Conflict while it runs or is trained on.
 
-        Its pages are overwritten and the log is truncated. SQLite may leave remains in the unused part of other pages.
+        SQLite overwrites its pages and, if no other process uses the store, truncates the log. Remains may be left in
+        the unused part of other pages.
         """
         if (await self.get(rollout_id)).status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")

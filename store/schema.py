@@ -49,7 +49,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
-    """Return the features with missing tables. Raise OtherSchema for another program's database or another schema.
+    """Return the names in `parts` that lack tables. Raise OtherSchema for another program's database or another schema.
 
     `tables`: the names of the database's tables; `numbers`: its schema versions, by the names in `parts`.
     """

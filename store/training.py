@@ -105,8 +105,8 @@ class Collapse:
     """Why publishing stopped at `at` (Unix time). It resumes when somebody makes a version live.
 
     `sign`, `what`: the sign that was seen, by name and in words. `live_at`: when the version that was live then went
-    live. `go_back_to`: the newest earlier version that can be served, or else the oldest later one. The collapse is
-    stored in the last step's metrics, as `collapse`.
+    live. `go_back_to`: the newest earlier version that can be served, or else the oldest later one, or
+    the base model. The collapse is stored in the last step's metrics, as `collapse`.
     """
 
     sign: CollapseSign
@@ -143,7 +143,7 @@ class TrainingSteps(Records):
         groups: Sequence[Sequence[str]] = (),
         credit: Sequence[CallCredit] = (),
     ) -> int:
-        """Give rollouts to a new step and return its number. `dropped`, `groups`: as in `drop`, undone with the step.
+        """Give rollouts to a new step and return its number. `groups`, `dropped` (undone with the step): as in `drop`.
 
         `credit`, for the rollouts' calls, replaces the credit of an earlier step.
         """
@@ -159,9 +159,9 @@ class TrainingSteps(Records):
         return await self._db.write(work)
 
     async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]] = ()) -> None:
-        """Never offer these rollouts again. `dropped`: ids by reason; `groups`: the ids of siblings that were compared.
+        """Do not offer these rollouts again, unless a reward with `retrain` comes. `dropped`: ids by reason.
 
-        Some rollouts of a group may still be running.
+        `groups`: the ids of siblings that were compared. Some rollouts of a group may still be running.
         """
         await self._db.write(lambda db: _drop(db, dropped, groups, None))
 
@@ -187,7 +187,7 @@ class TrainingSteps(Records):
         await self._db.commit([ended, *((statement, [{}]) for statement in OFFER_ALL if offer)])
 
     async def forget_all(self) -> None:
-        """Forget all training: nothing was trained on or published, and the base model is live."""
+        """Forget all training, then, in another transaction, make the base model live. Versions lose their files."""
         await self._db.commit([(statement, [{}]) for statement in FORGET_TRAINING])
         await self._versions.set_live(0)
 

@@ -219,7 +219,7 @@ class PolicyVersions(Records):
         return await self._where("status = :status", status=status)
 
     async def never_verified(self) -> frozenset[int]:
-        """Return the versions that were never verified and are not live."""
+        """Return the versions that failed, and those whose merged weights were replaced before they were verified."""
         return frozenset(version for (version,) in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
@@ -254,7 +254,7 @@ class PolicyVersions(Records):
         await self._db.commit([(statement, [row])])
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
-        """Make the version live: the alias refers to it from now on. Tests of other versions end."""
+        """Make the version live: the alias refers to it from now on. A running test ends."""
         statements = [VERSION_UNTESTED, *GO_LIVE, *([VERSION_VERIFIED] if verified else ()), STEP_PUBLISHED]
 
         async def alone(db: Transaction) -> None:  # or two at once could both be left live
@@ -267,7 +267,7 @@ class PolicyVersions(Records):
         await self._db.execute(VERSION_VERIFIED, version=version)
 
     async def failed(self, version: int, error: str) -> None:
-        """Note why the version did not go live. It never will."""
+        """Note why the version could not go live or, with merged weights, stay live. It never goes live again."""
         row = {"version": version, "error": error}
         await self._db.commit([(statement, [row]) for statement in VERSION_FAILED])
 

@@ -1,4 +1,7 @@
-"""Finds rollouts that wait for training: rewarded and not taken by a step, in groups of siblings (`core/groups.py`)."""
+"""Finds rollouts that wait for training: rewarded and not taken by a step, in groups of siblings (`core/groups.py`).
+
+Also counts those that lack a reward, and sees when nothing is learned.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds the best version and the newest evaluation to `status` and `policy list`."""
+"""Adds the best version to `status` and `policy list`, and the newest evaluation to `status`."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Evaluations:
         await self._db.execute(ENDED, version=version, at=time.time(), **dict.fromkeys(RESULT) | result)
 
     async def forget_broken_off(self) -> None:
-        """Delete unfinished evaluations of a killed trainer."""
+        """Delete evaluations that a trainer left unfinished when it was stopped or killed."""
         await self._db.execute("DELETE FROM evaluations WHERE ended_at IS NULL")
 
     async def under_way(self) -> set[int]:

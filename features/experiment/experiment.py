@@ -79,7 +79,7 @@ class Experiment(Work):
 
 @dataclass(frozen=True, slots=True)
 class LessonPlan:
-    """One variant with one seed. `settings`: its configuration; `made_with`: everything that its result depends on."""
+    """One variant with one seed. `made_with`: what must not change once it has a result."""
 
     variant: str
     seed: int
@@ -190,7 +190,7 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
     os.umask(0o077)
     with lock_file(make_directory(directory, "--dir") / ".experiment", "lock") as is_ours:
         if not is_ours:
-            raise LightningError(f"another `experiment` runs in {directory}")
+            raise LightningError(f"another `experiment` is running in {directory}")
         results = results_of(lessons)
         try:
             failed = run_until_signal(run_lessons(plan, lessons, results, gpus))
@@ -253,7 +253,7 @@ async def run_lessons(
 
 
 def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
-    """Return the finished lessons' results. ConfigError if one was made with settings other than the file's."""
+    """Return the finished lessons' results. ConfigError if one is unreadable, or its settings or files have changed."""
     results: dict[str, Json] = {}
     for lesson in lessons:
         if not lesson.result.is_file():
@@ -406,7 +406,7 @@ class Lesson(Trial):
         self.prepare(self.lesson.settings, self.lesson.seed, groups)
 
     async def tidy(self, kept: Container[int]) -> None:
-        """Remove the weights of all versions except these, and all checkpoints except the last."""
+        """Remove the weights of all versions except these, and all checkpoints except theirs and the last."""
         shutil.rmtree(self.directory / "policy" / "checkpoints" / "0", ignore_errors=True)  # of the base model
         async with opened(load_config(self.launch.path).store) as database:
             store = Store(database)

@@ -1,4 +1,7 @@
-"""The tests of versions before they go live: a `candidate` becomes live or `rejected`. At most one test runs."""
+"""The tests of versions before they go live, one at a time. A `candidate` becomes live or `rejected`.
+
+If its test is stopped undecided, it becomes `ready`.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +112,8 @@ class Promotion:
 class Observed:
     """A rollout that counts in a test, as known so far. `rewards`: only rewards that are evidence.
 
-    `opened_by`: each opener's rollouts are grouped separately. `alone`: only its version answered it. The last five
-    fields are metrics (`NO_REWARDS`); None: the rollout has no value.
+    `opened_by`: the key, or empty for all keys that give evidence; groups are formed within it. `alone`: only its
+    version answered it. The last five fields are metrics (`NO_REWARDS`); None: the rollout has no value.
     """
 
     rollout_id: str
@@ -165,14 +168,14 @@ class Promotions:
         async def work(db: Transaction) -> None:
             live = await db.one(LIVE_NOW)
             if await db.one(TESTING) is not None or live is None or live["version"] != against:
-                raise Superseded(f"policy version {version} cannot be tested now: another was made live or is tested")
+                raise Superseded(f"policy version {version} cannot be tested: another went live or is being tested")
             for statement in (BEGUN, STEP_PUBLISHED, PROMOTION_BEGIN):
                 await db.all(statement, row)
 
         await self._db.write(work)
 
     async def assign(self, test: Promotion, rollout: RolloutName, config: Config) -> int:
-        """Return the version that a rollout keeps: the live one after `max_rollouts`, or once the test is over."""
+        """Return the version that a rollout keeps: the live one if it began after `max_rollouts`, or after the test."""
         row: dict[str, Any] = {"n": test.n, "against": test.against, "rollout_id": rollout.rollout_id}
         row |= {"task_id": rollout.task_id, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
         known = await self._db.one(KNOWN, row)

@@ -69,7 +69,7 @@ class Gate:
             await asyncio.sleep(max(LOOK_S, read / PACE))
 
     async def look(self) -> int:
-        """Evaluate the rollouts so far, and decide if they suffice. Return how many were read."""
+        """Evaluate the rollouts so far and, if they suffice, decide. Return how many were read."""
         now, test = time.time(), await self._tests.under_way()
         if test is None:
             return 0
@@ -128,7 +128,7 @@ class GuardedMetric(NamedTuple):
 
 
 def metrics_of(config: Config) -> list[GuardedMetric]:
-    """Return the gate's metrics. `reward` is computed as for the trainer."""
+    """Return the gate's metrics. `reward` has the trainer's weights, but the gate's own range and value of failures."""
     gate, found = config.section(PromotionConfig), list[GuardedMetric]()
     for name, margin in gate.metrics.items():
         if name in NO_REWARDS:

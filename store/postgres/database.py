@@ -262,7 +262,7 @@ async def _one_of(places: asyncio.Semaphore, seconds: float) -> AsyncIterator[No
 
 
 async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
-    """Do not reset a returned connection: it has no open transaction and no settings."""
+    """Do not reset a returned connection: no work leaves a transaction open or changes its settings."""
 
 
 async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
@@ -272,7 +272,7 @@ async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
 
 
 async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:
-    """Return the features with missing tables. Raise OtherSchema if the database has another schema."""
+    """Return the names in `parts` that lack tables. Raise OtherSchema if the database has another schema."""
     tables = {row[0] for row in await connection.fetch(TABLES)}
     rows = await connection.fetch(NUMBERS) if "schema_numbers" in tables else []
     return missing_parts(where, tables, {row["room"]: row["number"] for row in rows})
@@ -298,7 +298,10 @@ def is_away(error: BaseException) -> bool:
 
 
 def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoReturn:
-    """Raise a database error as StoreUnavailable or ConstraintRefused. `unknown`: the commit may have succeeded."""
+    """Raise StoreUnavailable, ConstraintRefused or, for a wrong statement or value, `error` itself.
+
+    `unknown`: the commit may have succeeded.
+    """
     if isinstance(error, asyncpg.IntegrityConstraintViolationError):
         raise ConstraintRefused(str(error)) from error
     if not is_away(error) and (not isinstance(error, asyncpg.PostgresError) or isinstance(error, OURS)):

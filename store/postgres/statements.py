@@ -1,4 +1,4 @@
-"""Translates the store's statements for PostgreSQL: keywords, numbered parameters, and the order of rows."""
+"""Translates the store's statements for PostgreSQL (syntax, numbered parameters, values), and runs them."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class SqliteDatabase(Database):
             self._failed(error)
 
     def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
-        """Raise StoreUnavailable if file, disk or another process is to blame, ConstraintRefused if it is a row."""
+        """Raise ConstraintRefused for a refused row, StoreUnavailable for file, disk or a lock, else `error`."""
         if isinstance(error, sqlite3.IntegrityError):
             raise ConstraintRefused(str(error)) from error
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -154,7 +154,7 @@ class SqliteDatabase(Database):
         self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
 
     def _require_place(self) -> None:
-        """Raise StoreUnavailable if the file or its write-ahead log was removed or replaced: records would be lost."""
+        """Raise StoreUnavailable if file or write-ahead log was removed or replaced, or the file was emptied."""
         for file, known in self._files.items():
             if _identity(file) != known:
                 way = "put it back, or restore it from a backup, and start the proxy again"

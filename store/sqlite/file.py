@@ -137,7 +137,7 @@ def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
 
 
 def missing_in(connection: sqlite3.Connection, where: str) -> list[str]:
-    """Return the features with missing tables. Raise OtherSchema if the file is not a store of this schema."""
+    """Return the names in `parts` that lack tables. Raise OtherSchema if the file is not a store of this schema."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     return missing_parts(where, tables, dict(connection.execute(NUMBERS)) if "schema_numbers" in tables else {})
 

@@ -175,7 +175,7 @@ def test_ctrl_c_says_how_to_go_on_and_a_second_one_in_the_folder_is_refused(plac
     (place / "hang").touch()
     process = start(place)
     second = lightning("experiment", file)
-    assert (second.returncode, "another `experiment` runs in" in second.stderr) == (1, True)
+    assert (second.returncode, "another `experiment` is running in" in second.stderr) == (1, True)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
