@@ -65,7 +65,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 async def prune_checkpoints(store: Store, keep: int) -> None:
-    """Keep the newest checkpoints, and the ones of versions that have files: training may continue from them."""
+    """Delete all checkpoints but the `keep` newest and ones of versions with files, from which training may resume."""
     for step, checkpoint in await store.steps.old_checkpoints(keep):
         await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
         await store.steps.forget_checkpoint(step)
@@ -101,8 +101,8 @@ def saved_rate(directory: Path) -> float | None:
 def config_changes(directory: Path, config: Saved) -> list[str]:
     """Return `key old → new` for each key that changed since a checkpoint; nothing if it has no saved configuration.
 
-    Raises ConfigError if the checkpoint cannot be used with `config`: it has another rank, other adapters, or another
-    base model.
+    Raises ConfigError if the checkpoint cannot be used with `config`: it has another base model, other adapters or
+    another `trainer.weights`, or for LoRA another rank, alpha or targets.
     """
     before, changes = _read_config(directory), dict[str, str]()
     for key, value in config.items():

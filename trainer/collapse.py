@@ -75,7 +75,7 @@ class Drop(NamedTuple):
 
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
-    """Return a sign for the largest drop of the reward along `line` (newest version first). `scored`: oldest first."""
+    """Return a sign for the clearest drop of the reward along `line` (newest version first). `scored`: oldest first."""
     drops: list[tuple[int, Drop]] = []
     for newest in (n for n in SPLITS if n < len(line)):
         before, after = ([one for one in scored if one.version in part] for part in (line[newest:], line[:newest]))
@@ -216,7 +216,7 @@ class Monitor:
         return await self._report(step_signs(steps, self._config), live, [step.version for step in steps])
 
     async def look(self) -> Collapse | None:
-        """Check the rewards since the last look. Return the collapse that stops publishing, or None.
+        """Check the rewards if they may have changed. Return the collapse that stops publishing, or None.
 
         A collapse may be seen in rewards alone: if all are equal, there is no step with metrics that could show it.
         """
@@ -283,7 +283,7 @@ class Monitor:
         return line
 
     async def _scored(self, since: int) -> list[Scored]:
-        """The newest rollouts of version `since` and later with their weighted rewards that may affect everybody.
+        """The newest rollouts of version `since` and later that have trusted rewards, with these rewards, weighted.
 
         Judge scores do not count: only rollouts that are trained on have them, so versions would not be comparable.
         A rollout counts once it is older than most rollouts were at their end: failures may end sooner than successes.

@@ -1,4 +1,4 @@
-"""Locks the store and the directory of policies: only one trainer may work on them."""
+"""Locks the store and the directory of policies: only one trainer may use them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RELEASED_S = 3.0
 
 @contextmanager
 def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
-    """Lock the directory and the store: two trainers would overwrite each other's checkpoints, or share the rollouts.
+    """Lock the directory, and the store if it is a file. Two trainers would overwrite checkpoints and share rollouts.
 
-    The locks are released when the process ends.
+    The locks are released when the block or the process ends. Raises ConfigError if another trainer holds one.
     """
     locks = {directory: directory / "trainer.lock"}
     if store is not None:
@@ -42,7 +42,7 @@ def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
 
 
 async def require_free(config: Config, database: Database) -> None:
-    """Raise ConfigError if another trainer, on any machine, works on a store that is not a file.
+    """Raise ConfigError if another trainer, on any machine, is using a store that is not a file.
 
     The server may need a moment to notice that a trainer was killed and to release its lock.
     """

@@ -38,7 +38,7 @@ def moved_nothing(metrics: Mapping[str, Any]) -> bool:
 
 
 class TrainingLoop:
-    """Trains on the store's rollouts and publishes every step. Killed at any moment, it resumes from the last step.
+    """Trains on the store's rollouts and publishes new weights. Killed at any moment, it resumes from the last step.
 
     Without a `publisher`, weights stay with the trainer. `order` sorts the groups; by default the longest waiting come
     first. `base` is the policy version that the trainer's weights build on; `live` is the version that answers agents,
@@ -100,7 +100,7 @@ class TrainingLoop:
             await self._hooks.evaluate(stop, self.verify_live)
 
     async def _train_when_due(self, once: bool) -> bool:
-        """Take a step if the schedule and the rollouts allow one now. `once` ignores the schedule."""
+        """Take a step if one is possible now. Return False if there is nothing to do. `once` ignores the schedule."""
         publisher, waits_for = self._publisher, None
         if publisher is not None:
             await self.follow_live_version()
@@ -281,7 +281,7 @@ class TrainingLoop:
         return self._checkpoints / str(step.step if step else 0)
 
     async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
-        """Publish and report the last step if a killed trainer did not, or if the publishing mode has changed."""
+        """Publish and report the last step if that is not done yet, or if the publishing mode has changed."""
         live = await self._store.versions.live()
         if live.status == "failed":  # killed before the version before it was live again
             await publisher.take_back(live.version, last.base)
@@ -312,7 +312,7 @@ class TrainingLoop:
         return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop, idle=idle)
 
     async def follow_live_version(self) -> None:
-        """Continue from the live version if it was promoted or rolled back by hand."""
+        """Continue from the live version if the trainer's weights do not build on it, as after a rollback."""
         publisher, live = self._publisher, await self._store.versions.live()
         assert publisher is not None, "without a publisher nothing is live"
         await publisher.warn_of_another_mode()
@@ -323,7 +323,7 @@ class TrainingLoop:
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
 
     async def is_stopped(self) -> bool:
-        """Return whether a collapse stops publishing. With `collapse.action: rollback`, go back first."""
+        """Return whether a collapse stops training. With `collapse.action: rollback`, go back instead if possible."""
         collapse = await self._monitor.look()
         if collapse is None:
             return False

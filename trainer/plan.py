@@ -59,7 +59,7 @@ Needs = dict[str, float]  # by what they are for
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A configuration in which no size is null, and the GPUs that vLLM and the trainer see (none: all).
+    """A configuration with the sizes that are planned, and the GPUs that vLLM and the trainer see (none: all).
 
     With GPUs, `vllm` and `trainer` have the GiB that each takes of one of its `cards`; without a plan these are empty.
     """
@@ -84,9 +84,9 @@ def make_plan(
 ) -> Plan:
     """Return the plan with the longest context that fits `gpus` (default: this machine's).
 
-    An `offline` trainer has the machine to itself, and so does one that publishes to another machine. If not `trained`,
-    or if a service takes the steps, vLLM has it to itself. A base model `sharded` over several GPUs gets no plan; on a
-    CPU only the size of a pass is planned. Raises ConfigError if the model cannot be trained or does not fit.
+    An `offline` trainer has the machine to itself, and so does one that publishes to another machine; so does vLLM if
+    not `trained`, or if a service takes the steps. A base model `sharded` over several GPUs gets no plan; on a CPU only
+    the size of a pass is planned. Raises ConfigError if the model cannot be trained or does not fit.
     """
     gpus = cards() if gpus is None else gpus
     about = (model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None) or {}
@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, trained: bool) -> Plan:
-    """The trainer gets the last card; vLLM gets as many of the others as its tensor parallelism can use."""
+    """By default, the trainer gets the last card, and vLLM as many of the others as its tensor parallelism can use."""
     vllm, trainer = config.vllm, config.trainer
     trainers = tuple(trainer.devices or [*gpus][-1:]) if trained else ()
     others = [number for number in gpus if number not in trainers] or [*gpus][:1]
@@ -293,7 +293,7 @@ def model_config(model: str, *, download: bool = True) -> dict[str, Any] | None:
 
 
 def cards() -> Cards:
-    """Return the memory of each visible GPU in GiB; nothing if nvidia-smi is missing."""
+    """Return the memory of each visible GPU in GiB; nothing if nvidia-smi is missing or fails."""
     try:
         listing = subprocess.run(ASK, check=True, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

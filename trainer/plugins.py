@@ -1,4 +1,4 @@
-"""What a feature adds to the trainer: methods, an engine, and hooks that are named after what happens.
+"""What a feature adds to the trainer: methods, metrics, an engine, and hooks that are named after what happens.
 
 This module and the features' `trainer` modules are imported too early for torch, so they import it inside functions.
 """

@@ -1,8 +1,8 @@
-"""Publishes new weights: save, load into vLLM, verify, make live. Retries while vLLM is down.
+"""Publishes new weights: save, load into vLLM, verify, make live. Retries while vLLM is down or the disk is full.
 
 New versions are verified before they serve traffic. Merged weights on a single server go live first. They are verified
-by the answers that agents get while the trainer goes on, and before its weights move again. If that fails, the previous
-version goes live again.
+before the trainer's weights move again, by the answers that agents get or by sampling from vLLM. If that fails, the
+previous version goes live again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Publisher:
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> Mapping[str, Any]:
-        """Make the weights of `step`, which began with version `base`, live. Wait while vLLM is down.
+        """Make the weights of `step`, which began with version `base`, live. Wait if vLLM is down or the disk is full.
 
         Return `version` and the metrics of the verification. The version is verified first, except merged
         weights on the only server: `verify_live` does that later. Raises Superseded if another version was made live;
@@ -164,7 +164,7 @@ class Publisher:
     async def verify_live(
         self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
     ) -> Mapping[str, Any]:
-        """Verify version `base` if it is live and not verified yet. Return the metrics of the verification.
+        """Verify version `base` if it is live, has merged weights and is not verified yet. Return the metrics.
 
         `samples_of` returns the rows of rollouts. With `idle`, do nothing while more answers are needed and expected.
         Raises what `publish` does, except Superseded.
@@ -212,7 +212,7 @@ class Publisher:
             if (live := await self._store.versions.live()).version != version.version:
                 raise Superseded(f"policy version {live.version} was made live meanwhile") from None
             if not await self._swap.has_label(self.vllm, version):
-                raise UpstreamUnreachable("vLLM restarted while its weights were verified") from None
+                raise UpstreamUnreachable("vLLM restarted while its weights were being verified") from None
             await self._refuse(version, step.base, error)
             raise
 
@@ -237,7 +237,7 @@ class Publisher:
     # The mode, files and old versions -------------------------------------------------------------------------------
 
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
-        """Return whether `policy.publish` was changed since the live version was published."""
+        """Return whether the live version was published in another mode than the next one will be."""
         return live.publish not in (None, self._swap.mode)
 
     async def warn_of_another_mode(self) -> None:
@@ -246,7 +246,7 @@ class Publisher:
         if self._other_mode not in (None, before):
             log.error("%s", self._other_mode)
 
-    async def abandon_unfinished(self, why: str = "the trainer was stopped while it published this version") -> None:
+    async def abandon_unfinished(self, why: str = "the trainer was stopped while publishing this version") -> None:
         """Mark half-published versions as failed, and remove their files."""
         for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.failed(version.version, why)
@@ -262,7 +262,7 @@ class Publisher:
         await asyncio.to_thread(shutil.rmtree, self._versions / f"v{version.version}", ignore_errors=True)
 
     async def _remove(self, version: PolicyVersion) -> None:
-        """Unload the version from vLLM and delete its files. It can never be promoted again."""
+        """Delete the version's files, and unload its adapters from vLLM. It can never be promoted again."""
         if self._swap.mode == "lora":
             with suppress(LightningError):  # a server that is away has unloaded it already
                 await self._swap.unload(version)
@@ -270,7 +270,7 @@ class Publisher:
         await self._delete(version)
 
     async def prune(self, keep: Set[int]) -> None:
-        """Remove all versions except the newest, the live one, the ones of running rollouts, and the ones in `keep`.
+        """Remove versions except the newest, live and candidate ones, ones in `keep`, and adapters of running rollouts.
 
         Versions that never went live (`promotion.mode: gated`) do not count among the newest; the last of them is kept.
         """

@@ -76,7 +76,7 @@ def follow(config: Config) -> None:
 
 @asynccontextmanager
 async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> AsyncIterator[TrainingEngine]:
-    """Create the engine. End and close it after the block."""
+    """Create the engine. Close it after the block; `end` it before, unless the block raises."""
     check_functions(config.trainer)
     check_gradients(config.trainer)
     engine = await asyncio.to_thread(engine_of, config, plugins)

@@ -22,7 +22,7 @@ Guide = Callable[["Batch"], Awaitable["Batch"]]
 class RolloutRewards:
     """The weighted rewards of a rollout. Call rewards are keyed by call id.
 
-    `final` was posted for the rollout itself (None if nothing was), `calls` for single calls. `air` is what automatic
+    `final` is the rollout's own (None if it has none), `calls` were posted for single calls. `air` is what automatic
     intermediate rewarding adds to calls; it never replaces a posted reward. `named`: the unweighted rewards of each
     name.
     """
@@ -174,7 +174,7 @@ class Sample:
         guidance = self.token_ids if self.guidance is None else self.guidance.logprobs
         lists = (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures, guidance)
         if len({*map(len, lists)}) != 1:
-            raise ValueError(f"sample of {self.rollout_id}: token ids, mask, logprobs and advantages differ in length")
+            raise ValueError(f"sample of {self.rollout_id}: its lists of a value per token differ in length")
         if self.mask and self.mask[0]:
             raise ValueError(f"sample of {self.rollout_id}: its first token is marked as sampled, but has no context")
 

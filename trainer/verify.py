@@ -1,4 +1,4 @@
-"""Verifies that vLLM serves the published weights: its log-probabilities are compared with the trainer's own."""
+"""Verifies that vLLM serves the published weights, by its log-probabilities or, if unclear, by names and files."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ class Verification:
             restarts += restarted
             await before_retry(stop)
         raise PublishError(
-            f"vLLM restarted {VERIFY_RESTARTS} times while policy version {self.version.version} was verified (its log "
-            "may say why); the previous version stays live"
+            f"vLLM restarted {VERIFY_RESTARTS} times while policy version {self.version.version} was being verified "
+            "(its log may say why); the previous version stays live"
         )
 
     async def _has_adapters(self) -> bool:
@@ -196,7 +196,7 @@ class Verification:
         return True
 
     async def _ask(self, server: VllmServer, model: str, adapter: str, samples: Sequence[Sample]) -> WeightEvidence:
-        """Sample from the server until it is clear whether the new weights answer. Raise PublishError if not."""
+        """Sample until the evidence is clear, or cannot become so. Raise PublishError if other weights answer."""
         count = self._config.verify_samples
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts, tokens = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)], VERIFIED_TOKENS
@@ -227,7 +227,7 @@ class Verification:
         return tolerance(self._engine.settings, self._config)
 
     async def _check_names(self, server: VllmServer, model: str, adapter: str, evidence: WeightEvidence) -> str:
-        """Check the server's name for the weights, and the files, because answers prove nothing.
+        """Check the server's label (merged weights), or an adapter's name and files, because answers prove nothing.
 
         Return what was checked. Raises PublishError if the check fails.
         """

@@ -1,4 +1,4 @@
-"""Waits for missing resources: the store, space on the disk, vLLM, a teacher."""
+"""Waits for missing resources (the store, space on the disk, vLLM, a teacher), and for work in tasks and threads."""
 
 from __future__ import annotations
 

@@ -189,8 +189,8 @@ class TrainedWeights:
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
         """Write what vLLM loads. `directory` appears atomically, with a marker file; no weight in memory changes.
 
-        With `merged` it is a full model with the default adapter merged in. Otherwise it has the adapter `default`, and
-        each other adapter in a sub-directory with its name. Raises LightningError if there is no adapter.
+        With `merged` it is a full model, with any default adapter merged in. Otherwise it has the adapter `default`,
+        and each other adapter in a sub-directory with its name. Raises LightningError if there is no adapter.
         """
         if not merged and not self._is_lora:
             raise LightningError("with trainer.weights: full, there is no adapter to write")

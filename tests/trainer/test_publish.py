@@ -203,7 +203,7 @@ async def test_a_vllm_that_restarts_during_verification_gets_all_weights_again(
 async def test_an_adapter_that_ends_vllm_whenever_it_is_asked_is_not_published(bench: Start) -> None:
     async with bench("lora", RestartingServer) as b:
         b.server.always = True
-        with pytest.raises(PublishError, match="vLLM restarted 3 times while policy version 1 was verified"):
+        with pytest.raises(PublishError, match="vLLM restarted 3 times while policy version 1 was being verified"):
             await b.train("t1", "t2")
         assert ((await b.live())[0], b.server.restarts) == (0, 3 * b.config.policy.verify_samples)
         assert (await b.store.versions.get(1)).status == "failed"

@@ -1,4 +1,4 @@
-"""Collects the batch of a step: finds ready groups, drops untrainable rollouts, claims the rest."""
+"""Collects the batch of a step: finds ready groups, drops untrainable rollouts, compares and claims the rest."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class Collector:
     async def next_batch(self, base: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
         """Claim the rollouts of the next step, which starts from version `base`; None while there are too few.
 
-        A step takes `tasks_per_step` groups. It takes fewer with `fewer`, or once one of them has waited for
+        A step takes `tasks_per_step` groups. It takes fewer with `fewer`, or once the first one has waited for
         `group_timeout_s`. With `since` (Unix time), only groups that have waited since then or longer count. Raises
-        UpstreamUnreachable, and claims nothing, if a grammar is needed from vLLM and vLLM is down.
+        UpstreamUnreachable or UpstreamTimeout, and claims nothing, if a grammar is needed and vLLM is down.
         """
         while groups := await self.waiting.next(fewer=fewer, since=since):
             self._unverified = await self._store.versions.never_verified()
@@ -102,7 +102,7 @@ class Collector:
         return None
 
     async def _read(self, group: Group, base: int) -> Take:
-        """Read a group. Siblings are compared with each other, and each rollout without a task with earlier rollouts.
+        """Read a group. Its siblings are one comparison; each rollout without a task is a comparison of its own.
 
         Siblings that earlier steps took (`before`) count in the baseline, and are not trained on again.
         """
@@ -341,7 +341,7 @@ class Collector:
 
 
 def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
-    """Why a rollout with advantages has nothing to train on."""
+    """A reason why a rollout with advantages has nothing to train on; others may apply as well."""
     if not_followed:
         return f"no trainable calls, most often: {not_followed.most_common(1)[0][0]}"
     reasons = {
@@ -386,8 +386,8 @@ class ComparedRollouts(NamedTuple):
 class Take:
     """What a step takes from the groups that are `waiting` for it, and how their rollouts are compared.
 
-    `base`: the policy version that the step starts from. `groups`: the ids of siblings that were compared. `seen`: what
-    the step's metrics count. `earlier`: rollouts that were read for a running baseline.
+    `base`: the policy version that the step starts from. `groups`: the ids of each group's siblings, also of awaited
+    ones. `seen`: what the step's metrics count. `earlier`: rollouts that were read for a running baseline.
     """
 
     base: int

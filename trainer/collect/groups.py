@@ -140,7 +140,7 @@ def full_groups(groups: Sequence[Group]) -> int:
 
 
 def what_is_missing(groups: Sequence[Group], config: TrainerConfig) -> str:
-    """Return how many groups are full, and how many a step still needs, as text."""
+    """Return how many groups are full and how many have begun, and how many rollouts these lack, as text."""
     wanted, full = config.tasks_per_step, full_groups(groups)
     begun = [group for group in groups if not group.late and not group.complete]
     line = f"{full} of the {wanted} groups for the next step are full ({config.group_size} ended rollouts each)"

@@ -1,4 +1,4 @@
-"""Finds how vLLM sampled a call: asks vLLM once for each set of sampling parameters."""
+"""Finds how vLLM sampled a call: asks vLLM once for each set of sampling parameters, or reads the request."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MESSAGE: Json = {"messages": [{"role": "user", "content": "0"}]}
 _PROMPTS: dict[str, Json] = {"completions": {"prompt": "0"}, "responses": {"input": "0"}}
 _NOT_UNDERSTOOD = "the sampling parameters are not understood"
 _NO_ROUTE = (
-    "vLLM does not report its sampling parameters (%s): calls with a grammar are left out, others are read from their "
-    "requests; start vLLM with `lightning-proxy vllm`, or add --enable-scale-out"
+    "vLLM does not report its sampling parameters (%s): calls with a grammar are left out, and for others only the "
+    "requests are read; start vLLM with `lightning-proxy vllm`, or add --enable-scale-out"
 )
 
 # Returns the chat request that a request of another API was sent as; None if it was sent unchanged.

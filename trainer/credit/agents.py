@@ -52,6 +52,6 @@ class RollCall:
                 self._missed |= missing
                 nothing = ", so nothing is trained for them" if option == "trainer.agents" else ""
                 log.warning(
-                    "%s: there is no call of %s so far%s; agents seen: %s",
+                    "%s: there are no calls by %s so far%s; agents seen: %s",
                     option, ", ".join(sorted(name for _, name in missing)), nothing, ", ".join(sorted(self._seen)),
                 )  # fmt: skip

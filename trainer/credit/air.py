@@ -32,9 +32,9 @@ FLAGS = ("is_error", "isError")
 
 
 def air_rewards(calls: Sequence[ModelCall], weights: Mapping[AirEvent, float]) -> dict[str, float]:
-    """Return the automatic reward of each call of a rollout, in order: each event's weight times its count.
+    """Return the automatic rewards by call id: the sum of the weights of a call's events.
 
-    `weights`: `trainer.air`. Calls without an event that has a weight are left out.
+    `calls`: a rollout's, in order. `weights`: `trainer.air`. Calls without an event that has a weight are left out.
     """
     if not weights:
         return {}
@@ -68,8 +68,8 @@ def _events(call: ModelCall, seen: set[tuple[str, bytes]]) -> Iterator[AirEvent]
 def failed(tool: ToolCall) -> bool:
     """Return whether the agent sent the result back as an error.
 
-    Chat completions and Responses have no flag for it. There the result decides: a text that begins like an exception,
-    or a JSON object with an error or an error flag.
+    Not every API has a flag for it, so the result decides too: a text that begins like an exception, or a JSON object
+    with an error or an error flag.
     """
     if tool.is_error:
         return True
@@ -94,7 +94,7 @@ def tool_schemas(request: Json) -> dict[str, Any]:
 def arguments_match(tool: ToolCall, schemas: Mapping[str, Any]) -> bool:
     """Return whether the arguments are a JSON object that the tool's schema allows.
 
-    If the schema is itself wrong, or refers to another document, every object matches: it is not the model's fault.
+    Free-form input always matches. If the schema is missing or wrong, or refers to another document, any object does.
     """
     schema = schemas.get(tool.name, {})
     if schema is None:

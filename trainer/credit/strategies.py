@@ -74,7 +74,7 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
 def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited]]:
     """Apply `trainer.credit`: one strategy for all calls, or one per agent (`*`: agents not named).
 
-    For a user's own function, which may compare anything, the rollout's return is reported.
+    For a function of a user or a feature, which may compare anything, the rollout's return is reported.
     """
     advantages: dict[str, Values] = {}
     for name in {*config.credits.values(), "uniform"}:
@@ -247,7 +247,7 @@ BASELINES: Mapping[str, Callable[[Sequence[float]], list[Baseline]]] = MappingPr
 
 
 def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | None:
-    """Return one baseline per sibling; None if the group has fewer than two siblings or only equal returns."""
+    """Return one baseline per return; None if there are fewer than two returns, or all are equal."""
     if len(returns) < 2 or math.isclose(max(returns), min(returns), rel_tol=1e-9, abs_tol=1e-9):
         return None
     found: list[Baseline] = (BASELINES.get(name) or load("trainer.baseline", name))(returns)

@@ -82,7 +82,7 @@ class Seen:
         return f"{self._share:.0%} of the calls are left out, {calls} of them because: {why}"
 
     def tasks(self) -> dict[str, dict[str, float]]:
-        """Return the mean, spread and number of the rewards of each task."""
+        """Return the mean, spread and number of the rewards of each of the newest `TASKS_KEPT` tasks."""
         newest = [(task_id, rewards) for task_id, rewards in self.rewards.items() if task_id is not None][-TASKS_KEPT:]
         return {
             task_id: {"mean": fmean(rewards), "std": pstdev(rewards), "rollouts": float(len(rewards))}

@@ -112,7 +112,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("loss", "1", "the loss of `loss_type`, with KL, entropy and `context_loss`"),
         ("grad_norm", "1", "norm of all gradients before `trainer.max_grad_norm`"),
         ("lr", "1", "learning rate"),
-        ("skipped", "0 or 1", "1: nothing to train on, or a number is not finite; the weights do not change"),
+        ("skipped", "0 or 1", "1: the step was skipped, so the weights did not change; the log says why"),
     ),
     **group(
         "tokens",

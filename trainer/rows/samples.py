@@ -57,9 +57,10 @@ class RolloutSamples:
     """The rows of one rollout, counts of its calls by step metric, and the placement of each call, in order.
 
     `calls` are in a row, `calls_merged` of them after another call. All others are left out: `calls_untrainable` have
-    no usable token ids; `calls_not_followed` were sampled in a way that cannot be computed again; `calls_ambiguous`
-    have several answers, so the reward belongs to no single one; `calls_not_finite` have log-probabilities that
-    are not finite; `calls_other_tokens` have tokens beyond the vocabulary; `rows_too_long` are over the limit.
+    no usable token ids, or temperature 0; `calls_not_followed` were sampled in a way that cannot be computed again;
+    `calls_ambiguous` have several answers, so the reward belongs to no single one; `calls_not_finite` have a
+    log-probability that is not finite; `calls_other_tokens` have tokens beyond the vocabulary; `rows_too_long` are over
+    the limit.
     """
 
     samples: tuple[Sample, ...]

@@ -1,4 +1,4 @@
-"""Reads from a request how its answer was sampled, and whether its grammar can be replayed. No torch."""
+"""Reads from a request, or vLLM's parameters, how an answer was sampled, and whether its grammar can be replayed."""
 
 from __future__ import annotations
 

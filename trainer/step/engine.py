@@ -62,7 +62,7 @@ class TrainingEngine(Protocol):
         """
 
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
-        """Remember an adapter's current weights as served, for `logprobs` to score with later."""
+        """Remember an adapter's current weights as served, for `logprobs` and `scores_of` to score with later."""
 
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Mapping[str, Tensor]:
         """Return an adapter's weights under PEFT's names."""

@@ -1,4 +1,4 @@
-"""The loss of a step: each token's term times its weight, the KL to the base model, entropy bonus and guidance.
+"""The loss of a step: tokens' terms times their weights, KL to the base model, entropy bonus, guides, context loss.
 
 The loss does not depend on how calls are merged into rows or how a step is cut into micro-batches, for two reasons.
 What TRL calls a sequence is one answer here: the action of a call, the unit that has one advantage (arXiv 2508.03680,
@@ -32,7 +32,7 @@ MAX_LOG_RATIO = 20.0  # exp() of more may overflow
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
+    """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens. Only tokens with `mask` 1 count.
 
     `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
     sampled. `advantages`: the same for every token of an answer, except for what guides add to single tokens. `config`:
@@ -191,7 +191,7 @@ def loss_inputs(
     """Return the inputs of the loss. `logprobs`: the policy's, (A, L); `weights`: by rollout (`token_weights`).
 
     Tokens with log-probability -inf are removed: under the current weights, filters such as top_p exclude them, so the
-    trained policy would not sample them. The remaining tokens keep their weights.
+    trained policy would not sample them, or their grammar cannot be replayed. The remaining tokens keep their weights.
     """
     outside = logprobs.detach().isneginf()
     shares = torch.tensor([weights[sample.rollout_id] for sample in samples], device=logprobs.device)[answers.rows]
@@ -236,7 +236,7 @@ def _gradient(setting: str, name: str | None, loss: Tensor, logprobs: Tensor) ->
 
 
 def check_gradients(config: TrainerConfig) -> None:
-    """Raise ConfigError if a user's own loss fails on two short answers, or has no gradient there."""
+    """Raise ConfigError if a user's own loss or context loss fails on short answers, or has no gradient there."""
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     logprobs = (mask * torch.tensor([[-1.0], [-0.5]])).requires_grad_()
     given = LossInputs(

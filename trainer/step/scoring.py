@@ -28,7 +28,8 @@ _LEAST = -1e4  # in place of a log-probability of -inf in an entropy, where it i
 class ScoredTokens(NamedTuple):
     """Scores of tokens, (B, T); 0 where a token is not scored. `entropies` have a gradient if requested.
 
-    A log-probability is -inf if the sampling parameters exclude the token under these weights.
+    A log-probability is -inf if the sampling parameters exclude the token under these weights, or if the grammar of its
+    answer cannot be replayed up to it.
     """
 
     logprobs: Tensor
@@ -84,7 +85,7 @@ def _places(
 
 
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
-    """Raise ConfigError for models that need separate rows: recurrent layers, or a window shorter than a sample."""
+    """Raise ConfigError unless all layers have full or sliding-window attention, with a window that holds a sample."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if others := kinds - {"full_attention", "sliding_attention"}:
         raise ConfigError(f"policy.model: {sorted(others)} layers; only full or sliding-window attention is supported")

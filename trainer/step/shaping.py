@@ -28,7 +28,7 @@ _KEPT_GRAMMARS = 100  # compiled, each may take megabytes
 class SampledPlace(NamedTuple):
     """How a token was sampled, after which prompt and partial answer, and what a grammar allowed there.
 
-    `allowed` is (1, V/32) bits. It has no row if the replay of the grammar ended earlier, so nothing is known there.
+    `allowed` is (1, V/32) bits. It has no row if the grammar could not be replayed up to there.
     """
 
     sampling: Sampling

@@ -21,8 +21,8 @@ def make_what_fits(
 ) -> Numbers:
     """Run the passes, up to one with a loss that is not finite, and return their numbers.
 
-    A pass that fails has already added to the gradients. So when memory runs out, all passes run again: the one that
-    failed, and all that are as large, in halves. The largest come first, so that little work is lost.
+    A pass that fails has already added to the gradients. So when memory runs out, all passes run again: the failed
+    one as two halves, and the others in parts that are no larger. The largest come first, so that little work is lost.
     """
     shortage, todo = Numbers(), list(passes)
     while True:

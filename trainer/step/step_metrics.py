@@ -1,6 +1,6 @@
-"""The numbers of a training step, summed over its passes, and the reasons to skip it (not finite, wrong sampler).
+"""The numbers of a training step, summed over its passes, its warnings, and reasons to skip it.
 
-They are reported under the names of `metric_schema`.
+The numbers are reported under the names of `metric_schema`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class StepMetrics:
             found["masked_tokens"] = f"{dropped}: trainer.loss {self.config.loss} masks or clips them"
         if sums["outside_tokens"] > MOST * sampled:
             dropped = f"{sums['outside_tokens']:,} of {sampled:,} sampled tokens teach nothing"
-            found["outside_tokens"] = f"{dropped}: filters such as top_p exclude them under the current weights"
+            found["outside_tokens"] = f"{dropped}: top_p and the like now exclude them, or a grammar cannot be replayed"
         return found
 
     def too_large(self) -> str | None:
@@ -149,7 +149,7 @@ class StepMetrics:
         return f"{of} took too much memory and cannot be trained on; lower trainer.max_sample_tokens"
 
     def result(self) -> dict[str, float]:
-        """Return metrics by the names of `metric_schema`. Means are over trained tokens, and may not be finite."""
+        """Return metrics by the names of `metric_schema`, maybe not finite. Most means are over trained tokens."""
         config, numbers, seconds = self.config, self.numbers, self.elapsed
         found = {name: float(numbers.sums[name]) for name in COUNTS} | {
             "grad_norm": self.grad_norm,

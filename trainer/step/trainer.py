@@ -139,7 +139,7 @@ class LightningTrainer:
         """Compute the gradients of `batch`.
 
         Each adapter gets the gradients of its own samples only; without samples it has none. A pass that runs out of
-        memory is halved.
+        memory is halved, unless the model is sharded.
         """
         metrics = StepMetrics(self.settings, self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
@@ -164,8 +164,8 @@ class LightningTrainer:
     def optim_step(self) -> dict[str, float]:
         """Move the weights by the last batch's gradients.
 
-        If a loss or gradient is not finite, weights, optimizer and scheduler do not change and `skipped` is 1.
-        `skipped_because` then says what is not finite, and in which rollouts; metrics that are not finite are left out.
+        If the step is skipped, for example because a loss is not finite, weights, optimizer and schedule do not change,
+        `skipped` is 1 and `skipped_because` says why. Metrics that are not finite are left out.
         `left_out_because` names rollouts with a row that does not fit into memory; `warnings` has other problems.
         """
         assert self._computed is not None, "forward_backward comes first"
@@ -217,7 +217,7 @@ class LightningTrainer:
         return StepTotals(weights, sum(sample.trained_tokens for sample in own), results)
 
     def _pass(self, one: Pass, totals: StepTotals, version: int | None) -> Numbers:
-        """Add the gradients of a pass, unless its loss is not finite. A pass that does not count adds 0."""
+        """Add a pass's gradients; unless sharded, none if the loss is not finite. A pass that does not count adds 0."""
         samples, config = one.micro_batch.samples, self.settings
         answers, reference = Answers.of(samples, self.device), None
         if config.kl_coef or config.kl_metric:
@@ -321,12 +321,12 @@ class LightningTrainer:
         """Resume from what `save` wrote.
 
         A configured learning rate wins; `auto` keeps the checkpoint's. Raises ConfigError, and changes nothing, if
-        the checkpoint is damaged, or belongs to other adapters or to another base model than configured.
+        the checkpoint is damaged or does not fit the configuration.
         """
         changed = config_changes(directory, self._saved_config)
         state = read_state(directory / STATE_FILE, self.weight_sets.shapes())
         if "optimizer" not in state:
-            log.warning("%s has no optimizer state: its moments and the schedule start over", directory)
+            log.warning("%s has no optimizer state: the moments and the schedule start over", directory)
         rate = self.rate
         if state["step"]:  # untrained weights have no rate to keep
             rate = self._rate_of(saved_rate(directory))
@@ -342,7 +342,7 @@ class LightningTrainer:
 
     @on_every_process
     def _restore(self, state: State, rate: Rate) -> None:
-        """Load the state and the rate. Without the optimizer's state, its moments and the schedule start again."""
+        """Load the state and the rate. Without the optimizer's state, its moments and the schedule start over."""
         state = self._read or state
         self.weight_sets.set(state["adapters"])
         self.weight_sets.load_optimizer_state(self.optimizer, state.get("optimizer", {}))

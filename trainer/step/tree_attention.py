@@ -3,7 +3,7 @@
 On a GPU it is FlexAttention, with a mask by blocks of nodes and one kernel for all tree sizes. On a CPU it is PyTorch's
 flash kernel, block by block (`attention_plan`). If that lacks what the model needs (capped scores, values of another
 width), it is a plain masked softmax. Importing this module registers it; `use_tree_attention` switches a model over.
-Without a tree it is SDPA.
+Without a tree it is SDPA, or the plain softmax if scores are capped.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def tree_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Map (1, heads, N, D) queries and (1, key heads, N, D) keys and values of tree nodes to (1, N, heads, D).
 
-    There is no dropout: the policy is trained as it sampled.
+    With a tree there is no dropout: the policy is trained as it sampled.
     """
     if tree_mask is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

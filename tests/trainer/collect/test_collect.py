@@ -245,7 +245,7 @@ async def test_rollouts_without_a_trained_agent_are_dropped(traffic: Traffic, ca
     with caplog.at_level(logging.WARNING):
         assert await traffic.batch(agents=["planer"]) is None
     assert await traffic.dropped("a") == ["trainer.agents names none of its agents"]
-    assert "trainer.agents: there is no call of planer so far" in caplog.text
+    assert "trainer.agents: there are no calls by planer so far" in caplog.text
     assert "agents seen: no name (calls without X-Agent-Name), planner" in caplog.text
 
 
