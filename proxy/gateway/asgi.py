@@ -1,4 +1,4 @@
-"""Reads requests and sends replies at the ASGI level. All bodies and large answers share a limited memory."""
+"""Reads requests and sends replies at the ASGI level. Large bodies and large or unread answers share limited memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ONCE = frozenset([
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """Return headers by lower-case name. Raises InvalidRequest for repeated headers of `_ONCE`, unknown encodings."""
+    """Return headers by lower-case name. Raises InvalidRequest for repeated `_ONCE` headers, bad Transfer-Encoding."""
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
@@ -157,7 +157,7 @@ class Bodies:
 
 
 class Memory:
-    """Lends memory to bodies and answers, first come first served: per key at most a quarter, or the largest body."""
+    """Lends memory to bodies and answers. Each key gets at most a quarter of it, or enough for the largest body."""
 
     def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
         """`largest`: the size of the largest body, in bytes."""
@@ -174,7 +174,7 @@ class Memory:
         return Loan(self, key)
 
     def has_turn(self, loan: Loan) -> bool:
-        """Return whether a waiting loan has its turn: all loans before it wait only for their own keys' shares."""
+        """Return whether a waiting loan fits into its key's share and the memory that earlier waiting loans leave."""
         free = self._free
         for other, size in self.waiting.items():
             has_share = self._of_key[other.key] + size <= self.share
@@ -278,7 +278,7 @@ def _pieces(body: bytes, name: str) -> Iterator[bytes]:
 
 
 def _zlib(body: bytes) -> Any:
-    """Unpack gzip or zlib, or raw deflate without zlib's header, which some clients send."""
+    """Return a decompressor for gzip, zlib or, as some clients send it, raw deflate without zlib's header."""
     has_header = body[:2] == b"\x1f\x8b" or (len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0)
     return zlib.decompressobj(zlib.MAX_WBITS | 32 if has_header else -zlib.MAX_WBITS)
 

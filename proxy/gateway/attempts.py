@@ -35,7 +35,7 @@ _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
 
 
 class Target(NamedTuple):
-    """An attempt: where the request goes and in what form. `sent`: its body. `translated`: for another API."""
+    """An attempt: where the request goes and in what form. `sent`: its JSON. `translated`: into a chat request."""
 
     route: Route
     request: Request
@@ -121,7 +121,7 @@ class Attempts:
         return attempt not in accepted or target.injection.is_named_in(await answer.read())
 
     def _target(self, route: Route, *, plain: bool = False) -> Target:
-        """The request for this upstream. `plain`: the agent's own request, without additions."""
+        """The attempt for a route. `plain`: without additions and, unless it continues a response, untranslated."""
         request, body, chat = self.request._replace(servers=route.servers), self.body, self.chat
         injects, injection = route.upstream.kind == "vllm" and not plain, Injection()
         model = {} if route.model is None else {"model": route.model}
@@ -173,7 +173,7 @@ class Upstreams:
         self.health = Health(self.session)
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
-        """Return an answer once its headers are there. Retries `retries` times if the upstream is down or busy."""
+        """Return an answer once its headers arrive. Retries up to `retries` times if the upstream is down or busy."""
         if (upstream := self._opened.get(config.name)) is None:
             vouching = self.vouching.get(config.name, {})
             http = partial(HttpUpstream, session=self.session, health=self.health, vouching=vouching)

@@ -127,7 +127,7 @@ class Gateway:
         return recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
 
     async def answer(self, question: Question, reply: Reply) -> None:
-        """Answer a call; its record is durable before the answer's last byte leaves."""
+        """Answer a call. If it is recorded, its record is durable before the answer's last byte leaves."""
         rollout, conversation = await self._rollout(question)
         # Which weights answer. Without a route to them the call fails before a plugin sees it.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
@@ -155,7 +155,7 @@ class Gateway:
                     raise
 
     async def _rollout(self, question: Question) -> tuple[RolloutName, Conversation | None]:
-        """The named rollout, or else the rollout that the conversation continues, or a new one."""
+        """The named rollout; or else, with its conversation, the one that the request continues, or a new one."""
         name = question.name
         if self.unnamed is None or name.named or not question.recorded:
             return name, None
@@ -175,7 +175,7 @@ class Gateway:
         *,
         recorded: bool = True,
     ) -> None:
-        """Count a call whose end is durable in limits and metrics, and notify listeners. `size`: request bytes."""
+        """Count an ended call for limits and metrics, and tell listeners if it is recorded. `size`: request bytes."""
         if limiter is not None:
             limiter.spend(end, size)
         if end.status == "incomplete":  # a background response, which ends later
@@ -190,7 +190,7 @@ class CallUnderWay:
     """One call under way. Once its start is durable, it gets one end: ok, error or cancelled.
 
     It stays `incomplete` only if the store fails, the process is killed, or its response goes on in the background.
-    Without `conversation`, later requests cannot find this call.
+    Without `conversation`, later requests that name no rollout cannot find this call.
     """
 
     gateway: Gateway
@@ -237,7 +237,7 @@ class CallUnderWay:
         return f"upstream {self.attempts.upstream.name}"
 
     async def record_start(self) -> None:
-        """Record the call's start. Return once it is durable."""
+        """Record the call's start, unless the call is not recorded. Return once it is durable."""
         if self.question.recorded:
             question, known = self.question, self.conversation
             also = [] if known is None else start_statements(self._start, known)
@@ -322,7 +322,8 @@ class CallUnderWay:
     async def record_end(self, status: CallStatus = "ok", error: str | None = None) -> None:
         """Record the call's end; return once durable. Only the first end counts, and a cancellation does not undo it.
 
-        If the answer contains an error, an `ok` call ends as `error`.
+        An `ok` call ends as `error` if its answer contains one, as `cancelled` if the agent left, or as `incomplete`
+        if its response goes on in the background.
         """
         if self._committed is None:
             if (in_answer := self._transcript.error if self._transcript else None) is not None:
@@ -335,7 +336,7 @@ class CallUnderWay:
         await asyncio.shield(self._committed)
 
     async def failed(self, error: BaseException) -> None:
-        """Record the failure and show it: as an error or, if the answer has begun, by leaving the answer unfinished."""
+        """Record the failure. Unless it is a cancellation, show it: as an error, or by not finishing a begun answer."""
         status: CallStatus = "error"
         if not isinstance(error, Exception):
             status, why, limit_s = "cancelled", "the agent disconnected", self.gateway.finish_s

@@ -70,7 +70,7 @@ class ExactTokens:
         return ExactCall(self, upstream, start, sent, chat)
 
     def warn(self, text: str, upstream: str) -> None:
-        """Log a warning only once per proxy, because every call would repeat it."""
+        """Log a warning about an upstream only once, because every call would repeat it."""
         if (text, upstream) not in self._warned:
             self._warned.add((text, upstream))
             log.warning(text, upstream)
@@ -78,7 +78,7 @@ class ExactTokens:
 
 @dataclass(slots=True)
 class ExactCall:
-    """One call. `open` sends it, as exact tokens if possible; `ended` notes that it was recorded."""
+    """One call. `open` sends it, as exact tokens if possible; `ended` keeps its tokens for later calls."""
 
     exact: ExactTokens
     upstream: UpstreamConfig
@@ -109,7 +109,7 @@ class ExactCall:
         return await open_upstream(request)
 
     def ended(self, end: CallEnd) -> None:
-        """Note that the call's record is committed."""
+        """Count the outcome of a call whose record is committed, and keep its tokens for the calls that continue it."""
         if self.outcome is None or end.fallback is not None:  # it did not reach the upstream, or another answered
             return
         if self.prompt and end.status == "ok" and [*end.prompt_token_ids] != self.prompt:
@@ -167,7 +167,7 @@ class ExactCall:
 
 
 async def earlier_turn(history: History, rollout_id: str, chat: Json) -> TokenTurn:
-    """Return the turn that a supported request continues, and mark it as the newest. Raise AsText if there is none."""
+    """Return the turn that a supported request continues, now the newest. Raise AsText if it can continue none."""
     messages = chat["messages"]
     if all(message.get("role") != "assistant" for message in messages):
         raise AsText("first")

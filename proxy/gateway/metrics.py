@@ -50,7 +50,7 @@ class Metrics:
                     mark_process_dead(pid, str(self._shared))
         seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
         self._latency = seconds("lightning_call_seconds", "Seconds from a call's start to its end")
-        self._ttft = seconds("lightning_first_byte_seconds", "Seconds until the answer's first byte")
+        self._ttft = seconds("lightning_first_byte_seconds", "Seconds until the first byte of a streamed answer")
         calls = self.counter("calls", "Recorded calls, by how they ended", "status")
         unrecorded = self.counter("unrecorded_calls", "Calls without a record, by how they ended", "status")
         # Looked up once: so they are shown from the start, and a call needs no look-up.
@@ -58,7 +58,7 @@ class Metrics:
             {s: one.labels(s) for s in get_args(CallStatus)} for one in (calls, unrecorded)
         )
         self._untrainable = self.counter("untrainable_calls", "Answered calls of the policy that cannot be trained on")
-        tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
+        tokens = self.counter("tokens", "Tokens of recorded calls that have token ids", "kind")
         self._prompt, self._sampled = tokens.labels("prompt"), tokens.labels("sampled")
         self.redacted = self.counter("redacted_calls", "Calls that cannot be trained on only because of redaction")
         self.continuity = self.counter("token_continuity", "Policy chats, by how their prompt was sent", "outcome")

@@ -1,7 +1,7 @@
 """Keeps the last calls of each rollout, in a limited amount of memory.
 
-`RecentCalls` has calls as recorded, to find a new call's parent. `History` has answered calls as the model saw them,
-unredacted, to find the one that a new call continues, by its messages or by a response's id.
+`RecentCalls` has calls as recorded, to find a new call's parent. `History` has answered calls, unredacted unless they
+were read from the store, to find the one that a new call continues, by its messages or by a response's id.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Answered:
 
 
 class History:
-    """Keeps the answered calls of recently used rollouts. All others, and other workers' calls, are in the store."""
+    """Keeps the answered calls of recently used rollouts. Others, and other workers' calls, are read from the store."""
 
     def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
         """`chat_of` returns a recorded call's chat request; without it there are no turns."""
@@ -200,7 +200,7 @@ class History:
         return kept
 
     async def read(self, rollout_id: str, newest: int = LATELY) -> Answered:
-        """Read the rollout's `newest` answered calls that are not in memory yet, and return all that are in memory."""
+        """Read the answered calls among the rollout's last `newest` into memory, and return all that are in memory."""
         before = self.known(rollout_id).seen.copy()
         answered = await self._calls.answered(rollout_id, newest)
         if not answered:  # it was deleted, perhaps by another process

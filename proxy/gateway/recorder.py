@@ -1,8 +1,8 @@
 """Records calls: their start before they are sent upstream, their end before the answer's last byte.
 
 A plain call takes four statements: ROLLOUT_SEEN and CALL_START first, CALL_END and ROLLOUT_CALL_ENDED at its end.
-Large requests, retries and tool calls add more. `start` returns when its statements are committed; the future that
-`end` returns is done when the end's are. If too many records wait, further calls wait too.
+Large requests, retries, tool calls and unnamed rollouts add more. `start` returns when its statements are committed;
+the future that `end` returns is done when the end's are. If too many records wait, further calls wait too.
 
 `GroupCommit` writes many records in one commit. Records that arrive during a commit wait for the next; none is dropped.
 """
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 
 class GroupCommit:
-    """The only writer of a process's records. Use it with `async with`; on exit it commits all waiting records."""
+    """The only writer of a process's call records. Use it with `async with`; on exit it commits all waiting records."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

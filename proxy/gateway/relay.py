@@ -65,7 +65,7 @@ RESPONSES_API = DIALECTS["/v1/responses"]
 
 
 class DataPath(NamedTuple):
-    """A path of the data API, percent-decoded. `rest` begins with /v1/; the ids come from the URL, unchecked."""
+    """A path of the data API. `rest` begins with /v1/; the ids come from the URL, unchecked."""
 
     rest: str
     rollout_id: str | None = None
@@ -74,7 +74,7 @@ class DataPath(NamedTuple):
 
 
 def parse_path(path: str) -> DataPath | None:
-    """Split /rollouts/{rollout_id}[/tasks/{task_id}][/agents/{agent}]/v1/…, or /v1/…, percent-decoded.
+    """Split /rollouts/{rollout_id}[/tasks/{task_id}][/agents/{agent}]/v1/…, or /v1/…, without decoding it.
 
     Returns None for any other path, which the control API answers.
     """
@@ -157,7 +157,7 @@ class Visit(NamedTuple):
 
 
 class Relay:
-    """Admits requests, hands model calls to the gateway, and forwards all others unrecorded."""
+    """Admits requests, hands model calls to the gateway, lists models, and forwards all others unrecorded."""
 
     def __init__(self, config: Config, keys: Keys, gateway: Gateway, bodies: Bodies) -> None:
         self._keys = keys
@@ -255,7 +255,7 @@ class Relay:
             await reply.send(answer.status, answer.headers(keep_length=False), raw)
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
-        """Forward a request unrecorded. A model named in its JSON body or form is routed as for recorded calls.
+        """Forward a request unrecorded: to the upstream of the response in its path, or else of the model in its body.
 
         The end of a background response, and the items of a compacted conversation, are recorded on the way.
         """

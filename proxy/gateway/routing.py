@@ -1,4 +1,4 @@
-"""Decides which upstream, model and policy version a call goes to, and watches that vLLM serves the live version.
+"""Decides which upstream, model and policy version a call goes to, and checks that vLLM serves the live version.
 
 A server's label for its weights proves nothing. So `Watch` also sends each server the same prompt with the same seed:
 when it starts, when another version goes live, and daily. This detects wrong weights, but not a version one step off.
@@ -47,7 +47,7 @@ class PolicyRouter:
     """Routes each call by its rollout and the requested model."""
 
     def __init__(self, config: Config, store: Store, watch: Watch | None, choose: Choose | None = None) -> None:
-        """`watch`: the policy's; None without an upstream of kind vllm. Without `choose`, the live version answers."""
+        """`watch`: None without an upstream of kind vllm. Without `choose`, new rollouts get the live version."""
         self.alias, self._policy, self._first = config.policy.alias, config.policy, config.upstreams[0]
         self._upstreams = {upstream.name: upstream for upstream in config.upstreams}
         standing_by = {name for upstream in config.upstreams for name in upstream.fallbacks}
@@ -61,8 +61,9 @@ class PolicyRouter:
     async def route(self, rollout: RolloutName, model: str | None, *, recorded: bool = False) -> Route:
         """Return where a call goes. Raises NotServed, UpstreamTimeout.
 
-        The alias reaches the version that the rollout began with (`pin`), or the live one. A rollout may have been
-        opened for another model (`opened_for`). While two versions are compared, `choose` decides for `recorded` calls.
+        The alias reaches the live version or, with adapters, the one that the rollout began with (`pin`). A rollout may
+        have been opened for another model (`opened_for`). While two versions are compared, `choose` decides for
+        `recorded` calls that are not pinned.
         """
         opened_for, pin, watch = None, None, self._watch
         if model == self.alias:
@@ -106,7 +107,7 @@ class PolicyRouter:
         return Route(upstream, served, version, fallbacks, merged or by_alias, watch.adds_usage, servers)
 
     async def require(self, policy_version: int | None, model: str | None) -> None:
-        """Raise NotFound or Conflict if no rollout can be opened for this version or model (None: the live version)."""
+        """Load `policy_version`, if given. Raise NotFound or Conflict if no rollout can be opened for it or `model`."""
         if policy_version is not None and model is not None:
             raise Conflict("policy_version and model cannot be combined", param="model")
         if policy_version is not None:
@@ -166,7 +167,7 @@ class PolicyRouter:
 
 
 class Watch:
-    """Checks whether vLLM serves the live version. Servers that do not are reported and get no calls."""
+    """Checks whether vLLM serves the live version. Servers that do not are reported and repaired, and get no calls."""
 
     def __init__(self, config: PolicyConfig, swap: Swap, upstream: UpstreamConfig, health: Health) -> None:
         self.swap, self.upstream, self.health = swap, upstream, health
@@ -224,7 +225,7 @@ class Watch:
             self._look = asyncio.create_task(self._look_at_vllm())
         _, pending = await asyncio.wait((self._look,), timeout=timeout)
         if pending:
-            raise UpstreamTimeout(f"the policy's server did not answer within {timeout} s")
+            raise UpstreamTimeout(f"the policy's server could not be checked within {timeout} s")
 
     async def _look_at_vllm(self) -> None:
         problems, swap = Problems(), self.swap
@@ -246,7 +247,7 @@ class Watch:
                 advice = f"{error}: `lightning-proxy doctor` says what to do"
                 problem = NotServed(advice if known else f"vLLM does not serve the live policy version: {error}")
             if str(problem) != str(self._problem):  # vLLM may be away for days
-                log.warning("the policy is not served yet: %s", problem, exc_info=None if known else error)
+                log.warning("the policy is not served: %s", problem, exc_info=None if known else error)
             problem.message = without_addresses(problem.message)  # which agents are shown
             self._problem = problem
         seen = {server.base_url: problem for server, problem in problems.items()}
@@ -255,7 +256,7 @@ class Watch:
             self.health.report(self.upstream.name, url, None if why is None else str(why))
 
     async def _problems(self) -> Problems:
-        """Why servers do not serve the live version. Calls wait for servers under repair only if no other serves it."""
+        """Repair servers; return why some lack the live version. Calls wait for repairs only if no other has it."""
         pinned = await self.swap.store.versions.pinned(time.time() - PINNED_S)
         if len(self.swap.vllm.servers) == 1:  # while it gets new weights, its calls are paused, then continue
             return await self.swap.restore(pinned)
@@ -321,7 +322,10 @@ class Watch:
 
 
 def difference(first: list[Any], again: list[Any]) -> float:
-    """Return the mean difference of two answers' log-probabilities, up to where the tokens differ; NaN if unknown."""
+    """Return the mean absolute difference of two answers' log-probabilities, up to where the tokens differ.
+
+    It is infinite if no candidate token is in both answers at some place, and NaN if an answer is empty.
+    """
     found: list[float] = []
     for (token, before), (other, now) in zip(first, again, strict=False):
         if not (both := before.keys() & now.keys()):

@@ -1,7 +1,8 @@
-"""Changes how uvicorn reads HTTP/1.1, tells answers that the server is stopping, and limits idle connections.
+"""Changes how uvicorn handles HTTP/1, tells answers that the server is stopping, and limits connections.
 
-Trailers are dropped: they come after the headers have been acted on. Upgrades are ignored: some clients ask for HTTP/2
-with every request. A connection holds a file, and a call one more, so connections without a request may hold only some.
+Trailers are dropped: they come after the headers have been acted on. WebSockets are refused. Other upgrades are
+ignored, as some clients ask for HTTP/2 with every request. A connection holds a file, and a call one more, so
+connections without a request may hold only some.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MOST_JOINED = 2**14  # bytes of an answer that wait for the end of a turn of the
 
 
 def raise_limit() -> None:
-    """Let this process and its children open as many files as the system allows."""
+    """Let this process and its children open as many files as the system allows, at most `MOST_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft not in (hard, resource.RLIM_INFINITY) and soft < wanted:
@@ -154,7 +155,7 @@ class _Joining:
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. In HTTP/1.0, an answer ends when the connection closes; a reset breaks it off."""
+    """A request and its answer. In HTTP/1.0, closing the connection ends answers without length; a reset aborts it."""
 
     _has_length = True
 
@@ -335,7 +336,7 @@ class ServerProtocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
     def _refuse(self, refusal: bytes = _REFUSAL) -> None:
-        """Answer and close the connection, because the start of the next request is unknown."""
+        """Send the refusal, unless another answer is under way, and close the connection."""
         under_way = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not (self.pipeline or under_way):  # nothing may come into the middle of an answer
             self.transport.write(refusal)

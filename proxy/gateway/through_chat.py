@@ -1,4 +1,4 @@
-"""Translates a Messages or Responses request, with its earlier turns, into a chat request."""
+"""Decides which Messages and Responses requests use the chat route, and translates them, with earlier turns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ChatDecision(NamedTuple):
 
 
 class ChatRoute:
-    """Sends the policy's calls, and calls that continue them, through the chat route: only it returns tokens."""
+    """Turns the policy's Messages and Responses calls, and calls that continue them, into chats to get token ids."""
 
     def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
         self.translators = TRANSLATORS if config.dialects_through_chat else {}  # by endpoint
@@ -86,7 +86,7 @@ class ChatRoute:
             return ChatDecision()
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
-        """Note that a call which went through the chat route has ended, and that its record is durable."""
+        """Keep what an answered Responses call added, for calls that continue it. The call's record is durable."""
         if start.endpoint == "responses" and end.status == "ok" and isinstance(end.response, dict):
             size = len(start.request_text or b"") + 8 * sum(len(choice.token_ids) for choice in end.choices)
             exchange = exchange_of(start.request, end.response)._replace(size=size)

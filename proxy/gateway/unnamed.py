@@ -117,17 +117,19 @@ class UnnamedRollouts:
     async def find(self, conversation: Conversation, *, is_retry: bool = False) -> str | None:
         """Return the rollout that a request continues, or the one of a client's retry; None if there is none.
 
-        It looks, in this order, for the same request, if it failed or the client says that it retries; ids that only
-        one answer has; the longest beginning that was answered; text of an answer, in an edited or summarised history
-        or in a sub-agent's instructions. Example, calls with one key:
+        It looks, in this order, for the same request, if it failed lately or the client says that it retries; the id of
+        a response or conversation that the server keeps; ids that only one answer has; the longest beginning that was
+        answered; text of an answer, in an edited or summarised history or in a sub-agent's instructions. Example, calls
+        with one key:
 
             r1   user: go                                         answer: call f(1), id X
             r2   user: go                                         answer: call f(2), id X
                  user: go · call f(2), id Z · result 5            continues r2: no other rollout answered "go" with f(2)
                  user: He said "The tower was built in 1881."     continues the rollout with this text in an answer
 
-        The entry found is consumed: the next request like this one continues another rollout. A retry's entry is kept
-        until the retry's start is recorded, so that a further retry would still find it. Raises StoreUnavailable.
+        A call found by its messages is taken: the next request like this one continues another such call, if any. A
+        retry's call is kept until the retry's start is recorded, so that a further retry would still find it. Raises
+        StoreUnavailable.
         """
         index, within, request = self._index, conversation.within, conversation.request
         if is_retry or conversation.atoms:

@@ -1,4 +1,4 @@
-"""Passes bytes and headers to and from an upstream unchanged, and turns its failures into our errors."""
+"""Sends requests to an upstream and reads its answers: adapts headers, masks keys, turns failures into our errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ IDLE_CLOSED_S = 1.0  # in which a server refuses what comes over a connection th
 
 
 class Route(NamedTuple):
-    """Where a call goes, with the fallbacks to try, in order, if the upstream does not answer."""
+    """Where a call goes, with the fallbacks to try, in order, if the upstream is down, busy or fails."""
 
     upstream: UpstreamConfig
     model: str | None  # None: the agent's
@@ -71,7 +71,7 @@ class Request(NamedTuple):
     rollout_id: str = ""  # requests with the same one go to the same replica
     pieces: tuple[Piece, ...] = ()  # what is sent in place of a large `body`, so that it is not copied
     servers: tuple[str, ...] = ()  # as in `Route`
-    sent: Callable[[], None] | None = None  # is called when a large body was sent
+    sent: Callable[[], None] | None = None  # is called once the body was sent
 
     def with_body(self, *pieces: Piece) -> Request:
         """Return the request with a body of these pieces, joined if they are small."""
@@ -150,7 +150,7 @@ class Upstream(Protocol):
     """A configured upstream that requests can be sent to."""
 
     async def open(self, request: Request) -> Answer:
-        """Send the request and wait for the answer to begin. Raises NoConnection, UpstreamUnreachable, Unsupported."""
+        """Send the request; wait for the answer to begin. Raises UpstreamUnreachable, UpstreamTimeout, Unsupported."""
 
     async def close(self) -> None:
         return
@@ -371,7 +371,7 @@ class HttpAnswer(Answer):
     __del__ = release
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the upstream's headers, without hop-by-hop ones, and without the encoding if the body was decoded."""
+        """Return the upstream's headers without hop-by-hop ones and a decoded body's encoding; with redirects to us."""
         message, mask = self._message, self._mask
         headers = [(name.lower(), value) for name, value in message.raw_headers]
         dropped = _HOP_BY_HOP.union(_named_by_connection(headers))

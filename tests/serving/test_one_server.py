@@ -49,7 +49,7 @@ async def test_once_something_was_published_the_error_says_who_tells_what_is_mis
         assert "GET /weight_info" in (await system.lightning("status")).stdout
         status, answer = await system.chat("r")
         assert status == 503 and "doctor" in answer["error"]["message"]
-    assert caplog.text.count("the policy is not served yet") == 1
+    assert caplog.text.count("the policy is not served: ") == 1
 
 
 @pytest.mark.parametrize("unasked", [True, False])
