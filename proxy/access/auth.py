@@ -32,8 +32,8 @@ class Caller:
     """The sender of a request. `rollout`: the rollout that its key was made for, if any.
 
     `forward_authorization`: upstreams without a configured key get the sender's own. `key_id`: the id of the stored
-    key, if any. `own`: it sees and rewards only rollouts opened with that key. `evidence`: its rewards count in the
-    test of a new version. `name`: the name of its key in the log.
+    key, its own or the one that opened its rollout. `own`: it sees and rewards only rollouts opened with that key.
+    `evidence`: its rewards count in the test of a new version. `name`: the name of its key in the log.
     """
 
     rollout: RolloutKey | None = None
@@ -100,7 +100,7 @@ class Caller:
 
 
 class Keys:
-    """Checks the keys of requests. Until the first key is made, everybody on this machine is let in.
+    """Checks the keys of requests. Until a key is made or `proxy.api_keys` is set, everybody on this machine is let in.
 
     All stored keys are read together, twice a second, so that no request reads their table.
     Revoked keys still count as made: revoking the last key, or the last admin key, lets nobody in who was kept out
@@ -193,13 +193,14 @@ class Keys:
         return Caller(None, False, limiter, key.recording, key.key_id, is_admin, own, evidence, key.name)
 
     async def _of_rollout(self, key_hash: str) -> Caller:
-        """The caller behind a rollout's key. The key that created it must still be live, and its limits apply."""
+        """The caller behind a rollout's key. The key that opened the rollout must be live, and its limits apply."""
         rollout, until = self._rollouts.get(key_hash, (None, 0.0))
         if rollout is None or until < monotonic():
             rollout, until = await self._store.rollouts.of_key(key_hash), monotonic() + CACHED_S
         giver = self._anybody if rollout is None or rollout.key_id is None else self._by_id.get(rollout.key_id)
         if rollout is None or giver is None:
-            raise Unauthorized("this rollout key is unknown or was revoked", code="invalid_api_key")
+            why = "this rollout key is unknown, or the key that opened its rollout was revoked"
+            raise Unauthorized(why, code="invalid_api_key")
         self._rollouts[key_hash] = rollout, until
         if len(self._rollouts) > CACHED_KEYS:
             del self._rollouts[next(iter(self._rollouts))]
@@ -209,7 +210,7 @@ class Keys:
 
 
 def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """If no key is needed, refuse what a web page could send: a foreign Origin or host name.
+    """Refuse what a web page could send: a foreign Origin or host name. Called only while no key is needed.
 
     Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
     """
@@ -221,7 +222,7 @@ def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def credentials(headers: Mapping[str, str]) -> str:
-    """Return what identifies the sender of a request. Requests with different credentials never share a rollout."""
+    """Return what identifies the sender of a request. Different senders never share a rollout that they do not name."""
     return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
 
 

@@ -1,4 +1,4 @@
-"""Limits each key: requests and tokens per minute, requests at once, and what it sees of the record.
+"""Limits each key: requests and tokens per minute and requests at once, per worker, and what it sees of the record.
 
 A key made with `--scope own` sees the rollouts that were opened with it, and numbers computed from these alone. It does
 not see what the trainer, a gate or an optimisation computed from everybody's rollouts.
