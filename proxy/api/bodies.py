@@ -50,8 +50,8 @@ class ErrorDetail(BaseModel):
 class Error(BaseModel):
     """An error in OpenAI's shape.
 
-    400: invalid. 401, 403: not allowed. 404: not found. 409: not possible now. 413: too large. 422: wrong types. 503:
-    the store cannot be reached.
+    400: invalid. 401, 403: not allowed. 404: not found. 409: not possible now. 413: too large. 422: wrong types
+    or values. 429: too many requests. 503: the store cannot be reached, or the proxy is overloaded.
     """
 
     error: ErrorDetail
@@ -59,7 +59,7 @@ class Error(BaseModel):
 
 # Instead of FastAPI's own error body, which our routes never send.
 ERRORS: dict[int | str, dict[str, Any]] = {
-    422: {"model": Error, "description": "Wrong types"},
+    422: {"model": Error, "description": "Wrong types or values"},
     "default": {"model": Error, "description": "Any other error"},
 }
 

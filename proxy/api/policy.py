@@ -32,7 +32,7 @@ LIVE = {"live": True, "promotable": True, "obstacle": None}
 
 
 class Policy(BaseModel):
-    """The live version."""
+    """The live version, the last training step, and the collapse that stopped publishing, if any."""
 
     alias: str
     live_version: int
@@ -71,8 +71,8 @@ async def get_policy(request: ControlRequest) -> dict[str, Any]:
 class VersionSeen(PolicyVersion):
     """A version, whether it is the live one, and why it cannot be made live (`obstacle`), if it is not `promotable`.
 
-    `rewards`: the mean reward of the rollouts that began with it, by mode. `parent`: the version that its training step
-    started from.
+    `rewards`: by mode, the mean over tasks of the rewards of rollouts that began with it. `parent`: the version that
+    its training step started from.
     """
 
     live: bool
@@ -110,7 +110,7 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
 async def get_steps(
     request: ControlRequest, cursor: Cursor = None, limit: Limit = 40, brief: bool = False
 ) -> dict[str, Any]:
-    """The last training steps, newest first, with all their metrics (docs/page.md), a page at a time.
+    """The last training steps, newest first, with all their metrics (docs/step-metrics.md), a page at a time.
 
     A page has the steps before the step given as `cursor`. With `brief`, the rewards by task are left out.
     """
@@ -127,7 +127,7 @@ class TaskSide(MeanReward):
 
 @dataclass
 class ComparedTask:
-    """A task that both versions had. `tokens` per rollout and `latency_ms` per call are means, only with `costs`."""
+    """A task of both versions. Sampled `tokens` per rollout and `latency_ms` per call are means, only with `costs`."""
 
     task_id: str
     a: TaskSide
@@ -138,7 +138,8 @@ class ComparedTask:
 class Compared:
     """A comparison of two versions on the tasks that both had. Each task counts once, however many rollouts it has.
 
-    `rollouts_a`, `rollouts_b`: all rewarded rollouts of the mode that have a task, in common or not.
+    `rollouts_a`, `rollouts_b`: the rollouts of the mode with a task, in common or not, that are rewarded or failed an
+    evaluation, which counts as 0.
     `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` shows it.
     The means, `difference` and `interval` are null if there is no common task.
     """
@@ -164,7 +165,7 @@ async def compare(
 
     A version's rollouts are those that began with it and that no other model answered. Without `mode`, held-out
     rollouts are compared if both versions have some for a common task, else training ones. With `costs`, each task also
-    has the mean tokens of a rollout and the mean latency of its calls.
+    has the mean sampled tokens of a rollout and the mean latency of its calls.
     """
     store = request.parts.store
     for version in (a, b):

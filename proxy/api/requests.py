@@ -121,7 +121,7 @@ async def json_response(value: Any) -> Response:
 
 
 class AgentRoute(APIRoute):
-    """A route for any key, even a rollout's own. The caller must be able to see a rollout that the path names.
+    """A route for any key, even a rollout's own if that may reward. A rollout in the path must be visible to the caller.
 
     The handler may take a `ControlRequest`. What the handler returns, records included, is encoded unchanged; the
     response model is only for the OpenAPI document.
@@ -189,7 +189,7 @@ class UserRoute(AgentRoute):
 
 
 class AdminRoute(AgentRoute):
-    """A route for admins, and for agents while there is no admin key."""
+    """A route for admins and, while there is no admin key, for keys that see all rollouts."""
 
     lets_in = "admins"
 

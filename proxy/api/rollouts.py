@@ -1,4 +1,4 @@
-"""`/rollouts` opens, reads, ends and deletes rollouts; `/reward` records rewards; `/tasks` lists rewards over time."""
+"""`/rollouts` serves rollouts and takes their events, `/reward` takes rewards, and `/tasks` lists tasks and rewards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ admins = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=AdminRoute
 
 
 class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties": False}):
-    """Opens `n` sibling rollouts of one task. With `n: 0`, only checks that the model is available.
+    """Opens `n` sibling rollouts of one task. With `n: 0`, only checks that the version or model is available.
 
     `policy_version` or `model`: what answers for the policy's alias instead of the live version. Without `may_reward`,
     the rollouts' keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as a failed
@@ -186,8 +186,8 @@ def _only(key_id: str | None) -> dict[str, str]:
 class RolloutDetail(BaseModel):
     """A rollout's fields, with its calls in order (`calls`) and their number (`call_count`).
 
-    `events`: what the agent posted between calls, each with the `seq` of the next call. `awaits_reward`: the reward
-    function (`rewards.function`) has not scored it yet.
+    `events`: what the agent posted between calls, each with the `seq` of the next call. `awaits_reward`:
+    `rewards.function` or another rewarder has not scored it yet.
     """
 
     rollout_id: str

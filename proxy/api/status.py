@@ -40,7 +40,7 @@ class Verified:
     `deviations`: by how many standard deviations the servers' answers matched the new weights rather than the old ones;
     null if not recorded. `difference`: the answers' distance from the trainer's log-probabilities, in nats. `by`:
     what was compared instead if answers were inconclusive. `probed_at`: when the proxy last compared an answer with the
-    version's first one (Unix time); `problem`: what was wrong.
+    version's first one, or stored the first (Unix time); `problem`: how they differed.
     """
 
     version: int
@@ -86,7 +86,7 @@ class Status(BaseModel):
 async def get_status(request: ControlRequest) -> dict[str, Any]:
     """How many rollouts there are, by mode and status, how many wait, and how many of the newest are not trained on.
 
-    For a key that sees only its own rollouts, only these are counted.
+    For a key that sees only its own rollouts, only its newest 20,000 are counted.
     """
     p, caller = request.parts, request.caller
     store, filters, per_step = p.store, {"mode": "train"}, p.config.trainer.rollouts_per_step
@@ -154,7 +154,7 @@ async def healthz() -> dict[str, str]:
 
 
 class Ready(BaseModel):
-    """`down`: watched servers that do not answer. `retention`: why the store is larger than configured.
+    """`down`: watched servers that do not answer or lack the live version. `retention`: why the store is too large.
 
     `publish`: the trainer publishes in another mode than this proxy serves.
     """

@@ -72,7 +72,7 @@ def call_view(call: ModelCall) -> dict[str, Any]:
 
 
 def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
-    """Return one transition for each call, and one for each tool call whose result came back.
+    """Return one transition for each call that is a decision, and for each tool call with a result.
 
     A state is what the model was shown, an action its entire answer. The last call's transition carries the rollout's
     own reward. A request that the client repeated counts once, as its last call. An action that the agent
@@ -158,7 +158,7 @@ def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None
 
 
 def words_in(request: str | None, response: str | None) -> tuple[str | None, str | None]:
-    """Return the first words of a first request's question, and of a last answer. Both are JSON texts as stored."""
+    """Return the first words of a first request's question, and of a last answer, both given as stored JSON texts."""
     stored, answered = loads_or_none(request), loads_or_none(response)
     shown = messages_in(stored["new"]) if isinstance(stored, dict) and isinstance(stored.get("new"), dict) else []
     asked = [message for message in shown if message.get("role") == "user"] or shown or [{}]
