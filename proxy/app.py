@@ -185,7 +185,7 @@ _HURRIED = frozenset({"/reward", "/rollouts", "/readyz", "/metrics"})  # what ag
 
 
 class Dispatch:
-    """Sends data-path requests to the relay, if there is one, and all others to FastAPI."""
+    """Sends data-path requests to the relay, if any, others to FastAPI. Without keys, it refuses foreign web pages."""
 
     def __init__(self, control: FastAPI) -> None:
         self._control = control

@@ -1,6 +1,6 @@
 """Plugs features and third-party packages into the proxy. docs/architecture.md explains it.
 
-Third-party plugins cannot make a call fail: their hooks have time limits, and their errors are only logged.
+Third-party plugins cannot make a call fail: hooks that calls wait for have time limits, and errors are only logged.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _OTHERWISE: Mapping[str, Any] = {
 
 
 class OthersPlugin(ProxyPlugin):
-    """Runs a third-party plugin. It cannot choose weights: only features have the hooks `choose` and `placed`."""
+    """Runs a third-party plugin. Only features can choose weights (hooks `choose` and `placed`) or make `upstreams`."""
 
     def __init__(self, name: str, plugin: ProxyPlugin) -> None:
         super().__init__(plugin.config)
