@@ -121,7 +121,7 @@ async def json_response(value: Any) -> Response:
 
 
 class AgentRoute(APIRoute):
-    """A route for any key, even a rollout's own if that may reward. A rollout in the path must be visible to the caller.
+    """A route for any key, even a rollout's own if that may reward. The key must be allowed to see the path's rollout.
 
     The handler may take a `ControlRequest`. What the handler returns, records included, is encoded unchanged; the
     response model is only for the OpenAPI document.
