@@ -42,7 +42,7 @@ class Health:
         return bool(upstream.urls) and not self.up(upstream)
 
     async def ask(self, upstream: UpstreamConfig) -> str | None:
-        """Return why no server answers; None if one does, or if the upstream has no URL. Asks at most once a second."""
+        """Return the first server's problem if all have one, else None. Asks an upstream at most once a second."""
         if upstream.name not in self._asked:
             urls = upstream.urls or [url for url in [upstream.litellm_params.get("api_base")] if isinstance(url, str)]
             self._asked[upstream.name] = asyncio.gather(*(self._problem(upstream, url) for url in urls))
@@ -63,7 +63,7 @@ class Health:
         await asyncio.gather(*(watch(*one) for one in checked))
 
     async def _problem(self, upstream: UpstreamConfig, url: str) -> str | None:
-        """What is wrong with the server. Any answer except HTTP 5xx is fine: it may need a key, or list no models."""
+        """The server's problem, if any. Answers other than HTTP 5xx are fine: it may need a key, or list no models."""
         limit, way = aiohttp.ClientTimeout(total=upstream.connect_timeout_s), through(upstream, url)
         try:
             async with self._session.get(
@@ -77,5 +77,5 @@ class Health:
 
 
 def replica_name(url: str) -> str:
-    """Return the URL's host, port and path, without parts that may be secret."""
+    """Return the URL's host, port and path, without parts that may be secret and a final `/v1`."""
     return shown(url).partition("://")[2].removesuffix("/v1")

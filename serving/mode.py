@@ -1,4 +1,4 @@
-"""Decides, for all processes on a store, how new weights reach vLLM and which base model they belong to."""
+"""Decides how new weights reach vLLM, for all processes on a store, and checks that they belong to `policy.model`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def publish_mode(config: Config) -> PublishMode:
 
 
 async def decide(config: Config, store: Store, who: str) -> PublishMode:
-    """Record in the store the mode in which `who` publishes, and return it. Warn if it has changed."""
+    """Return the mode in which `who` publishes. Record it if configured or if none is; warn if the recorded differs."""
     mode = publish_mode(config)
     if mode == "merged" and config.merged_obstacle is not None:
         raise ConfigError(config.merged_obstacle)
@@ -79,7 +79,7 @@ async def other_mode(store: Store, who: str, mode: PublishMode) -> str | None:
 
 
 def check_base_model(config: Config) -> None:
-    """Raise ConfigError if the store's versions were trained on a model with another name than `policy.model`."""
+    """Raise ConfigError if the store's versions were trained on a model whose name differs from `policy.model`'s."""
     model, before = config.policy.model, trained_model(config.store)
     if model and before and Path(model).expanduser().name != Path(before).expanduser().name:
         store, directory = config.store.where, config.policy.directory.absolute()

@@ -1,6 +1,6 @@
 """Protects the operator routes of the vLLM that we start: they require the operator's key.
 
-A caller of these routes can replace the weights and write files, and any web page open here could reach them.
+A caller of these routes can replace the weights and write files, and web pages open on this machine could reach them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class OperatorGuard:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether every endpoint that the path reaches, by any method, is open to all callers."""
+    """Whether every endpoint that the path reaches, by any method, is open to all callers; some only for reading."""
     matched = [route for route in _leaves(scope["app"].routes) if route.matches(scope)[0] is not Match.NONE]
     for route in matched:
         path = getattr(route, "path", "")

@@ -1,4 +1,4 @@
-"""Makes policy versions live, keeps versions that rollouts are pinned to, and reloads versions that vLLM has lost."""
+"""Makes policy versions live, reloads what vLLM has lost, pinned versions included, and resumes paused servers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Check = Callable[[VllmServer], Awaitable[None]]
 
 
 class NotServed(LightningError):
-    """vLLM runs, but does not serve the store's live version."""
+    """vLLM is running, but cannot serve a version, does not serve it although it should, or does not say."""
 
     status = 503
 
 
 class Superseded(LightningError):
-    """Another version was made live by hand, so the planned successor of the old one is dropped."""
+    """Another version was made live, or is being tested, so the planned successor of the old one is dropped."""
 
     status = 409
 
@@ -73,7 +73,10 @@ class Swap:
                 await self.vllm.ask(lambda server: server.go_on(label), loaded)
 
     async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
-        """Give the version's merged weights to one server after another. It goes live when half have passed `check`."""
+        """Give the version's merged weights to one server after another. It goes live after half of them.
+
+        For that, `check` must pass on each server of that half that stays reachable, and on at least one.
+        """
         async with self._locked():
             await self._require_successor(version, expected)
             reachable, problems = await self.vllm.reachable(), Problems()
@@ -103,7 +106,7 @@ class Swap:
             raise
 
     async def _give(self, server: VllmServer, version: PolicyVersion, check: Check) -> bool:
-        """Give one server new weights while it answers no agents. Return False if it becomes unreachable."""
+        """Give a server new weights and `check` them while it gets no calls. Return False if it cannot be reached."""
         path, label = await self._weights(version), labels_of(version)[0]
         try:
             await server.name_weights(LOADING)
@@ -111,7 +114,7 @@ class Swap:
             begun = monotonic()
             while left := await server.requests():
                 if monotonic() > begun + DRAIN_S:
-                    log.warning("%s: %d requests under way finish with the new weights", shown(server.base_url), left)
+                    log.warning("%s: %d open requests will finish with the new weights", shown(server.base_url), left)
                     break
                 await asyncio.sleep(DRAIN_POLL_S)
             await server.load_weights(path)
@@ -122,7 +125,7 @@ class Swap:
                 if await server.weight_version() == LOADED + label:
                     raise
             if await server.weight_version() != LOADED + label:
-                raise UpstreamUnreachable(f"{shown(server.base_url)} restarted while its weights were verified")
+                raise UpstreamUnreachable(f"{shown(server.base_url)} restarted while its weights were being verified")
             await server.name_weights(label)
         except AWAY as error:
             log.warning("a server is left out of publishing: %s", error)
@@ -138,7 +141,7 @@ class Swap:
                 log.warning("%s does not have its old weights back yet: %s", shown(server.base_url), error)
 
     async def promote(self, number: int) -> PolicyVersion:
-        """Make a version live by hand. Raise Conflict if its files are gone, or if it failed or is being published."""
+        """Make a version live by hand. Raise Conflict if it has no files, or its publishing failed or has not ended."""
         version = await self.store.versions.get(number)
         if number and (version.path is None or version.status in ("failed", "publishing")):
             raise Conflict(f"policy version {number} cannot go live: {obstacle(version, self.mode)}", param="version")
@@ -146,7 +149,7 @@ class Swap:
         return await self.store.versions.live()
 
     async def rollback(self) -> PolicyVersion:
-        """Make the newest version before the live one live again; Conflict if there is none."""
+        """Make live again the newest earlier version that was live and still can be; Conflict if there is none."""
         live = (await self.store.versions.live()).version
         if (earlier := await self.store.versions.before(live)) is None:
             raise Conflict(f"there is no version before {live} to go back to")
@@ -164,7 +167,10 @@ class Swap:
         await self.vllm.ask(lambda server: server.unload_adapters(version.served_models))
 
     async def problems(self, pinned: Collection[int] = (), *, only_look: bool = True) -> Problems:
-        """Return the problems of servers that lack the live or `pinned` versions. Raise if all do."""
+        """Return, by server, why it lacks the live or `pinned` versions; None if it has them. Raise if all lack some.
+
+        Unless `only_look`, servers first get what they lack.
+        """
         self._require_mode(await self.store.versions.live())
         if self.mode == "merged":
             return await self.vllm.each(partial(self._mend_weights, only_look=only_look))
@@ -236,7 +242,7 @@ class Swap:
                 await self.store.versions.forget_files(version.version)
 
     async def _require_successor(self, version: PolicyVersion, expected: int | None) -> None:
-        """Raise NotServed if the version cannot go live, Superseded if the live one is not the expected one."""
+        """Raise NotServed for a version of another mode, Superseded if the live one is not the `expected` one."""
         self._require_mode(version)
         live = (await self.store.versions.live()).version
         if expected not in (None, live):

@@ -1,4 +1,4 @@
-"""vLLM's operator routes: adapters, weights, pauses. None of them can be reached through the proxy."""
+"""Clients of the policy's vLLM servers: operator routes (adapters, weights, pauses), samples and scores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class VllmError(LightningError):
-    """vLLM refused an operator's request."""
+    """vLLM refused a request of ours, or what it answered cannot be used."""
 
     status = 502
     type = "upstream_error"
@@ -42,7 +42,7 @@ AWAY = (UpstreamUnreachable, UpstreamTimeout)
 
 
 def operator_session() -> ClientSession:
-    """Return a session for the classes below. It closes idle connections before vLLM does after 5 s."""
+    """Return a session for the classes below. It closes idle connections after 4 s; vLLM would after 5 s."""
     return ClientSession(connector=TCPConnector(keepalive_timeout=4))
 
 
@@ -226,7 +226,7 @@ class VllmFleet:
     async def each(
         self, work: Work[T], servers: Collection[VllmServer] | None = None
     ) -> dict[VllmServer, T | LightningError]:
-        """Do the work on all servers, or on these. Return results and errors; raise if it failed everywhere."""
+        """Do the work on all servers, or on `servers`. Return results and errors; raise if it failed everywhere."""
 
         async def tried(server: VllmServer) -> T | LightningError:
             try:

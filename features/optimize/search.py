@@ -196,7 +196,7 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """Return the best candidate so far; of equals, the first."""
+        """Return the best candidate so far; of equals, the oldest version."""
         return max(self.tried.values(), key=lambda one: (one.mean, -one.version))
 
     async def version_of(self, text: str, **more: Any) -> int:
@@ -243,7 +243,7 @@ class Search:
 
 
 class Reflection:
-    """The reflecting model. The n-th request with a text gets the file's n-th answer to it. `most`: answers allowed."""
+    """A reflecting model. A text's n-th request gets the file's n-th answer to it, if any. `most`: allowed answers."""
 
     def __init__(self, model: str, base_url: str | None, file: Path, most: int) -> None:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
@@ -286,7 +286,7 @@ class Reflection:
                 self._model, messages=messages, base_url=self._base_url, timeout=TIMEOUT_S, num_retries=3
             )
         except OpenAIError as error:  # what all of litellm's errors are
-            raise LightningError(f"{self._model} does not answer: {error}") from None
+            raise LightningError(f"{self._model} did not answer: {error}") from None
         content = answer.choices[0].message.content
         if not isinstance(content, str) or not content.strip():
             raise LightningError(f"{self._model} returned an empty answer")
@@ -331,7 +331,7 @@ def _feedback(rollout: Json) -> Iterator[str]:
 
 
 async def apo_search(job: Search, reflection: Reflection, own: str) -> None:
-    """Try prompts until the rounds are over or the budget is spent. All versions tried are in `job.tried`."""
+    """Try prompts until the rounds are over or the budget is spent. All validated versions are in `job.tried`."""
     rng = random.Random(SEED)
 
     async def edited(parent: Candidate) -> str:
@@ -359,7 +359,7 @@ def between(answer: str) -> str | None:
 
 
 async def gepa_search(job: Search, reflection: Reflection, own: str) -> None:
-    """Try prompts until the budget is spent. All versions tried are in `job.tried`. The package runs in a thread."""
+    """Try prompts until the budget is spent. All validated versions are in `job.tried`. gepa runs in a thread."""
     try:
         import gepa
     except ImportError:

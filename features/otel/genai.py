@@ -41,7 +41,7 @@ _CHATS_REASONS = {"tool_call": "tool_calls", "end_turn": "stop"}
 
 
 def operation_of(attributes: Attributes) -> str | None:
-    """Return what the span did: `chat`, `retrieval`, `execute_tool`, …; None if it does not say."""
+    """Return what the span did: `chat` (also if it only names a request's model), `retrieval`, …; None if unknown."""
     named = first(attributes, OPERATION)
     if named is None:
         return "chat" if "gen_ai.request.model" in attributes else None

@@ -1,7 +1,7 @@
 """OpenTelemetry: spans of recorded calls go out; spans that agents post to `/otlp/v1/traces` become calls and actions.
 
 Incoming spans are recorded in their rollout, durably before they are acknowledged, and only once if sent again. A
-call without token ids, log-probabilities and a policy version is not trained on.
+call that lacks token ids, log-probabilities or a policy version, or came with a rollout's own key, is not trained on.
 
 Outgoing spans are sent in the background, with the attributes of
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/, and `lightning.…` for everything else.
@@ -51,7 +51,7 @@ BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
 
 @router.post("/otlp/v1/traces", include_in_schema=False)
 async def post_traces(request: Request) -> Response:
-    """Record the model calls and actions among the spans. Errors have OTLP's form."""
+    """Record the model calls and actions among the spans. Errors have OTLP's form, except that of a missing package."""
     try:
         from . import otlp
     except ImportError as error:
@@ -157,7 +157,7 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
 
 
 def _rollout(span: Span) -> RolloutName:
-    """The rollout named by the span or its resource, or else its trace. InvalidRequest for a span with invalid ids."""
+    """The rollout named by span or resource, or else by the trace id. InvalidRequest for invalid ids, mode or time."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
         raise InvalidRequest("a trace id must have 16 bytes, and a span id must have 8")
     if span.started_at <= 0:
@@ -173,7 +173,7 @@ def _rollout(span: Span) -> RolloutName:
 
 
 def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
-    """The spans, each with the agent named by the nearest enclosing span in the same export."""
+    """The spans, each with the agent named by itself or by the nearest enclosing span in the same export."""
     around = {(span.trace_id, span.span_id): span for span in spans}
     for span in spans:
         one: Span | None = span

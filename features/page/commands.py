@@ -1,4 +1,4 @@
-"""Adds the command `dashboard`, which shows the page for a store."""
+"""Adds the command `dashboard`, which serves the page for a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def dashboard(
     ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="the page's port")] = 8081,
 ) -> None:
-    """Show the page for a store in a browser, without a proxy.
+    """Serve the page for a store, without a proxy, and print its address.
 
     A running proxy has the same page at its own address. This command only reads the store. The printed address
     contains a key: share it only with people who may read the store.

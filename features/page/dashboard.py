@@ -29,12 +29,15 @@ router = APIRouter()
 
 @router.get("/readyz")
 async def readyz() -> dict[str, str]:
-    """Never ready: there is nothing here to answer calls."""
+    """Answers 200 with the status `alone`, by which the page knows that nothing here answers calls."""
     return {"status": "alone", "store": "ok"}
 
 
 def dashboard(store: StoreConfig, port: int) -> None:
-    """Serve the page until Ctrl-C, at an address that contains a key. LightningError without a free port or a store."""
+    """Serve the page until Ctrl-C, at an address that contains a key.
+
+    LightningError if there is no store or the port is taken, or if a file that was not in use is written.
+    """
     file = None if store.is_postgres else store.path.expanduser().absolute()
     if file is not None and not file.is_file():
         raise LightningError(f"there is no store at {file}: name one with --store FILE")

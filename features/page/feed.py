@@ -65,7 +65,8 @@ async def feed(
     """Calls, rewards, rollouts, training steps and policy versions as they occur, until the client or the proxy stops.
 
     The feed continues after `cursor` (an event's `id`), or begins now. If events after the cursor are no longer kept,
-    the event `missed` comes first: reload everything. Of simultaneous events about one record, only the last is sent.
+    the event `missed` comes first: reload everything. Of events about one record that are read together, only the last
+    is sent.
     """
     state = request.app.state
     if not hasattr(state, "looks"):  # one for all feeds

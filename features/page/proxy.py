@@ -1,4 +1,4 @@
-"""Serves the page: `GET /` and its files, which need no key, and the text of sampled tokens."""
+"""Serves the page: `GET /` and its files, which need no key; the feed; sampled tokens with their texts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def get_file(request: Request, name: str = "index.html") -> Response:
 
 @dataclass(slots=True)
 class TokenRun:
-    """The tokens of an answer. `texts`: null if the policy's tokenizer is not on this machine.
+    """The tokens of an answer. `texts`: null if there are none, as when the tokenizer is not on this machine.
 
     If several tokens form one character, the last has its text and the others have null.
     `step`, `advantage`: of the newest step that trained on the tokens; null if none did.

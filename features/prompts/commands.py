@@ -60,7 +60,7 @@ def add(
     comment: Annotated[str | None, typer.Option(help="why this version was made")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="make it live")] = False,
 ) -> None:
-    """Add a prompt, or a version of one. The first version is the agent's own text, and live."""
+    """Add a prompt, or a version of one. The first version should be the agent's own text; it is live at once."""
     from ...core.errors import LightningError
 
     try:
@@ -84,7 +84,7 @@ def promote(context: typer.Context, name: Name, version: Annotated[int, typer.Ar
 
 @app.command()
 def rollback(context: typer.Context, name: Name) -> None:
-    """Make the version before the live one live again."""
+    """Go back to the newest older version that was ever live."""
     prompt = _ask(context, "POST", f"{_path(name)}/rollback")
     typer.echo(f"prompt {name} version {prompt['live_version']} is live")
 

@@ -111,7 +111,7 @@ WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
 class PromptVersion:
     """One text of a prompt. `parent`: the version that it was made from. `metrics`: measured by its maker.
 
-    `rewards`: by mode, the mean reward of the rollouts that kept it.
+    `rewards`: by mode, of the rollouts with this version and a reward: their mean reward and number.
     """
 
     version: int
@@ -211,7 +211,7 @@ class _Put(NamedTuple):
 
 
 class PromptRewriter:
-    """Puts prompts into requests. While there are no prompts, it looks for new ones every `LOOK_S` seconds at most."""
+    """Puts prompts into requests. While there are no prompts, it looks for new ones at most every `LOOK_S` seconds."""
 
     def __init__(self, database: Database, redactor: Redactor) -> None:
         self._db, self._redactor = database, redactor
@@ -222,8 +222,8 @@ class PromptRewriter:
     async def put(self, question: Question, rollout: RolloutName) -> Question:
         """Return the question with prompts inserted, as it is recorded. The agent's own texts are stored too.
 
-        A prompt replaces its agent's first message with its role. If the prompt or the caller names no agent, that
-        message must have the text of one of the prompt's versions. A rollout keeps the version that it began with.
+        A prompt replaces the first message of its role that its agent sends. If the prompt or the request names no
+        agent, that message must be the text of a version. A rollout keeps the version, or own text, that it began with.
         """
         if self._prompts or time.monotonic() >= self._looked + LOOK_S:
             self._looked = time.monotonic()
@@ -319,7 +319,7 @@ def put(value: Any, place: Place, text: str) -> Any:
 class Match(Body):
     """The message that a prompt replaces: the first one of `role` that `agent` sends.
 
-    Without an agent, it is the first one of `role` that any agent sends, if its text is one of the prompt's versions.
+    Without an agent, here or in the request, the message must also have the text of one of the prompt's versions.
     """
 
     agent: Id | None = None
@@ -327,9 +327,10 @@ class Match(Body):
 
 
 class PromptBody(Body):
-    """A prompt's text. The first text under a new name is the agent's own, and live.
+    """A prompt's text. The first text under a new name should be the agent's own, and is live at once.
 
-    `match` is needed only for the first version. `parent`: the version that it was made from. `promote`: make it live.
+    `match` (default: any agent's system message) is set with the first version, and cannot change. `parent`: the
+    version that this one was made from. `promote`: make it live.
     """
 
     name: Id
@@ -357,7 +358,7 @@ class PromptSeen(BaseModel):
 
 
 async def add(database: Database, body: PromptBody) -> int:
-    """Add a version and return its number. Conflict if the prompt is for another message."""
+    """Return the number of the version with this text, adding it if needed. Conflict if `match` names another one."""
     match = body.match or Match()
     row: Json = body.model_dump() | match.model_dump() | {"metrics": dumps(body.metrics), "at": time.time()}
 
@@ -391,8 +392,8 @@ async def get_prompt(
 ) -> dict[str, Any]:
     """A prompt, for an agent that asks for its text.
 
-    A rollout (by key or `X-Rollout-Id`) gets the version that it is pinned to. If it is open and has none, it is pinned
-    to the live one, unless it asks for a `version`. A rollout's own key does not see `versions`.
+    A rollout (by key or `X-Rollout-Id`) gets the version that it is pinned to, and is pinned to the live one if it has
+    none. `version`: get that one, and pin nothing. A rollout's own key cannot choose a `version` or see `versions`.
     """
     caller, database = request.caller, request.parts.store.database
     rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")
@@ -411,7 +412,7 @@ async def get_prompt(
 async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None = None) -> dict[str, Any]:
     """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run`: one optimisation's id.
 
-    Lists only rollouts opened with the caller's key, an admin's or an evaluator's.
+    Lists only rollouts opened with the caller's key and, unless its scope is `own`, an admin's or an evaluator's.
     """
     caller, database = request.caller, request.parts.store.database
     await prompt_of(database, check_id(name, "name"))
@@ -440,7 +441,7 @@ async def promote_prompt(request: ControlRequest, name: PathId, body: PromptVers
 
 @admins.post("/prompts/{name}/rollback", response_model=PromptSeen)
 async def rollback_prompt(request: ControlRequest, name: PathId) -> dict[str, Any]:
-    """Make the version before the live one live again."""
+    """Go back to the newest older version that was ever live."""
     database = request.parts.store.database
     live = (await prompt_of(database, check_id(name, "name"))).live
     if not await database.write(lambda db: db.all(PROMPT_BACK, {"name": name, "version": live})):

@@ -29,7 +29,7 @@ _TEXTS = {"function": "arguments", "custom": "input"}
 def joined(old: Any, new: Any, name: str) -> Any:
     """Return a field's value joined with another chunk's: texts and lists are appended; null and "" change nothing.
 
-    An object or list in `old` is changed in place; `new` is never changed.
+    But words (`role`, `id`, …) and numbers are replaced. An object or list in `old` is changed in place, `new` never.
     """
     if isinstance(new, dict):
         merged = old if isinstance(old, dict) else {}
@@ -71,7 +71,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
-    """The position of the item that this one continues: one with the same type and index; without index, the last."""
+    """The position of the item that this one continues: its type and index are the same, or it is the last text."""
     if not isinstance(item, dict):
         return None
     alike, places = (item.get("type"), item.get("index")), range(len(items))

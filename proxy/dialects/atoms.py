@@ -2,7 +2,7 @@
 
 Atoms are texts, calls and results: they ignore fields that clients drop, add or reformat when they send an answer back.
 Marks occur in one answer only: ids of items and tool calls, signatures, thoughts. Clients send them back unchanged,
-even if they edit, shorten or omit the answer itself. Digests depend on the caller: nothing is shared between API keys.
+even if they edit, shorten or omit the answer itself. Stored digests depend on the caller: API keys share nothing.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _said(role: str, content: Any) -> list[Atom]:
 
 
 def text_of(content: Any) -> str:
-    """Return all texts of a message's content as one: some clients split them, others join them."""
+    """Return a message's content as one text, without calls, results and thoughts. Clients split and join texts."""
     if not isinstance(content, list):
         return content.strip() if isinstance(content, str) else ""
     texts = []
@@ -270,7 +270,7 @@ def fragments(text: str) -> Iterator[str]:
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text after `</think>`. If the prompt opens the thoughts, models write only that tag."""
+    """Return the text after the last `</think>`, or all. If the prompt opens thoughts, models write only that tag."""
     return text.rpartition("</think>")[2].strip()
 
 

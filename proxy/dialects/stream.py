@@ -108,7 +108,7 @@ class Transcript:
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to send now. The last event and all after it stay in `held`; feed no more after that.
 
-        Raises UpstreamUnreachable for an event longer than any plausible one.
+        If the stream is rewritten, raises UpstreamUnreachable for an event longer than any plausible one.
         """
         self.size += len(data)
         return self.parse(data)

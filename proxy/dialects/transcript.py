@@ -95,7 +95,7 @@ class _Reader:
                 return chat_messages(request, Template(merges_system=False)), answer, chat_tools(request)
             case "responses":
                 if name := next(filter(request.get, ("conversation", "prompt", "background")), None):
-                    raise Untranslatable(f"`{name}` refers to data that only the provider has")
+                    raise Untranslatable(f"with `{name}`, only the provider has the whole call")
                 earlier = items_of(exchanges_up_to(self.known, request.get("previous_response_id")))
                 if not isinstance(request["input"], str):
                     request = request | {"input": _visible(request["input"])}

@@ -60,7 +60,7 @@ class TokenTurn:
 def turn_of(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
 ) -> TokenTurn | None:
-    """Return the turn of a call with known tokens and a single answer. `rendered`: as in TokenTurn, or empty."""
+    """Return the turn of a call with only texts, known tokens and one answer, or None. `rendered`: as in TokenTurn."""
     messages, answered = request.get("messages"), answers(response)
     if not (prompt and len(answered) == len(choices) == 1 and choices[0].token_ids and _are_texts(messages)):
         return None

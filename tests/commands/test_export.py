@@ -175,9 +175,9 @@ def test_what_only_the_provider_has_is_left_out_and_said() -> None:
     assert texts(found) == [["a", "Yes."]]
     assert sorted(left_out) == [
         "Response with id 'elsewhere' not found in this rollout",
-        "`conversation` refers to data that only the provider has",
         "an item of type web_search_call cannot be written as chat",
         "redacted",
+        "with `conversation`, only the provider has the whole call",
     ]
 
 

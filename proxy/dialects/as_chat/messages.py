@@ -91,7 +91,7 @@ def _messages(role: str, content: str | list[Json]) -> list[Json]:
             case "tool_result" if role == "user":
                 results += _results(block)
             case kind if kind not in _MAY_BE_LEFT_OUT:
-                raise Untranslatable(f"vLLM does not support content blocks of type {kind!r}")
+                raise Untranslatable(f"vLLM does not support {role} messages with blocks of type {kind!r}")
     if parts:
         only_text = len(parts) == 1 and parts[0]["type"] == "text"
         message["content"] = parts[0]["text"] if only_text else parts
@@ -227,7 +227,7 @@ class MessagesTranslator(Translator):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """The whole answer. A tool input that is not an object (cut by max_tokens) is kept as Anthropic suggests."""
+        """The whole answer. A tool input that is not an object (when cut off, say) is kept as Anthropic suggests."""
         stream = MessagesStream()
         for event in events:
             stream.take(b"", event)

@@ -26,7 +26,7 @@ _ANY_TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no
 def as_chat(
     endpoint: str, request: Json, template: Template = _ANY_TEMPLATE, earlier: Sequence[Json] = ()
 ) -> Json | None:
-    """Return the chat request that a recorded request was sent as; None if there is none."""
+    """Return the chat request that a recorded request is translated to; None if there is none."""
     try:
         return request if endpoint == CHAT_ENDPOINT else TRANSLATORS[endpoint](request).chat(template, earlier)
     except MALFORMED:

@@ -141,7 +141,7 @@ def _part(part: Json) -> Json:
         case "input_audio":
             return {"type": "input_audio", "input_audio": part["input_audio"]}
         case kind:
-            raise Untranslatable(f"content of type {kind}")
+            raise Untranslatable(f"content of type {kind}{' without image_url' if kind == 'input_image' else ''}")
 
 
 def _flat_name(namespace: Any, name: str) -> str:
@@ -184,7 +184,7 @@ def _tools(given: Json) -> Json:
     if not tools:
         if choice in ("auto", "none"):
             return {}
-        raise Untranslatable("tool_choice without tools")
+        raise Untranslatable("tool_choice without a tool that the model sees")
     if isinstance(choice, dict):
         if "structured_outputs" in given:
             raise Untranslatable("both a tool_choice that names a tool and structured_outputs")

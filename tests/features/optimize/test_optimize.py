@@ -140,7 +140,7 @@ async def test_what_is_wrong_ends_the_command_with_one_line(
     one.write_text('{"word": "a"}\n')
     model.status = 401
     done = await system.lightning(*search("gepa", "--tasks", str(few)))
-    assert done.returncode == 1 and "openai/m does not answer" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "openai/m did not answer" in done.stderr and "Traceback" not in done.stderr
     for more, code, said in (
         (["--prompt", "nobody"], 1, "no prompt 'nobody'"),
         (["--tasks", str(one)], 2, "too few tasks"),
