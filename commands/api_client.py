@@ -32,7 +32,7 @@ HERE = ("127.0.0.1", 0)
 
 
 class ApiError(LightningError):
-    """The proxy refused a request or was not reached. `status_code`: the answer's HTTP status, None without one."""
+    """A request got no answer, an error, or the answer of another program. `status_code`: the HTTP status, or None."""
 
     def __init__(self, message: str, status_code: int | None = None) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class ApiError(LightningError):
 
 
 class ProxyNotThere(ApiError):
-    """Nothing listens where the proxy should be."""
+    """No connection to the proxy is possible, most often because it is not running."""
 
     def __init__(self, url: str) -> None:
         super().__init__(f"no proxy answers at {url}; start it with `lightning-proxy serve`, or wait for `up`")
@@ -56,8 +56,8 @@ class OpenRollout:
 class ApiClient:
     """Use as `async with ApiClient(url) as api:`. Requests that fail raise ApiError.
 
-    Once the proxy has answered, requests are retried for `patience_s` seconds while it is down, cannot write, or limits
-    the key.
+    Requests are retried for `patience_s` seconds while the proxy limits the key and, once one of them has succeeded,
+    also while the proxy is down or cannot write.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class ApiClient:
 
     @classmethod
     def of(cls, config: Config, *, patience_s: float = 0.0) -> ApiClient:
-        """Return a client of the configured proxy. Its key is LIGHTNING_API_KEY, or else the first configured key."""
+        """Return a client of the configured proxy. Its key: LIGHTNING_API_KEY, or the first admin or else API key."""
         proxy = config.proxy
         configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
         # A key read from a file may end with a line break.
@@ -86,7 +86,7 @@ class ApiClient:
             await self._session.close()
 
     async def open_rollouts(self, task_id: str, mode: Mode, n: int, **choice: Any) -> list[OpenRollout]:
-        """Open `n` sibling rollouts. `choice`: the `policy_version` or `model` to use instead of the live version."""
+        """Open `n` siblings. `choice`: `policy_version` or `model` (default: the live version), and `sibling_of`."""
         answer = await self.request("POST", "/rollouts", {"task_id": task_id, "mode": mode, "n": n, **choice})
         return [OpenRollout(one["rollout_id"], one["base_url"], one["api_key"]) for one in answer]
 
@@ -124,7 +124,7 @@ class ApiClient:
         return ready
 
     async def request(self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
-        """Send one request and return the decoded answer. An ApiError carries the proxy's own message."""
+        """Send a request, with retries, and return the decoded answer. ApiError has the proxy's message, if any."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What command definitions share: groups in `--help`, the configuration, and what features add."""
+"""What commands share: `--help` groups, options, errors, configuration, what features add, and telemetry turned off."""
 
 from __future__ import annotations
 

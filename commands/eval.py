@@ -1,4 +1,4 @@
-"""The `eval` command: runs held-out tasks with one model after another, then prints a table and writes all numbers.
+"""The `eval` command: runs held-out tasks with one model after another, then prints tables or JSON; `--out` keeps all.
 
 A rollout without a reward counts as reward 0 and as not passed, since an agent that gave no answer has not solved its
 task. The tables also count such rollouts.
@@ -77,7 +77,7 @@ def eval_command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the command. Results so far are shown and saved, however it ends.
+    """Run the command. However it ends, results so far are shown, and saved to `out` if it is given.
 
     Raise LightningError if it fails, or if every program failed.
     """
@@ -125,8 +125,8 @@ async def evaluate(
     """Run all tasks, one model after another: on a CPU, vLLM confuses base model and adapters within a batch.
 
     Raises before anything starts if a model cannot answer, and at once if the wrong model answered. However it ends,
-    the results are in `rows`, and the version that was live before is live again. `promote`: make versions live one
-    after another if they are not served side by side.
+    the results are in `rows`, and the version that was live before is made live again. `promote`: make versions live
+    one after another if they are not served side by side.
     """
     policy = await api.policy()
     alias, before = policy["alias"], int(policy["live_version"])
@@ -163,7 +163,8 @@ async def _check(api: ApiClient, rows: Sequence[EvalRow], *, promote: bool) -> N
         if version is None:
             raise LightningError(f"no policy version {row.version}")
         if row.version and (version["path"] is None or version["status"] not in ("ready", "live")):
-            raise LightningError(f"policy version {row.version} has no files to serve (status: {version['status']})")
+            files = "no files" if version["path"] is None else f"status {version['status']}"
+            raise LightningError(f"policy version {row.version} cannot be made live: {files}")
 
 
 async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
@@ -178,9 +179,10 @@ async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
 
 
 def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:
-    """Return the result with only the answers to the alias: other calls belong to agents that are not trained.
+    """Return the result with only the alias's answers, if it has any: other calls are of agents that are not trained.
 
-    Raise LightningError if another model answered: the agent asked for it by name, or the live version changed.
+    For a row other than `live`, raise LightningError if another model answered: the agent asked for that one by name,
+    or the live version changed.
     """
     versions = result.answers.get(alias)
     if row.model != LIVE and result.answers:
@@ -199,7 +201,7 @@ def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResu
 
 
 def report(rows: Sequence[EvalRow], about: Json) -> Json:
-    """Return plain data of all rows that were started, each compared with the first. `about` describes the run."""
+    """Return plain data of all rows that have results, each compared with the first. `about` describes the run."""
     found = [_summary(row) for row in rows if row.results]
     for summary in found[1:]:
         summary["versus"] = _versus(summary, found[0])
@@ -265,7 +267,7 @@ def _versus(row: Json, first: Json) -> Json | None:
 
 
 def print_tables(found: Json) -> None:
-    """Print a table of the rows, one of their rewards by name, and one of the comparisons with the first row.
+    """Print a table of the rows and, if there are any, tables of rewards by name and of comparisons with the first row.
 
     The first table shows only the smallest and largest k of pass@k; the file has all.
     """

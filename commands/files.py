@@ -1,4 +1,4 @@
-"""Reads files line by line, and writes files and directories that appear only once complete."""
+"""Reads files by line or Parquet row, and writes files and directories that appear only once complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the JSON text of each non-empty line, or of each row of a Parquet file.
 
     Lines end at LF, CR or CRLF only: `splitlines` would also split at U+2028, which JSON strings may hold. Raise
-    ConfigError if the file cannot be read.
+    ConfigError if the file cannot be read, LightningError if Parquet needs a package that is missing.
     """
     try:
         with path.open("rb") as start:
@@ -46,7 +46,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, str]]:
                 row |= {name: json.loads(row[name]) for name in texts if row[name] is not None}
                 yield number, json.dumps(row, ensure_ascii=False, default=str)
     except pa.ArrowException as error:
-        raise ConfigError(f"cannot read {path}: it is not a Parquet file: {error}") from None
+        raise ConfigError(f"cannot read {path} as Parquet: {error}") from None
 
 
 def pyarrow() -> Any:
@@ -65,7 +65,7 @@ def is_stream(path: Path) -> bool:
 
 @contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """Yield a path to write a file or directory to. It becomes `target` if the block ends without an error.
+    """Yield a path for a file or directory, which becomes `target` if no error is raised. A stream is yielded itself.
 
     Raise LightningError if `target` cannot be written. BrokenPipeError is passed on: the reader has closed the pipe.
     """

@@ -1,4 +1,4 @@
-"""Formats numbers, times and texts for people at a terminal, and JSON for programs."""
+"""Formats numbers, times, texts and tables for people at a terminal, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Return a recorded text for display: markup is not applied, and control characters are escaped."""
+    """Return a text for display. Markup is not applied; unprintable characters except newlines and tabs are escaped."""
     from rich.text import Text
 
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))

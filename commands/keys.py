@@ -91,7 +91,8 @@ def revoke(context: typer.Context, name: Name) -> None:
     left = any(key.live for key in _with_keyring(context, work))
     typer.echo(f"revoked {name!r}")
     if not left:
-        typer.echo("no key is left, but calls still need one; `keys purge` lets this machine call without a key again")
+        more = "if the configuration has none either, `keys purge` lets this machine call without a key again"
+        typer.echo(f"no key is left in the store, but calls still need one; {more}")
 
 
 @app.command()
@@ -115,7 +116,7 @@ def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]
 
 
 def _has_store(context: typer.Context) -> bool:
-    """Whether there is a store. Only commands that write create one."""
+    """Whether there may be a store: PostgreSQL is not asked. Where there is none, only `create` makes one."""
     return configuration(context).store.may_be_there
 
 

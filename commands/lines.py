@@ -1,4 +1,4 @@
-"""Logs what a running server does. As text, each call has a line; as JSON, failed calls do, and all are counted."""
+"""Logs what a running server does: calls as text, or as JSON only failed ones, and counts if some got no line."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Once(logging.Filter):
 
 
 def set_up(format: LogFormat, shared: Path | None = None) -> None:
-    """Send all logging to stderr, in this format. `shared`: the directory that several workers share."""
+    """Log to stderr in this format: warnings, and information from three loggers. `shared`: the workers' directory."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if format == "json" else _Text())
     if shared is not None:
@@ -78,9 +78,9 @@ def say(message: str, **fields: Any) -> None:
 
 
 class CallLines:
-    """Logs ended calls each second: the first few of each status, and how many there were.
+    """Logs ended calls each second: the first few of each status, and if some got no line, how many there were.
 
-    `each`: successful calls get lines too. `redacted` removes secrets from an upstream's error text.
+    `each`: not only failed calls get lines. `redacted` removes secrets from an upstream's error text.
     """
 
     def __init__(self, redacted: Callable[[str], str] = str, *, each: bool = True) -> None:

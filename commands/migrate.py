@@ -1,4 +1,4 @@
-"""`store migrate`: moves a store from an SQLite file to a PostgreSQL server, or back, and compares every row."""
+"""`store migrate`: copies a store from an SQLite file to a PostgreSQL server, or back, and compares every row."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _require_none(path: Path) -> None:
 
 
 class ServerStore:
-    """A store on a server: one transaction, which sees a snapshot."""
+    """A store on a PostgreSQL server, which is read or written in one transaction."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection

@@ -1,4 +1,4 @@
-"""`plan`: shows how GPU memory is divided, on this machine or one that `--gpus` describes."""
+"""`plan`: shows how GPU memory is divided and which settings follow, here or on the GPUs that `--gpus` describes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .vllm import require_model
 
 
 def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
-    """Print the plan. Raise LightningError if there is no GPU to plan for, ConfigError if nothing fits."""
+    """Print the plan. LightningError without a GPU to plan for, ConfigError if nothing fits or sizes are unknown."""
     model = require_model(config)
     machine = cards_like(gpus) if gpus else cards()
     if not machine:
         raise LightningError("there is no GPU here (nvidia-smi): describe one, as in --gpus 1x24")
     about = model_config(model)
     if about is None or shape_of(about) is None:
-        raise ConfigError(f"policy.model: the sizes of {model} cannot be read from its config.json")
+        raise ConfigError(f"policy.model: the config.json of {model} cannot be read, or does not have its sizes")
     if gpus and config.policy.publish == "auto" and config.trainer.weights == "lora":
         policy = config.policy.model_copy(update={"publish": "lora"})  # what auto means on a GPU
         config = config.model_copy(update={"policy": policy})

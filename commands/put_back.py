@@ -1,4 +1,4 @@
-"""Undoes what `doctor --learn` changed on servers, even after a kill, from a journal next to the store."""
+"""Undoes what `doctor --learn` changed on servers and on disk, even after a kill, as a journal file lists it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LearnJournal:
 
 
 def journal_path(config: Config) -> Path:
-    """Return the journal's place: next to the store's file, or in `policy.directory`."""
+    """Return the journal's path: next to the store's file, or with PostgreSQL in `policy.directory`."""
     if config.store.is_postgres:
         return config.policy.directory / "doctor.json"
     return Path(f"{config.store.path}-doctor.json")
@@ -72,7 +72,7 @@ def forget(path: Path, journal: LearnJournal) -> None:
 
 
 async def put_back(config: Config, journal: LearnJournal) -> None:
-    """Unload the doctor's adapters, or load the live weights again. Raises LightningError if a server cannot."""
+    """Unload the doctor's adapters, or load the live or base weights again. LightningError if a server refuses."""
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if journal.merged and config.store.may_be_there:

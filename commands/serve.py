@@ -63,7 +63,8 @@ def uvicorn_options(proxy: ProxyConfig) -> dict[str, Any]:
 def serve(config: Config, log_format: LogFormat = "text") -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raise LightningError if the port is taken, keys are needed but missing, or a worker cannot start.
+    Raise LightningError for a wrong configuration, a port in use, missing keys, or workers that cannot start. A single
+    process that cannot start prints the reason and raises typer.Exit.
     """
     from ..proxy.plugins import check_plugins
     from ..store.keys import require_keys
@@ -115,7 +116,8 @@ def _say_serving(config: Config, port: int) -> None:
     say(f"serving: OPENAI_BASE_URL={url}; records in {kept}; Ctrl-C stops", event="serving", url=url)
     files = files_allowed()
     calls = calls_at_once(files) * config.proxy.workers
-    say(f"at most {calls:,} calls at once, since {files:,} files may be open (ulimit -Hn)", calls=calls, files=files)
+    limit = f"{files:,} files may be open (ulimit -Hn)" + " in each worker" * (config.proxy.workers > 1)
+    say(f"at most {calls:,} calls at once, since {limit}", calls=calls, files=files)
 
 
 def _worker(config: Config, log_format: LogFormat) -> ASGIApp:
@@ -167,7 +169,7 @@ def _plain(app: ASGIApp) -> ASGIApp:
 def _is_fault(record: logging.LogRecord) -> bool:
     """Whether a log record is worth showing. A call cut off by the proxy's end is recorded, and needs no traceback.
 
-    A failed start needs none either: it has logged its reason.
+    uvicorn's line about a failed start is not worth it: the reason is shown before.
     """
     if record.msg == "Application startup failed. Exiting.":
         return False
@@ -175,7 +177,7 @@ def _is_fault(record: logging.LogRecord) -> bool:
 
 
 class OneServer(Server):
-    """A server in this process, which reports when it serves and when it stops."""
+    """A server in this process, which reports when it serves and, when it stops, how many calls it waits for."""
 
     def __init__(self, uvicorn: Uvicorn, config: Config) -> None:
         super().__init__(uvicorn)

@@ -32,7 +32,7 @@ def info(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def compact(context: typer.Context) -> None:
-    """Return the space of deleted rollouts to the disk, in small steps. The proxy may keep serving."""
+    """Return the space of deleted rollouts in an SQLite store to the disk, step by step. The proxy may keep serving."""
     from .signals import run_until_signal
 
     before, after = run_until_signal(shorten(_store_of(context)))
@@ -41,7 +41,7 @@ def compact(context: typer.Context) -> None:
 
 @app.command()
 def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
-    """Copy a snapshot of the store to a file. The proxy may keep serving."""
+    """Copy a snapshot of an SQLite store to a file. The proxy may keep serving."""
     from ..store.sqlite.file import back_up
 
     back_up(_store_of(context).path, file)
@@ -50,7 +50,7 @@ def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a 
 
 @app.command()
 def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="a file from `store backup`")]) -> None:
-    """Restore the store from a backup. There must be no store at store.url yet."""
+    """Restore an SQLite store from a backup. There must be no store at store.url yet."""
     from ..store.sqlite.file import restore as run
 
     path = configuration(context).store.path.absolute()
@@ -113,7 +113,7 @@ def info_text(found: dict[str, Any]) -> str:
 
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
-    """Return free space to the disk. Return the file's size before and after."""
+    """Return an SQLite store's free space to the disk. Return the size and the free space before and after."""
     from ..store.opening import opened
     from ..store.retention import give_back, read_pages
 

@@ -52,7 +52,7 @@ class Work(Section):
 class Trial:
     """Runs a trial in a directory with a config.yaml and a tasks.jsonl, each part as a separate process.
 
-    `env`: variables for its processes, such as the visible GPUs. `passes`: how often the tasks are repeated.
+    `env`: variables for its processes, such as the visible GPUs. `passes`: how many times agents work on the tasks.
     """
 
     passes = 1
@@ -66,7 +66,7 @@ class Trial:
         self.minutes: dict[str, float] = {}
 
     async def run(self) -> Json:
-        """Run the trial and return its result. Raises LightningError with the reason from a log."""
+        """Run the trial and return its result. Raises LightningError if a part fails, with the reason from its log."""
         config = load_config(self.launch.path)
         async with AsyncExitStack() as stack:
             with self.timed("start"):
@@ -214,7 +214,7 @@ def evaluation(file: Path) -> Json | None:
 
 
 def draw(results: Sequence[Json], path: Path) -> None:
-    """Save a plot of each step's reward over the rollouts so far; rings are evaluations. May raise LightningError."""
+    """Save a plot of each step's reward over the rollouts so far; rings are evaluations. It needs matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -104,7 +104,7 @@ def require_model(config: Config) -> str:
 
 
 def vllm_program(config: Config, *, alone: bool = False) -> Program:
-    """Return the command that starts vLLM. Raise LightningError if vLLM is missing, ConfigError without a model.
+    """Return the command that starts vLLM. Raise LightningError without vLLM, ConfigError if the settings cannot work.
 
     `alone`: if there is no room for a trainer, vLLM takes all GPUs, and a trainer needs others.
     """

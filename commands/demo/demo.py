@@ -90,7 +90,7 @@ def demo(options: DemoOptions, *, resume: bool = False) -> None:
 
 
 class Demo(Trial):
-    """The trial, with a progress bar. The agent works on repeated tasks until `ended` returns."""
+    """The trial, with a progress bar. The agent works on repeated tasks until training ends."""
 
     passes = 100  # more than are needed
 
@@ -107,8 +107,8 @@ class Demo(Trial):
     async def ended(self, api: ApiClient) -> None:
         """Show steps, answers and the curve.
 
-        Return when the held-out answers were good twice, when the newest rollouts of several steps had equal rewards,
-        or at a collapse.
+        Return when the held-out answers were good twice in a row, when the newest rollouts, as many as several steps
+        take, were all dropped (for equal rewards, for example), or at a collapse.
         """
         bar, several = self.view.bar("training steps", self._steps), PERFECT_STEPS * STEP_ROLLOUTS
         good, next_look = 0, 0
@@ -157,7 +157,7 @@ def resumed(directory: Path) -> DemoOptions:
         kept = DemoOptions.model_validate_json((directory / OPTIONS).read_bytes())
         if kept.directory == directory.absolute():
             return kept
-    raise ConfigError(f"{directory} is not the directory of a demo: choose another --dir")
+    raise ConfigError(f"{directory} is not the directory of a demo, or was moved: choose another --dir")
 
 
 def settings(model: Path, steps: int) -> Json:
@@ -177,7 +177,7 @@ def settings(model: Path, steps: int) -> Json:
 
 
 def show(result: Json, console: Console) -> None:
-    """Print the table and the curve."""
+    """Print the table, the curve, the time taken and the best version."""
     heads = ("policy version", "rollouts", "exact answers", "mean reward")
     shown = table("", right=heads, title="held-out tasks, through the live proxy")
     for name, version in (("before", 0), ("after", result["version"])):

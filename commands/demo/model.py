@@ -14,7 +14,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def require_packages() -> None:
-    """Raise LightningError if a package is missing, even the one for the curve at the end."""
+    """Raise LightningError if a package is missing, even one for the curves at the end."""
     missing = [name for name in (PACKAGE, "gguf", "openai", "plotext", "matplotlib") if find_spec(name) is None]
     if missing:
         raise LightningError(f"the demo needs {', '.join(missing)}: pip install 'lightning-proxy[demo]'")

@@ -107,7 +107,7 @@ class Report:
         self._as_json, self._stops = as_json, stops
 
     async def check(self, name: str, probe: Awaitable[str], fix: str) -> Check:
-        """Run a probe. It returns what it found if all is well; an exception means that the check failed."""
+        """Run a probe, which returns what it found if all is well. Doubt is a warning; others are failures."""
         outcome: Outcome = "failed"
         mend: str | None = fix
         try:
@@ -200,7 +200,7 @@ async def check_running(config: Config, session: aiohttp.ClientSession, api: Api
 
 
 async def probe_store(config: StoreConfig) -> str:
-    """Check that the store can be opened and written, or created, and that the disk has room."""
+    """Check that the store can be opened and written, or created, and for SQLite that the disk has room."""
     if config.is_postgres:
         await _require_writable(config)
         return f"{config.where}, writable"
@@ -208,7 +208,7 @@ async def probe_store(config: StoreConfig) -> str:
     directory, is_there = next(parent for parent in path.parents if parent.exists()), path.exists()
     can_write = directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)
     if not is_there and not can_write:
-        raise Finding(f"{path} cannot be created: {directory} is not writable", "set store.url to another place")
+        raise Finding(f"{path} cannot be created: {directory} cannot be written to", "set store.url to another place")
     free = shutil.disk_usage(directory).free
     if free < ROOM or (can_write and not has_room(directory)):
         raise Finding(f"the disk of {directory} is full", "free some space: calls and rewards are refused with 503")
@@ -241,7 +241,7 @@ async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
 async def check_servers(
     config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig, report: Report
 ) -> bool:
-    """Check that each of an upstream's servers answers, and return whether the first does."""
+    """Check that each of an upstream's servers answers, and return whether the first does (litellm: True)."""
     if upstream.kind == "litellm":
         return True  # the proxy does not start without it, and it has no address of its own
     fix = "check the provider's status, or correct upstreams.base_url"
@@ -277,7 +277,7 @@ async def probe_mode(config: Config, api: ApiClient) -> str:
 
 
 async def probe_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> str:
-    """Check that a call for the policy alias is answered and can be trained on. The call is deleted afterwards."""
+    """Check that a call for the policy alias is answered and trainable. Delete it; without an admin key, discard it."""
     alias, rollout, left = config.policy.alias, f"doctor-{uuid4().hex}", ""
     # Rollouts in mode eval are never trained on.
     headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
@@ -345,7 +345,7 @@ async def probe_step(config: Config) -> str:
 
 
 class VllmChecks:
-    """The checks of one vLLM server."""
+    """The checks of the policy's vLLM: its first server, and whether all servers can read new adapters."""
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> None:
         self._config, self._session = config, session
@@ -355,7 +355,7 @@ class VllmChecks:
         self._model = ""
 
     async def run(self, report: Report) -> None:
-        """Run all checks, or only the first if the server serves no model."""
+        """Run all checks, or only the first if that fails."""
         first = await report.check("policy server", self._length(), RESTART)
         if first.outcome == "failed":
             return

@@ -41,7 +41,7 @@ OWN_TASKS = [Task(f"doctor-{i}", json.dumps({"prompt": prompt})) for i, prompt i
 
 
 def learn_command(path: Path | None, tasks: Path | None, command: Sequence[str], *, as_json: bool) -> bool:
-    """Print each check's result at once, and return whether none failed."""
+    """Print each check's result, at once or as JSON at the end, and return whether none failed."""
     report = Report(as_json=as_json, stops=True)
     chosen = OWN_TASKS if tasks is None else read_tasks(tasks)
     with suppress(Broken):
@@ -70,7 +70,7 @@ async def learn(config: Config, tasks: Sequence[Task], command: Sequence[str], r
             nonlocal config
             await stack.enter_async_context(alone(config))
             config = prepared(config, Run())
-            return "installed, and no other trainer runs on this store"
+            return "installed, and no other trainer is running on this store"
 
         await report.check("trainer", trainer(), "correct this: `lightning-proxy train` would fail in the same way")
         quiet()
@@ -136,9 +136,11 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
             after = await _served(fleet)
             forget(journal_path(config), journal)
             apart, others = _apart(before, after), _apart(before, trained)
-            if [one[0] for one in before] != [one[0] for one in after] or apart > max(ALIKE, others / NEARER):
-                fix = "`lightning-proxy status` says what is served; restarting vLLM restores its original weights"
+            fix = "`lightning-proxy status` says what is served; restarting vLLM restores its original weights"
+            if apart > max(ALIKE, others / NEARER):
                 raise Finding(f"the server's answers differ from before by {apart:.3g} nats", fix)
+            if [one[0] for one in before] != [one[0] for one in after]:
+                raise Finding("the list of models and adapters that the server serves differs from before", fix)
             return f"the server answers as before (within {apart:.1g} nats); nothing from this check is left"
 
         journal.write(journal_path(config))
@@ -149,6 +151,6 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
                 model = await take_step(config, second, journal.name, command, tasks, report)
                 trained += await _served(fleet, model)
         finally:
-            again = "run `doctor --learn` again: a journal next to the store lists what to undo"
+            again = f"run `doctor --learn` again: {journal_path(config)} lists what to undo"
             with suppress(Broken):
                 await asyncio.shield(report.check("as before", undo(), again))

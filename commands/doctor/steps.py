@@ -78,8 +78,9 @@ Json = dict[str, Any]
 def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, LearnJournal]]:
     """Create the directories and the configuration. The directories are removed at the end.
 
-    The store is next to the user's; weights are below `policy.directory`, which the policy's servers can read.
-    `own_agent`: the user's agent is used, so the settings for agents and credit are kept.
+    The store is a file next to the user's, or with PostgreSQL in `policy.directory`; weights are below that directory,
+    which the policy's servers can read. `own_agent`: the user's agent is used, so the settings for agents are kept, and
+    for credit if no feature's function is named.
     """
     name = f"lightning-doctor-{secrets.token_hex(2)}"
     place = config.policy.directory if config.store.is_postgres else config.store.path.parent
@@ -233,7 +234,7 @@ class LearnStep:
         calls = [call for rollout in self._rollouts for call in rollout["calls"]]
         if all(call["policy_version"] is None for call in calls):
             asked = Counter(str(call["request"].get("model")) for call in calls).most_common(1)[0][0]
-            found = f"the calls ask for {asked!r}, which is not the policy's model: they cannot be trained on"
+            found = f"no call asks for the policy's model, so none can be trained on; most often asked for: {asked!r}"
             raise Finding(found, f"have the agent ask for the model {self._core.config.policy.alias!r}")
         reasons = Counter(str(call["untrainable_reason"]) for call in calls if not call["trainable"])
         good = len(calls) - reasons.total()
@@ -307,7 +308,7 @@ class LearnStep:
         if rate != self._rate:
             gained += f" (yours is {self._rate:g})"
         if nats <= 0 or p > LARGEST_P:
-            raise Finding(f"the step did not make rewarded answers likelier: {gained}")
+            raise Finding(f"the step did not clearly make rewarded answers likelier: {gained}")
         return f"the step made rewarded answers likelier than the rest: {gained}"
 
     async def _publish(self) -> str:

@@ -1,4 +1,4 @@
-"""`export`: writes transitions or conversations of the store to a file. The proxy need not be running."""
+"""`export`: writes transitions or conversations of the store to a file or a pipe. The proxy need not be running."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ COLUMNS: dict[str, dict[str, Sequence[str]]] = {
 
 
 def export_command(config: Config, target: Path, kind: str, **filters: Any) -> None:
-    """Run `export`, which writes a file atomically. Raises ConfigError for a wrong option, LightningError if it fails.
+    """Run `export`. A file appears once complete. Raises ConfigError for a wrong option, LightningError if it fails.
 
     `filters`: as in the control API, but `since` as on the command line.
     """
@@ -113,7 +113,7 @@ async def _rollouts(store: Store, filters: Json) -> AsyncIterator[Rollout]:
 
 
 async def _rows(store: Store, rollout: Rollout, kind: str, left_out: Counter[str]) -> list[Json]:
-    """The rollout's rows of this kind; none if it has been deleted, by retention for example."""
+    """The rollout's rows of this kind; none if it has been deleted, or cannot be written (counted in `left_out`)."""
     name = rollout.rollout_id
     try:
         calls = await store.calls.of(name, short=kind == "sft")

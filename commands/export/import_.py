@@ -36,7 +36,7 @@ UPSTREAM = SOURCE = "import"
 
 @dataclass(frozen=True, slots=True)
 class ImportedConversation:
-    """One line of the file. `answers`: the indices of the assistant's messages."""
+    """One line or row of the file. `answers`: indices of assistant messages, except those with `weight` 0."""
 
     name: RolloutName
     model: str

@@ -1,4 +1,4 @@
-"""`policy export`: writes a policy version and its model card as a directory that PEFT, transformers and vLLM load."""
+"""`policy export`: writes a version as a directory with a model card, for vLLM, transformers and (adapters) PEFT."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _files(version: PolicyVersion, versions: Sequence[PolicyVersion], config: Co
     if has_files(version):
         return Path(str(version.path))
     others = ", ".join(str(other.version) for other in versions if has_files(other))
-    how = "incomplete" if version.status in ("failed", "publishing") else "gone (policy.keep_versions)"
+    how = "incomplete" if version.status in ("failed", "publishing") else "gone (see policy.keep_versions)"
     raise LightningError(f"policy version {version.version}: its files are {how}; versions with files: {others or '-'}")
 
 

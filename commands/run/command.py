@@ -1,4 +1,4 @@
-"""The `run` command: agents work on tasks with a progress bar, and a summary is printed at the end."""
+"""The `run` command: lets agents work on tasks, shows the progress, and prints a summary at the end."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def run_options(config: Config, group_size: int, concurrency: int, mode: Mode, l
 
 @asynccontextmanager
 async def programs(api: ApiClient, runner: Runner, view: ProgressView) -> AsyncIterator[None]:
-    """Show progress bars while programs run, and clean up after them."""
+    """Open `api` and show progress bars during the block. Close the runner after it."""
     with view:
         async with api:
             try:
@@ -129,8 +129,8 @@ def standing(status: Mapping[str, Any]) -> Iterator[str]:
         yield standstill["story"]
     if missing := status.get("unrewarded"):
         yield (
-            f"{missing} completed rollouts of the newest 200 have no reward, so no step takes them: no reward came, "
-            "or a rewarder failed (see the proxy's log)"
+            f"{missing} completed rollouts of the newest 200 have no reward, so no step takes them: none came with a "
+            "name that trainer.reward_weights counts, or a rewarder failed (see the proxy's log)"
         )
 
 

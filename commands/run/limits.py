@@ -30,7 +30,7 @@ class Observer:
         """Note that these were opened, as siblings of an earlier rollout or as a new group."""
 
     def ended(self, rollout: Json) -> None:
-        """Note that the rollout's program ended. Its reward has arrived, if it gets one."""
+        """Note that the rollout's program ended. Its reward may still be awaited."""
 
 
 class PolicyCollapsed(LightningError):
@@ -38,7 +38,7 @@ class PolicyCollapsed(LightningError):
 
 
 class Backlog(Observer):
-    """Opens no group while `limit` of the opened rollouts are not yet in the live weights.
+    """Opens no group that would leave more than `limit` opened rollouts out of the live weights.
 
     A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it has ended
     and nobody will reward it, when the trainer will not take it, or when the version of the step that took it is live.
@@ -77,7 +77,7 @@ class Backlog(Observer):
         return len(self._running) + len(self._ended) + self._group_size <= self._limit
 
     async def _forget_published(self) -> bool:
-        """Stop counting rollouts once their step is live. Return whether new rollouts are needed in any case."""
+        """Stop counting rollouts whose wait is over. Return whether new ones are needed anyway, for a running test."""
         policy = await self._api.policy()
         if collapse := policy["collapse"]:
             raise PolicyCollapsed(f"publishing has stopped: {Collapse(**collapse).story}")

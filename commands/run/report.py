@@ -78,7 +78,7 @@ def totals(results: Sequence[RolloutResult]) -> dict[str, Any]:
     """Return the totals that `run` reports for these results.
 
     `mean_reward` and `solved` (the share with a reward of at least 1) are over the rollouts with a reward.
-    `without_call`: how many programs made no call through the proxy.
+    `without_call`: how many programs were started, but made no call through the proxy.
     """
     rewards = [result.reward for result in results if result.reward is not None]
     return {
@@ -92,7 +92,7 @@ def totals(results: Sequence[RolloutResult]) -> dict[str, Any]:
 
 
 def summarize(results: Sequence[RolloutResult]) -> dict[str, Any]:
-    """Return the summary as plain data: totals, and for each task its totals, rewards and failures."""
+    """Return the summary as plain data: totals, rewards by name, and for each task its totals, rewards and failures."""
     tasks = {
         name: {
             **totals(group),

@@ -46,7 +46,8 @@ def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
 class OpenedRollouts(Observer):
     """The file of `run --resume`. Each rollout has a line with its id and the id of its group's first rollout.
 
-    `results`: those of rollouts that have a reward or await one. `usd`: the cost of all rollouts of earlier runs.
+    `results`: of rollouts that have a reward or await one, unless they failed or were discarded. `usd`: the cost of all
+    rollouts of earlier runs.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -63,9 +64,10 @@ class OpenedRollouts(Observer):
         self.usd = 0.0
 
     async def look(self, api: ApiClient) -> int:
-        """Add the results of rollouts that have a reward or await one.
+        """Read `results` and `usd` from the proxy.
 
-        Fail rollouts that still run without a reward: new siblings replace them. Return their number.
+        Fail rollouts that are still running and neither have a reward nor await one: new siblings replace them. Return
+        how many were failed.
         """
         failed = 0
         for name in self._groups:

@@ -69,7 +69,7 @@ class RunOptions:
     """The siblings per task, the number of programs at once, and the directory for their output (None: discard it).
 
     `choice`: `policy_version` or `model` for POST /rollouts, to answer rollouts with something other than the live
-    version. `score_timeout_s`: the proxy's reward function takes about this long; None: rewards are posted.
+    version. `score_timeout_s`: how long to wait for a reward that the proxy gives; None: it gives none.
     `timeout_s`: how long each program may run; None: no limit.
     """
 
@@ -159,7 +159,7 @@ class _TaskRun:
         return group
 
     async def work(self, task: Task, rollout: OpenRollout) -> None:
-        """Run the program, end its rollout, and report it once it has its reward."""
+        """Run the program, end its rollout unless a posted reward will, wait for an awaited reward, and report it."""
         name = rollout.rollout_id
         try:
             code, reason = await self.run_program(task, rollout)
@@ -199,7 +199,7 @@ class _TaskRun:
                 log.unlink(missing_ok=True)
 
     async def scored(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        """Return the rollout, with its reward if a function gives one in time."""
+        """Return the rollout, with its reward if the proxy has scored it in time."""
         until, pause_s = time.monotonic() + (self.options.score_timeout_s or 0), SCORE_POLL_S
         while rollout.get("awaits_reward") and time.monotonic() < until:
             await asyncio.sleep(pause_s)

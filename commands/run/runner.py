@@ -176,7 +176,7 @@ class ServedRunner(ABC):
 class LocalRunner(ServedRunner):
     """Starts the command for each run. With `modules`, forks `python script.py …` after importing them once.
 
-    Raise ConfigError if there is no such program or script.
+    Raise ConfigError if there is no such program or script, or if `modules` are given for another kind of command.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class LocalRunner(ServedRunner):
 
 
 def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], say: Callable[[str], None]) -> Runner:
-    """Make the runner for a command line. Raise ConfigError if it cannot work. `say` prints what the run waits for."""
+    """Make the runner for a command line. Raise ConfigError if it cannot work. `say` prints messages to the user."""
     if not command:
         raise ConfigError("no command given; put it after `--`")
     if config.run.executor == "local":

@@ -14,9 +14,9 @@ from ..files import lines
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line of a task file. The agent program sees it in LIGHTNING_TASK.
+    """One line or row of a task file, as JSON. The agent program sees it in LIGHTNING_TASK.
 
-    `siblings`: rollouts of its group that ended in an earlier run.
+    `siblings`: rollouts of its group that an earlier run opened.
     """
 
     task_id: str

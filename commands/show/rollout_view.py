@@ -1,4 +1,4 @@
-"""Shows rollouts of the control API in a terminal: a table, one rollout in full, or two compared."""
+"""Shows rollouts of the control API in a terminal: a table, one rollout as a line or in full, or two compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 def rollouts_table(rollouts: Sequence[Json], now: float, width: int | None) -> Table:
-    """Return one line per rollout. Long ids and tasks are cut to fit `width`, unless it is None (for programs)."""
+    """Return a table, one line per rollout. Long ids and tasks are cut to fit `width`; None (for programs): not cut."""
     rows = (
         (
             r["rollout_id"], r["task_id"], r["mode"], Text(r["status"], COLOURS.get(r["status"], "")),
@@ -60,7 +60,7 @@ def rollout_detail(rollout: Json, full: bool) -> RenderableType:
 
 
 def rollout_diff(a: Json, b: Json) -> RenderableType:
-    """Return the lines of `rollouts show` that differ."""
+    """Return a diff of what `rollouts show` writes for the two, without latencies."""
     changes = list(unified_diff(_lines(a), _lines(b), "A", "B", lineterm="", n=CONTEXT))[2:]
     return Group(*(plain(line, STYLES.get(line[0], "")) for line in changes or ["the rollouts are the same"]))
 

@@ -78,7 +78,7 @@ def end(
     status: Annotated[Literal["completed", "failed", "discarded"], typer.Option(help="how it ended")] = "completed",
     reason: Annotated[str | None, typer.Option(help="why it ended, for people")] = None,
 ) -> None:
-    """End running rollouts without a reward. The exit code is 1 if one was refused."""
+    """End running rollouts; no reward is posted. The exit code is 1 if one was refused."""
     _each(context, rollout_ids, "ended", lambda api, one: api.end_rollout(one, status, reason))
 
 

@@ -1,4 +1,4 @@
-"""`status`: readiness, policy, rollouts and the last training step on one screen."""
+"""`status`: readiness, policy, rollouts and the last training steps on one screen."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def show_status(config: Config, *, as_json: bool) -> bool:
 
 
 async def read_status(api: ApiClient) -> Json:
-    """Ask the proxy for everything that `status` shows, or for its readiness alone if it has no store."""
+    """Ask the proxy for everything that `status` shows, or for its readiness alone if its store is unavailable."""
     ready = await api.readiness()
     if ready["store"] != "ok":
         return {"ready": ready, "policy": None, "steps": []}
@@ -120,7 +120,7 @@ def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[
 
 
 def _not_trained_on(status: Json) -> Iterator[tuple[str, str]]:
-    """Records that cannot be trained on, with the reasons."""
+    """Rows of names and texts: what is not trained on, why, and what keeps steps from being made."""
     newest = f"of the newest {count(NEWEST)}"
     if dropped := status["dropped"]:
         yield "dropped", f"{newest} rollouts: {_counted(dropped)}"

@@ -25,7 +25,7 @@ NOT_AT_0 = ("masked_tokens", "clip_share", "staleness_mean")
 
 
 def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
-    """Return one step in at most `width` columns. Details that do not fit are left out, from the end."""
+    """Return one step as a line. Details that do not fit into `width` columns are left out, from the end."""
     begin, details, end = [Text(f"step {step}", "bold"), *_begin(metrics)], [*_details(metrics)], [*_end(metrics)]
     while width is not None and details and len(GAP.join([*begin, *details, *end])) > width:
         details.pop()

@@ -43,7 +43,7 @@ WORKER = "--multiprocessing-fork"  # in the command of a worker that Python's mu
 
 
 class ChildDied(LightningError):
-    """A child that should keep running has ended. The message has its exit code and the reason from its log."""
+    """A child failed: it ended, or closed its port. The message says how, with the reason from its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class ChildSpec:
     """A program to keep running. `health_url` answers 200 once it is healthy; None: as soon as it runs.
 
     `may_end`: exit code 0 is not a failure; then `done` is printed. `restarts`: how often it is restarted within
-    `RESTARTS_S` when it dies, but never after exit code 2, which means a wrong configuration. If a `vital` program dies
-    more often, the others end with it; other programs are restarted after `RESTARTS_S`. A program also counts as dead
-    if its port, once open, is closed for `grace_s`: vLLM can wait for ever for the calls of a lost worker.
+    `RESTARTS_S` when it dies. If a `vital` program dies more often, or any program ends with exit code 2 (a wrong
+    configuration), the others end with it; other programs are restarted after `RESTARTS_S`. A program also counts as
+    dead if its port, once open, is closed for `grace_s`: vLLM can wait for ever for the calls of a lost worker.
     """
 
     name: str
@@ -291,7 +291,7 @@ def free_port() -> int:
 
 
 def require_free_port(host: str, port: int, key: str) -> None:
-    """Raise LightningError, with the configuration's key and the process, if something listens there.
+    """Raise LightningError, with what to change, if the address cannot be bound; if a process has the port, name it.
 
     The process that has the port may be about to end, so this waits a little.
     """

@@ -28,7 +28,7 @@ DATE = re.compile(r"^\d{4}-\d\d-\d\d (?=\d\d:)")
 
 
 async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:
-    """Run vLLM, proxy and trainer until cancelled or until vLLM or the proxy is lost. Show calls and steps."""
+    """Run vLLM, proxy and trainer until cancelled or one is lost for good. Show calls, steps and messages."""
     plan = make_plan(config)
     if plan.cards:
         console.print(*plan_tables(plan), sep="\n")
