@@ -4,8 +4,8 @@
 `edits`       the call's history contains the earlier call's answer, but was changed
 `compacts`    the earlier call's answer is in the call's prompt, in place of history that is no longer there
 `delegates`   a tool call of the earlier call started the call, in a new context
-`returns`     a tool result in the call's request is the earlier call's answer, which ended another context
-`retries`     the earlier call had the same request, and its answer was not used
+`returns`     a tool result or a user message in the call's request has the earlier call's answer, from another context
+`retries`     the earlier call had the same request, and it failed or its answer was not used
 
 Headers in which an agent's program names its threads (Claude Code, Codex) take precedence over what texts show.
 
@@ -86,7 +86,7 @@ class _Call:
     `first`: the node before its conversation; `nodes`: the last node of each message. `attempts`: the calls with the
     same request. `order`: the tool call that probably started it; `is_ordered`: a distinctive part of its prompt or a
     header shows this. `root`: the first call of its context. `told`: texts that first appear in its answer. `used`:
-    its answer is in a later context; `kept`: as an answer there. `has`: the calls with answers in its request (cached).
+    its answer is in a later context; `kept`: in the history there. `has`: calls with answers in its request (cached).
     """
 
     call: ModelCall
@@ -185,7 +185,7 @@ class Graph:
         self._remember(mine)
 
     def rejected(self) -> dict[int, int]:
-        """Map each call with an answer that no later context contains to the attempt that was used instead.
+        """Map each call (its place) with an answer that no later context has to the attempt that was used instead.
 
         That attempt has the same request, and began later or was still running. A call that began after it had ended
         is a fresh start. Calls that different tool calls started are not attempts at the same thing.
@@ -206,7 +206,7 @@ class Graph:
         return found
 
     def summaries(self) -> set[int]:
-        """Return the calls with an answer that replaces history in a later prompt."""
+        """Return the places of the calls with an answer that replaces history in a later prompt."""
         return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
 
     def _attempts(self, mine: _Call) -> list[_Call]:
@@ -254,7 +254,7 @@ class Graph:
             self._responses[name] = node.then(keyed(mine.said))
 
     def _edges(self, mine: _Call) -> list[Edge]:
-        """The edges of a call: to its history, to answers in its prompt, or else to the call that started it."""
+        """The edges of a call: to its history and answers in its prompt, or to its starter; and to what it retries."""
         continued, held = self._history(mine)
         came = Edge("continues", continued.place) if continued is not None and not held else None
         new = [*mine.node.up_to(None if came is None else mine.node.tip)][::-1]

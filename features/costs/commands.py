@@ -70,7 +70,7 @@ def notes(total: Json) -> list[str]:
     """Return notes about what the numbers leave out."""
     lines = {
         "unpriced": "calls of models without a price: add them to `prices`",
-        "unknown": "answers did not report their usage: streams do with stream_options.include_usage",
+        "unknown": "answers did not report all of their usage: most streams do with stream_options.include_usage",
     }
     return [f"{count(total[name])} {line}" for name, line in lines.items() if total[name]]
 

@@ -1,4 +1,4 @@
-"""Runs one trainer in several processes (ranks). Rank 0 leads; the others repeat its work.
+"""Runs one trainer in several processes (ranks). Rank 0 leads; the others make the same calls.
 
 The samples of a step are divided among ranks, and gradients are summed before use, so a step's update does not depend
 on the number of ranks. A sharded model (FSDP2) has a part of each layer, its gradients and its optimizer state on every
@@ -57,7 +57,7 @@ class Ranks(Processes):
         self._joined = False
 
     def prepare(self, state: PartialState, model: Any) -> Any:
-        """Join the other ranks, and give all of them rank 0's weights. DDP is not used: it averages gradients."""
+        """Join the other ranks; copy rank 0's unsharded trained weights to them. DDP would average gradients."""
         self._join(state)
         if self.sharded:
             shard(model, state.device)
@@ -97,7 +97,7 @@ class Ranks(Processes):
                 self._calling = self._calling and not tells
 
     def follow(self, trainer: object) -> None:
-        """Repeat the work of rank 0 until it ends. Only rank 0 acts on Ctrl-C."""
+        """Make the calls that rank 0 makes, until rank 0 ends. Only rank 0 acts on SIGINT and SIGTERM."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         while True:

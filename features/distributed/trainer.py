@@ -1,4 +1,4 @@
-"""Supports several trainer processes, started by torchrun or `accelerate launch`."""
+"""Supports several trainer processes, or a sharded model, started by torchrun or `accelerate launch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds `environments`, and `--environment` to every command that needs tasks and a program."""
+"""Adds `environments`; and `--environment`, with its arguments, to `run`, `eval`, `optimize` and `experiment`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_to(commands: typer.Typer) -> None:
 
 
 def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., None]:
-    """Return the command `name` with both options. Without them it needs tasks and a program."""
+    """Return the command `name` with both options. `--environment` replaces its tasks and program."""
 
     @wraps(callback)
     def command(environment: str | None, environment_args: str | None, **given: Any) -> None:
@@ -81,13 +81,16 @@ def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., Non
 
 
 def _stand_in(name: str, environment: str, arguments: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the command `name` gets. Raise ConfigError if neither or both ways give them."""
+    """Return the arguments of `name` that `environment` replaces. Raise ConfigError if both or neither are given."""
     from ...core.errors import ConfigError
     from .source import experiment_of, source_of
 
     if not environment:
         if name != "experiment" and (arguments or not given["tasks"] or not given["command"]):
-            raise ConfigError(f"{name} needs --tasks FILE and a program after `--`, or --environment KIND:NAME")
+            raise ConfigError(
+                f"{name} needs --tasks FILE and a program after `--`, or --environment KIND:NAME; only the latter "
+                "takes --environment-args"
+            )
         return {}
     config = configuration(given["context"])
     if name == "experiment":

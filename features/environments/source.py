@@ -1,4 +1,4 @@
-"""Turns `--environment KIND:NAME` into tasks and a program. Each kind has its own venv, `.venv-environments/KIND`."""
+"""Turns `--environment KIND:NAME` into tasks and a program, and installs each kind in `.venv-environments/KIND`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EnvironmentTasks(NamedTuple):
 
 
 def source_of(environment: str, arguments: str | None, defaults: dict[str, Any]) -> EnvironmentTasks:
-    """Make the tasks. `defaults` apply where arguments are missing. Raise ConfigError if arguments are wrong."""
+    """Make the tasks. `defaults` apply where arguments are missing. Raise ConfigError if there are no such tasks."""
     kind, colon, name = environment.partition(":")
     if not (colon and name):
         raise ConfigError(f"--environment must be KIND:NAME, as in reasoning_gym:gcd; got {environment!r}")
@@ -59,7 +59,7 @@ def source_of(environment: str, arguments: str | None, defaults: dict[str, Any])
 
 
 def experiment_of(file: Path, environment: str, arguments: str | None, alias: str) -> Path:
-    """Return a copy of an experiment file with the environment's program and its tasks from both splits."""
+    """Return the path of a copy of an experiment file, with the environment's program and its tasks of both splits."""
     given = read_yaml(file)
     if both := sorted({"tasks", "held_out", "agent", "preload"} & given.keys()):
         raise ConfigError(f"{file}: with --environment, leave out {', '.join(both)}")
@@ -114,7 +114,7 @@ class KindsEnvironment:
         return self._stamp.is_file() and self._stamp.read_text() == self._needs
 
     def install(self, further: Sequence[str]) -> None:
-        """Create or update the environment; keep other files in its folder. LightningError has pip's last line."""
+        """Create or update the environment; keep its tasks. LightningError has the last line of venv or pip."""
         wanted = [*self.requires, *further]
         typer.echo(f"installing into {self.directory}, with dependencies: {', '.join(wanted)}")
         self._stamp.unlink(missing_ok=True)
@@ -136,7 +136,7 @@ class KindsEnvironment:
         self._stamp.write_text(self._needs)
 
     def ask(self, *what: str, given: str = "") -> list[str]:
-        """Return the lines that the kind's program prints for the input `given`. ConfigError has its last error."""
+        """Return the lines that the kind's program prints for the input `given`. ConfigError if that fails."""
         if not self.is_there:
             do = f"lightning-proxy environments {self.kind} --install"
             raise ConfigError(f"{self.kind} is not installed in {self.directory}; run `{do}`")

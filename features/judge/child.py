@@ -54,7 +54,7 @@ def loaded(file: str, name: str) -> Any:
 
 
 def named(answer: Any, name: str) -> dict[str, float]:
-    """Return an answer's rewards by name; a bare number gets the function's name. Raises TypeError for all else."""
+    """Return an answer's rewards by name: a dict's; a number gets the function's name; None: none. Raises TypeError."""
     rewards = answer if isinstance(answer, dict) else {} if answer is None else {name: answer}
     found = {}
     for key, given in rewards.items():
@@ -62,7 +62,7 @@ def named(answer: Any, name: str) -> dict[str, float]:
         is_scalar = getattr(given, "shape", None) == () and hasattr(given, "item")
         value = given.item() if is_scalar else given
         if not isinstance(key, str) or not 0 < len(key) <= 200:
-            raise TypeError(f"{key!r} is not a reward name: 1 to 200 characters are needed")
+            raise TypeError(f"{key!r} is not a reward name: a string of 1 to 200 characters is needed")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise TypeError(f"reward {key!r}: {value!r:.80} is not a finite number; return one, a dict of them or None")
         found[key] = float(value)
@@ -77,7 +77,7 @@ def error_line(error: BaseException, file: str) -> str:
 
 
 def _read(rollouts: queue.SimpleQueue[bytes]) -> None:
-    """Pass lines on. If input ends, the proxy is gone: end this process too, even inside a slow function."""
+    """Pass lines on. If input ends, the parent is done or gone: end this process too, even inside a slow function."""
     for line in sys.stdin.buffer:
         rollouts.put(line)
     os._exit(0)

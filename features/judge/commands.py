@@ -31,9 +31,9 @@ def rescore(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show rewards and reasons; post nothing")] = False,
     as_json: Json = False,
 ) -> None:
-    """Have a rewarder score completed rollouts in the store, and record its rewards. Older rewards stay.
+    """Have a rewarder score completed rollouts, or those given, and record its rewards. Older rewards stay.
 
-    Run the same command again to resume where it stopped. The exit code is 1 if the rewarder failed for a rollout.
+    Without --again, the same command resumes where it stopped. The exit code is 1 if the rewarder failed for a rollout.
     """
     from .rescore import Rescore, rescore_command
 

@@ -59,7 +59,7 @@ class AskedModel(Section):
             return
         if self.api not in APIS or not self.model.partition("/")[2]:
             yield (
-                f"model must begin with openai/, anthropic/ or hosted_vllm/, got {self.model!r}; for another "
+                f"model must be openai/NAME, anthropic/NAME or hosted_vllm/NAME, got {self.model!r}; for another "
                 "provider with OpenAI's API, set model to openai/NAME and api_base to its address"
             )
         if not self.address:
@@ -101,7 +101,7 @@ class CallsConfig(AskedModel):
 
 
 class JudgeConfig(FeatureSection):
-    """`use`: what gives rewards to rollouts. `calls`: the judge of single calls (`trainer.credit: judge`)."""
+    """`use`: the rewarders. `budget`: for the models of all. `calls`: the judge of calls (`trainer.credit: judge`)."""
 
     name = "judge"
     functions = {"credit": ("judge",)}
@@ -112,7 +112,7 @@ class JudgeConfig(FeatureSection):
     calls: CallsConfig = CallsConfig()
 
     def named(self, rewards: RewardsConfig) -> list[tuple[str, RewarderConfig]]:
-        """Return `use` with the names of its rewards: `reward` for a single entry, else its `name` or its kind."""
+        """Return `use` with the names of its rewards: `name`, else `reward` for a lone rewarder, else the kind."""
         alone = len(self.use) == 1 and rewards.function is None
         return [(entry.name or ("reward" if alone else entry.kind), entry) for entry in self.use]
 
@@ -138,7 +138,7 @@ class JudgeConfig(FeatureSection):
     def check(self, config: Config) -> None:
         names = Counter([*(name for name, _ in self.judges(config)), config.rewards.name])
         if twice := [name for name, n in names.items() if n > 1]:
-            raise ValueError(f"judge.use: two entries give a reward named {twice[0]!r}; rename one")
+            raise ValueError(f"judge.use: two rewarders give rewards named {twice[0]!r}; rename one")
         if "judge" not in config.trainer.credits.values():
             return
         if self.calls.model is None:

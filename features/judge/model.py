@@ -52,15 +52,15 @@ IS_DATA = (
 
 
 class Away(Exception):
-    """A rewarder cannot work now: its model is down, its file broken or its budget spent. Rollouts wait for it."""
+    """A rewarder cannot work now: its model is down or refuses, its file broken, its budget spent. Rollouts wait."""
 
 
 class NoReward(Exception):
-    """A rewarder failed for a rollout, and is not asked about it again."""
+    """A rewarder failed for a rollout. The proxy does not ask it about this rollout again."""
 
 
 class NeverAnswered(NoReward):
-    """The model refuses this question because of its content."""
+    """The model refuses this question, but not others: for its content or its length, as far as is known."""
 
 
 class _Refused(Away):
@@ -110,7 +110,7 @@ class JudgeModel:
     async def ask(self, system: str, text: str, field: Field, about: Sequence[str]) -> tuple[Any, str]:
         """Return what `field` reads from the answer, and its reason. `about`: the ids of the rollouts in question.
 
-        Raises Away, or NoReward if two answers cannot be read.
+        Raises Away, or NoReward if two answers cannot be read or the model refuses the question.
         """
         turns = [{"role": "user", "content": text}]
         for _ in range(2):
@@ -154,7 +154,7 @@ class JudgeModel:
         return answer
 
     async def _sent(self, body: Json) -> str:
-        """Send the question. Usage is counted; if it is not reported but may have been paid for, it is estimated."""
+        """Return the model's answer. Count usage: as reported, or an estimate if tokens may have been used."""
         spent = guess = Used(len(dumps(body)) // 4)
         problem = f"{self._config.model} gives no answer"
         try:
@@ -169,7 +169,7 @@ class JudgeModel:
                 raise (NeverAnswered if NEVER.search(text) else _Refused)(problem)
             raise Away(problem)
         except TimeoutError:
-            raise Away(f"{problem} within {TIMEOUT_S:g} s") from None
+            raise Away(f"{self._config.model} did not answer within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             spent = Used()
             raise Away(f"{problem}: {str(error)[:200] or type(error).__name__}") from None
@@ -200,7 +200,7 @@ async def spent_by_each(database: Database) -> list[Json]:
 
 
 def price_of(config: AskedModel, whole: Config) -> Price | None:
-    """Return the model's price from `prices`; None if unknown. A model on our own machines is free by default."""
+    """Return the model's price (`prices`, or litellm's table); None if unknown. hosted_vllm is free by default."""
     prices, model = Prices(whole.prices), (config.model or "").partition("/")[2]
     if config.api == "hosted_vllm":
         return prices.configured(model) or Price(0, 0, 0, 0)
@@ -208,7 +208,7 @@ def price_of(config: AskedModel, whole: Config) -> Price | None:
 
 
 def require_model(what: str, asked: AskedModel, config: Config) -> None:
-    """Raise ConfigError unless the model may be asked: an external one needs a key and a budget."""
+    """Raise ConfigError if the model may not be asked: no key, budget or price, or it is behind this proxy."""
     budget, what = config.section(JudgeConfig).budget, f"{what}: {asked.model}"
     if asked.is_elsewhere and asked.key is None:
         raise ConfigError(f"{what} needs a key: set {APIS[asked.api][1]}")
@@ -279,7 +279,7 @@ def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[str]:
 
 
 def written(mark: str, messages: Iterable[str], most: int) -> str:
-    """Return messages as one text of at most `most` characters. Each begins with a mark that none can contain."""
+    """Return messages as one text, shortened to about `most` characters. Each begins with a mark that none can have."""
     return shortened("\n".join(f"{mark} {one}" for one in messages), most)
 
 

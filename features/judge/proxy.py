@@ -1,4 +1,4 @@
-"""Runs the rewarders that completed rollouts wait for, and adds the routes for people who rate."""
+"""Runs the rewarders that completed rollouts wait for. Adds routes for people who rate, and `spent` to the status."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Unrated(BaseModel):
 async def get_queue(
     request: ControlRequest, person: Annotated[str, Query(min_length=1, max_length=200)], limit: Limit = 50
 ) -> Any:
-    """Ended rollouts that this person (a `source`) has not rated yet, newest first."""
+    """Completed or failed rollouts that this person (a `source`) has not rated, of the newest 5,000; newest first."""
     key_id = request.caller.sees
     statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY)
     wanted = {"person": person, "limit": limit, "key_id": key_id}
@@ -72,7 +72,7 @@ async def take_back_reward(
 
     async def work(db: Transaction) -> None:
         if not await db.all(TAKE_BACK, row):
-            raise NotFound(f"rollout {rollout_id!r} has no reward {reward_id} named human that this key gave")
+            raise NotFound(f"rollout {rollout_id!r} has no reward {reward_id} named human that this key may delete")
         await count_returns(db, [rollout_id])
 
     await request.parts.store.database.write(work)

@@ -37,7 +37,7 @@ POSTED = ("rollout_id", "reward", "call_id", "name", "source", "comment", "final
 
 @dataclass(slots=True, kw_only=True)
 class Rescore:
-    """A run of the command. `scored`: rewards given to rollouts; `there_before`: how many rollouts had some already."""
+    """A run of the command. `scored`: rollouts with their rewards or error; `there_before`: how many had some."""
 
     config: Config
     ids: Sequence[str]
@@ -65,7 +65,7 @@ class Rescore:
                 await all_of(map(score, groups))
 
     async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
-        """The ids of rollouts, by post: those of a task together if they are compared or retrained, else one by one."""
+        """The ids of rollouts to post at once: all given ones, or those of a task if compared or retrained, or one."""
         if self.ids:
             return [[(await find(api, one))["rollout_id"] for one in self.ids]]
         groups = defaultdict[str, list[str]](list)
@@ -77,7 +77,7 @@ class Rescore:
         return [*groups.values()]
 
     async def _score(self, api: ApiClient, rewarder: Rewarder, group: list[str]) -> None:
-        """Ask about rollouts that lack this version's rewards, and post all rewards at once."""
+        """Ask about rollouts without this version's rewards (all if `again` or `dry_run`); post all rewards at once."""
         posts, scored = list[Json](), list[Json]()
         for part in [group] if rewarder.in_groups else [[rollout_id] for rollout_id in group]:
             rollouts, source = await read_rollouts(api, part), await rewarder.source()
@@ -101,7 +101,7 @@ class Rescore:
 
 
 def rescore_command(work: Rescore, *, as_json: bool) -> None:
-    """Run the command. Raises ConfigError for a wrong option; exits with 1 if the rewarder failed."""
+    """Run the command. Raises ConfigError for a wrong option; exits with 1 if the rewarder failed for a rollout."""
     if work.rewarder == "function" and work.config.rewards.function is None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
     try:
@@ -193,12 +193,14 @@ class Agreement(NamedTuple):
         if self.low <= 0.5:
             return "do not train on this rewarder: its order may be chance"
         if self.labels < ENOUGH:
-            return f"this rewarder agrees more than chance would, by {self.labels} labels; {ENOUGH} are enough to begin"
+            return (
+                f"this rewarder agrees more than chance would, but {self.labels} labels are few: use {ENOUGH} or more"
+            )
         return "this rewarder agrees more than chance would"
 
 
 def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | None:
-    """Return how scores agree with labels, within tasks if there are such pairs; None if there are no pairs."""
+    """Return how scores agree with labels, within tasks if required or possible; None if there are no pairs."""
     labels, scores = (np.array([one[i] for one in found], dtype=float) for i in (2, 3))
     tasks = np.array([one.task_id or one.rollout_id for one in found])
     siblings, pairs = tasks[:, None] == tasks, np.triu(labels[:, None] != labels)
@@ -282,7 +284,7 @@ async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[
 
 @retry(retry=retry_if_exception_type(Away), stop=stop_after_attempt(4), wait=wait_exponential(2), reraise=True)
 async def _scores(rewarder: Rewarder, source: str, rollouts: Sequence[Json]) -> list[float | str]:
-    """A group's scores (recorded ones if all rollouts have them), or why it has none. No answer is paid for twice."""
+    """Each rollout's score (recorded ones if all have them), or why it has none. No answer is paid for twice."""
     recorded = [
         {(one["name"], one["call_id"]): one["reward"] for one in rollout["rewards"] if one["source"] == source}
         for rollout in rollouts
@@ -291,5 +293,5 @@ async def _scores(rewarder: Rewarder, source: str, rollouts: Sequence[Json]) -> 
         return [float(sum(rewards.values())) for rewards in recorded]
     given = await rewarder.reward(rollouts)
     return [
-        one if isinstance(one, str) else sum(r.reward for r in one) if one else "it gives no reward" for one in given
+        one if isinstance(one, str) else sum(r.reward for r in one) if one else "no reward was given" for one in given
     ]

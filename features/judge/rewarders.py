@@ -1,11 +1,11 @@
-"""The rewarders of ended rollouts: a user's function, and judges that ask a model.
+"""The rewarders of ended rollouts: a user's function, and judges that ask a model or apply rules.
 
 `rank`          orders the siblings of a group by an aim; scores from 0 to 1, by place
 `rubric`        weighted criteria, each asked separately; the reasons become the reward's comment
-`next_message`  whether a call helped, by what the user says next: -1, 0 or 1
+`next_message`  whether a call helped, by what the user says next: -1, 0 or 1; by rules if it has no model
 `judge`         a score of each call, from 0 to 1, for `trainer.credit: judge`
 
-The function runs in its own processes (`child.py`), which restart after an error or a change of the file.
+The function runs in its own processes (`child.py`), which restart after a crash, a timeout or a change of the file.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ class Rewarder:
         """Raise Away or ConfigError if it cannot start."""
 
     async def source(self) -> str:
-        """Return the `source` of its rewards: the rewarder and the version of its question. Raises Away."""
+        """Return the `source` of its rewards: the rewarder and a version of its function or question. Raises Away."""
         raise NotImplementedError
 
     async def close(self) -> None:
         """End what it started."""
 
     async def reward(self, rollouts: Sequence[Json]) -> list[Given]:
-        """Return each rollout's rewards, in the group's order: all of them, or raise Away."""
+        """Return each rollout's rewards, or why the rewarder failed for it, in the group's order. Raises Away."""
         source = await self.source()
         return [
             scores if isinstance(scores, str) else self._given(rollout["rollout_id"], scores, source)
@@ -162,7 +162,7 @@ class Rewarder:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run several tasks at once, each to its end, then raise the first error."""
+    """Run several tasks at once, each to its end. Return their results, or raise the first error."""
     found: list[T] = []
     for one in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(one, BaseException):
@@ -201,7 +201,7 @@ class FunctionProcess:
         self.version = version
 
     async def answer(self, rollout: bytes, limit_s: float) -> dict[str, float]:
-        """Return a rollout's rewards by name. Raises NoReward. A process that is late or cancelled is ended."""
+        """Return a rollout's rewards by name. Raises NoReward. A process that is late, cancelled or broken is ended."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(rollout)
@@ -214,7 +214,8 @@ class FunctionProcess:
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
-                raise NoReward(f"the function gave no answer within {limit_s:g} s") from None
+                what = "the function gave no answer" if rollout else "the function's file was not loaded"
+                raise NoReward(f"{what} within {limit_s:g} s") from None
             if isinstance(error, ValueError):
                 raise NoReward("the function's answer is too long or not JSON") from None
             raise
@@ -269,7 +270,7 @@ class Function(Rewarder):
 
 
 class ModelRewarder(Rewarder):
-    """A rewarder that may ask a model. `question`: what its scores depend on besides the rollout."""
+    """A rewarder that may ask a model. `question`: the texts and rules that its scores depend on."""
 
     question = ""
 
@@ -419,7 +420,7 @@ def _rules() -> dict[str, re.Pattern[str]]:
 
 
 def by_rules(reply: UserReply) -> float:
-    """Return -1, 0 or 1; a "no" with thanks is 0. Of a long text, only the beginning and the end count."""
+    """Return -1 for a repeated request; else 1 for thanks, -1 for a "no", 0 for both or neither. Long texts are cut."""
     rules, text = _rules(), shortened(reply.message.strip(), 2 * LOOKED_AT)
     one, other = (Counter(WORD.findall(each.casefold())) for each in (text, shortened(reply.request, 2 * LOOKED_AT)))
     if one.total() > 2 and 2 * (one & other).total() >= SAME * (one.total() + other.total()):

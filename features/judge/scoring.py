@@ -1,4 +1,4 @@
-"""Has rewarders score completed rollouts; none is trained on before that. One process does the work."""
+"""Has rewarders score completed rollouts; none is trained on before that. Of several proxies, one does it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Spoken:
         return [row["rollout_id"] for row in rows]
 
     async def record(self, rewarder: str, given: Mapping[str, Sequence[Reward]]) -> list[Reward]:
-        """Record rewards, and that the rewarder is done. Return the rewards of rollouts that still awaited it."""
+        """Record, and return, the rewards of rollouts that still await the rewarder, and that it is done with them."""
 
         async def work(db: Transaction) -> list[Reward]:
             recorded: list[Reward] = []
@@ -150,7 +150,7 @@ class Scorer:
                         for rewarder in self._rewarders:
                             group.create_task(self._ask(rewarder))
         except* (LightningError, OSError) as errors:
-            log.warning("rewards cannot be recorded: %s", errors.exceptions[0])
+            log.warning("rollouts cannot be scored, or rewards not recorded: %s", errors.exceptions[0])
         except* Exception as errors:
             log.error("rollouts cannot be scored: internal error", exc_info=errors.exceptions[0])
 
@@ -199,7 +199,7 @@ class Scorer:
                 self._say_once(f"{rewarder.label}: {line}")
 
     async def _seen(self, rollout_id: str) -> Json:
-        """The rollout as `GET /rollouts/{id}` returns it."""
+        """The rollout as `GET /rollouts/{id}?requests=whole` returns it, without features' fields of the rollout."""
         store = self._store
         rollout, calls = await store.rollouts.get(rollout_id), await store.calls.of(rollout_id)
         rewards, events = await store.rewards.of(rollout_id), await store.events.of(rollout_id)

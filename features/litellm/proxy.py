@@ -1,4 +1,4 @@
-"""Calls providers through litellm (`kind: litellm`, docs/providers.md). All of litellm's objects live in one thread."""
+"""Calls providers through litellm (`kind: litellm`, docs/providers.md), in one thread for each upstream."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LitellmUpstream:
         self._listed, self._served = sorted(named), frozenset(named.values())
 
     async def open(self, request: Request) -> LitellmAnswer:
-        """Make one call through litellm, without its retries. Also raises InvalidRequest and NotFound."""
+        """Make one call through litellm, without its retries, or list models. Also raises InvalidRequest, NotFound."""
         name, path, seconds = self._config.name, request.path, self._config.first_byte_timeout_s
         if request.method == "GET" and path == "/v1/models":
             models = [{"id": model, "object": "model", "owned_by": name} for model in self._listed]
@@ -105,7 +105,7 @@ class LitellmUpstream:
         return dict(body)
 
     def _key(self, request: Request) -> str | None:
-        """The upstream's own key, else the agent's; None: litellm reads the provider's environment variables."""
+        """The upstream's own key, else the agent's if forwarded; None: litellm reads the provider's variables."""
         if self._config.api_key is not None:
             return self._config.api_key.get_secret_value()
         headers = {name.lower(): value.decode("latin-1") for name, value in request.headers}
@@ -175,7 +175,7 @@ class LitellmAnswer(Answer):
 
 
 class LitellmThread:
-    """A thread with an event loop, started by the first call, in which all of litellm's objects live."""
+    """A thread with an event loop, started by the first call, in which an upstream's litellm objects live."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -248,7 +248,7 @@ async def _wind_up() -> None:
 
 
 def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
-    """Raise ImportError, before the provider is called, if litellm would need its own proxy's packages."""
+    """Raise ImportError, before the provider is called, if litellm needs packages of its own proxy that are missing."""
     from litellm.utils import ProviderConfigManager
 
     provider = litellm.LlmProviders(litellm.get_llm_provider(model)[1])
@@ -257,7 +257,7 @@ def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
 
 
 def _fields(path: str) -> frozenset[str]:
-    """The request fields of an API, as declared by the packages that litellm builds on."""
+    """The request fields that are passed on: the ones declared for an API and a few more, none that steers litellm."""
     from litellm.types.llms.anthropic import AnthropicMessagesRequest
     from openai.types import completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_create_params
@@ -301,7 +301,7 @@ class ProviderError(LightningError):
 
 
 def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> LightningError:
-    """Return the error to show: ProviderError if the provider answered, else one that says why it did not."""
+    """Return the error to show: ProviderError if the provider or litellm refused, else why there is no answer."""
     text = str(error).partition("\nTraceback (most recent call last)")[0]
     message = redacted(text, secrets)[:_LONGEST_MESSAGE]
     chain = list(_chain(error))

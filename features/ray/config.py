@@ -1,4 +1,4 @@
-"""The section `ray`: the cluster, and the resources that each program gets."""
+"""The section `ray`: the cluster, and the resources and environment that each program gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that Ray's client runs in. It reads tasks to start from stdin, and reports how they ended."""
+"""The process that Ray's client runs in. It reads from stdin which programs to start or kill, and reports back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GUARD = Path(guard.__file__).read_text()  # sent along, for nodes without our pa
 PIECE = 1 << 16  # Ray sends less than 100 KB directly, without its object store
 GRACE_S = 5.0  # for a program to end after SIGTERM, before SIGKILL
 POLL_S = 0.2  # Ray interrupts a cancelled task only between two Python instructions
-WAITS_S = 30.0  # until a line says that no node has room
+WAITS_S = 30.0  # until a line says that nothing starts
 PROBE_S = 10.0
 END_S = 10.0  # for a cancelled task to kill its program; then its worker is killed
 GONE = (
@@ -38,7 +38,7 @@ GONE = (
 
 
 def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[bytes | int]:
-    """Run a program on a node that may lack our package. Yield b"" once it runs, then its output and exit code."""
+    """Run a program on a node that may lack our package. Yield b"" when it has begun, its output and its exit code."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
     theirs, lifeline = os.pipe()
     with TemporaryDirectory(prefix="lightning-task-") as directory:
@@ -71,7 +71,7 @@ def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[byte
 
 
 class Driver:
-    """Starts a Ray task for each program. `reports`: the file descriptor that the parent reads."""
+    """Starts a Ray task for each program. `reports`: the file descriptor for reports to the parent."""
 
     def __init__(self, setup: Mapping[str, Any], reports: int) -> None:
         self._command, self._options, self._reports = setup["command"], setup["options"], reports
@@ -129,7 +129,8 @@ class Driver:
             if self._started or not self._runs:
                 since = time.monotonic()
         there = {name: n for name, n in ray.cluster_resources().items() if ":" not in name}
-        self._report(say=f"no Ray node has room for a program, which needs {self._options}; the cluster has {there}")
+        why = f"perhaps no Ray node has room: a program needs {self._options}, the cluster has {there}"
+        self._report(say=f"no program has started for {WAITS_S:g} s; {why}")
 
     def _report(self, **report: Any) -> None:
         with suppress(BrokenPipeError):  # `run` was killed
@@ -137,7 +138,7 @@ class Driver:
 
 
 async def end(pieces: ray.ObjectRefGenerator) -> None:
-    """Cancel a task, and wait until its program is dead."""
+    """Cancel a task, and wait until its program is dead: END_S, and as long again after killing its worker."""
     for force in (False, True):
         with suppress(failures.RayError, ValueError):
             ray.cancel(pieces, force=force)

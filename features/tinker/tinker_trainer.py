@@ -59,7 +59,7 @@ Scores = list[list[float]]  # of each row, the log-probability of each target
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A row; all lists have the same length. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
+    """A row: lists of one length or empty. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
@@ -90,7 +90,7 @@ class TinkerService:
         if self._model is not None:
             return
         log.info("requesting a model from %s", self._where)
-        with self._calls(f"cannot resume from {state}" if state else f"does not train {self._base_model}"):
+        with self._calls(f"cannot resume from {state}" if state else f"cannot create a model of {self._base_model}"):
             self._session = self._tinker.ServiceClient(**self._access)
             if state is None:
                 made = self._session.create_lora_training_client(
@@ -101,7 +101,7 @@ class TinkerService:
             self._model = _result(made) if hasattr(made, "result") else made
 
     def forget(self) -> None:
-        """Abandon the model. It stays on the service, with everything that was not saved."""
+        """Abandon the model, with everything that was not saved."""
         session, self._session, self._model = self._session, None, None
         if hasattr(session, "close"):
             with suppress(Exception):  # its model is given up, whatever the service answers
@@ -154,7 +154,7 @@ class TinkerService:
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
-        """Turn errors into ConfigError if only users can fix them, else TrainingUnavailable, and abandon the model."""
+        """On an error, abandon the model. ConfigError if users must fix it or it lasts, else TrainingUnavailable."""
         import httpx
 
         t = self._tinker
@@ -174,7 +174,7 @@ class TinkerService:
                 self._faults += 1
                 if self._faults >= FAULTS:
                     raise ConfigError(f"tinker: {problem} ({self._faults} times)") from error
-            raise TrainingUnavailable(f"{problem}; the step is repeated from the last saved state") from error
+            raise TrainingUnavailable(f"{problem}; training continues from the last saved state") from error
 
 
 def _result(future: Any) -> Any:
@@ -200,7 +200,7 @@ def _download(url: str) -> bytes:
 
 
 def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> Weights:
-    """Write the adapter of `model` atomically and return its weights. Raise PublishError if names are not PEFT's."""
+    """Write the adapter of `model` atomically; return its weights. PublishError if it is incomplete or not PEFT's."""
     if missing := [name for name in (WEIGHTS_FILE, CONFIG_FILE) if name not in files]:
         returned = ", ".join(files) or "nothing"
         raise PublishError(f"the training service did not return {' and '.join(missing)}; it returned {returned}")
@@ -209,7 +209,7 @@ def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> We
     unknown = sorted(name for name, match in names.items() if match is None)
     if unknown or not weights:
         raise PublishError(
-            f"the training service returned weights that are not a LoRA adapter in PEFT's format: {unknown[:3]}"
+            f"the training service's weights are not a LoRA adapter in PEFT's format: {unknown[:3] or 'there are none'}"
         )
     targets = sorted({match[1].rsplit(".", 1)[-1] for match in names.values() if match})
     config = LoraConfig(
@@ -257,18 +257,18 @@ class TinkerTrainer:
         return self.optim_step()
 
     def forward_backward(self, batch: Batch) -> None:
-        """Have the service compute gradients. Rollouts not sampled at plain temperature 1 are left out."""
+        """Have the service compute gradients. Rows not sampled at plain temperature 1 are left out."""
         begun = time.perf_counter()
         trained = [sample for sample in batch.samples if sample.trained_tokens]
         samples = [sample for sample in trained if is_plain(sample)]
         others = [sample.rollout_id for sample in trained if not is_plain(sample)]
         why = "the training service only scores answers that were sampled at temperature 1, without top_p and the like"
-        self.left_out_because = f"no training on {some_rollouts(others)}: {why}" if others else None
+        self.left_out_because = f"no training on rows of {some_rollouts(others)}: {why}" if others else None
         bad = [s.rollout_id for s in samples if not all(map(math.isfinite, (*s.logprobs, *s.advantages)))]
         self.warnings, self.skipped_because = {}, None
         metrics: dict[str, float] = {"trained_tokens": 0.0, "computed_tokens": 0.0}
         if not samples:
-            self.skipped_because = self.left_out_because or "it has no trainable tokens"
+            self.skipped_because = self.left_out_because or "no trainable tokens"
         elif bad:
             self.skipped_because = f"log-probabilities or advantages not finite in {some_rollouts(bad)}"
         else:
@@ -357,7 +357,7 @@ class TinkerTrainer:
             write_config(temporary, self._saved_config, self.rate.value)
 
     def load(self, directory: Path) -> int:
-        """Resume exactly from what `save` wrote, and return its step. ConfigError, changing nothing, if that fails."""
+        """Resume exactly from what `save` wrote, and return its step. If it is damaged: ConfigError, and no change."""
         changed = config_changes(directory, self._saved_config)
         try:
             kept = json.loads((directory / STATE_FILE).read_text())

@@ -22,7 +22,7 @@ AS_IT_IS = (
 
 
 def check_backend(config: Config, method: str = "rl", *, launched: bool = False) -> None:
-    """Raise ConfigError if the service does not support the configuration. `launched`: one of several processes."""
+    """Raise ConfigError if the service cannot be used with the configuration. `launched`: one of several processes."""
     trainer, usual = config.trainer, TrainerConfig()
     if trainer.trains_here:
         return

@@ -31,7 +31,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """Return the store in `directory`, made from `source` if missing. ConfigError if made from another source."""
+    """Return the store in `directory`, made from `source` if missing. ConfigError if it holds another run."""
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():

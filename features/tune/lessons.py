@@ -46,7 +46,7 @@ LEFT_OUT = {
 
 
 class NothingToLearn(LightningError):
-    """The store has no rollout to learn from."""
+    """The store's rollouts give no lesson to train on (for `kto`: fewer than two)."""
 
 
 class Example(NamedTuple):
@@ -91,7 +91,7 @@ class LessonReader:
         self._seen = Seen()
 
     async def read(self, among: Collection[str] | None = None) -> Lessons:
-        """Return the lessons `among` these rollouts. The same whole tasks are always held out. Raise NothingToLearn."""
+        """Return the lessons `among` these rollouts. Whole tasks are held out, by `seed`. Raise NothingToLearn."""
         self._seen = Seen()
         tasks = await self._rewarded(among)
         choose = {"sft": self._best, "dpo": self._pairs, "kto": self._thumbs}[self._method]
@@ -226,7 +226,7 @@ def _mixed(*what: object) -> bytes:
 
 
 def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> ModelCall | None:
-    """Return the call with tokens to learn from; unchanged if unusable, None if the template hides its answer."""
+    """Return the call with tokens to learn from; unchanged if unusable, None if the template cannot render it."""
     prompt, answer = call.prompt_token_ids, call.response_token_ids
     if not (call.trainable or can_be_imitated(call.untrainable_reason)):
         is_foreign = call.untrainable_reason in (NOT_THE_POLICY, NO_TOKEN_IDS)

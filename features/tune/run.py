@@ -1,10 +1,10 @@
-"""A run of fine-tuning on the store's rollouts: reads lessons, tunes the weights, commits and publishes one step.
+"""A run of fine-tuning on the store's rollouts: reads lessons, tunes the weights, commits one step.
 
-It claims no rollouts. Until the commit, its own checkpoints are in `policy.directory`/METHOD/N, where N is the step
-that it starts from.
+It claims no rollouts. The step is published, except offline. Until the commit, the run's own checkpoints are in
+`policy.directory`/METHOD/N, where N is the step that it starts from.
 
 It uses TRL's trainers: supervised (sft), pairs (DPO, https://arxiv.org/abs/2305.18290), thumbs up and down (KTO,
-https://arxiv.org/abs/2402.01306). Only sampled tokens are in the loss; what tools returned is context. The reference
+https://arxiv.org/abs/2402.01306). Only answers' tokens are in the loss; what tools returned is context. The reference
 model has the weights that the run starts from.
 """
 
@@ -76,7 +76,7 @@ class TuningRun:
         self._runs = config.policy.directory.absolute() / method
 
     async def run(self, stop: asyncio.Event) -> Step | None:
-        """Fine-tune, commit and publish. Return the last step. Waits for an unwritable store. Raises NothingToLearn."""
+        """Fine-tune, commit and publish. Return the last step, if any. Waits for the store. Raises NothingToLearn."""
         while True:
             try:
                 return await self._run(stop)
@@ -331,7 +331,7 @@ METHODS = {
 
 
 class FitCallback(TrainerCallback):
-    """Ends the run on request, logs epochs, and marks complete checkpoints with the numbers up to their step."""
+    """Ends the run on request, logs progress, times each step, and marks complete checkpoints with an empty file."""
 
     def __init__(self, stopped: Callable[[], bool]) -> None:
         self._stopped = stopped
@@ -358,7 +358,7 @@ class FitCallback(TrainerCallback):
 def tune(
     method: str, trainer: LightningTrainer, lessons: Lessons, directory: Path, stopped: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """Train from the newest checkpoint. Return metrics, or None if stopped. LightningError if it diverged."""
+    """Train, from the newest checkpoint if any. Return metrics, or None if stopped. LightningError if it diverged."""
     how, section = METHODS[method], getattr(trainer.settings.section(TuneConfig), method)
     before = measured(method, trainer, lessons.held_out)
     rows, config, cuda = how.rows(trainer, lessons.train), trainer.settings, torch.cuda.is_available()

@@ -1,1 +1,1 @@
-"""Code for a kind's own environment. It imports only the kind's package, `client/` and the standard library."""
+"""Code for a kind's own environment. It imports only the kind's packages, `client/` and the standard library."""

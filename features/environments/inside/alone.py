@@ -24,7 +24,7 @@ SET = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
 
 
 def alone() -> None:
-    """Remove all environment variables except those above: third-party code must not see the user's keys."""
+    """Keep only the environment variables above and LC_*, and add SET: third-party code must not see a user's keys."""
     kept = KEPT | OF_ROLLOUT if ROLLOUT in os.environ else KEPT
     for name in os.environ.keys() - kept:
         if not name.startswith("LC_"):
@@ -34,7 +34,7 @@ def alone() -> None:
 
 @contextmanager
 def own_folder() -> Iterator[None]:
-    """Work in an empty folder. An episode's is next to its task file, and so is removed even after a kill."""
+    """Work in an empty folder, also as HOME. An episode's is next to its task file: it is removed even after a kill."""
     task = os.environ.get(TASK_FILE)
     place = task and Path(task).parent
     with tempfile.TemporaryDirectory("-environment", dir=place, ignore_cleanup_errors=True) as folder:

@@ -38,7 +38,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
     """Yield games with different seeds.
 
     `players`: how many (default: the fewest that the game allows). `seat`: the policy's (default: each in turn).
-    `opponent`: "random", a model's name, or FILE.py:FUNCTION.
+    `opponent`: "random", a model's name, or FILE.py:FUNCTION. `system`: the system prompt (default: textarena's).
     """
     opponent, system = given.take("opponent", "random"), given.take("system", PROMPT)
     players, seat = given.take("players", None), given.take("seat", None)
@@ -57,7 +57,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Play to the end. Players are agents named `player-N`, or `opponent-N` if a model other than the policy plays."""
+    """Play to the end. Seat N is named `player-N` if the policy plays it, `opponent-N` if a program or other model."""
     game = _made(task["game"], task["settings"])
     game.reset(num_players=task["players"], seed=task["seed"])
     program, rng = _program(task["opponent"]), random.Random(task["seed"])
@@ -110,13 +110,13 @@ def _program(opponent: str) -> Callable[[str, int, random.Random], str] | None:
 
 
 def _random_move(seen: str, player: int, rng: random.Random) -> str:
-    """A random move from the last line with moves in brackets."""
+    """A random move from the last line with moves in brackets; if there is none, the last character."""
     lines = [moves for line in seen.splitlines() if (moves := MOVE.findall(line))]
     return rng.choice(lines[-1]) if lines else seen[-1:]
 
 
 def _taken(name: str, settings: Json, numbers: Sequence[int]) -> int:
-    """Return the smallest number of players that the game allows."""
+    """Return the first of these numbers of players that the game allows. Raise Wrong if it allows none."""
     for players in numbers:
         try:
             _made(name, settings).reset(num_players=players, seed=0)
@@ -124,7 +124,8 @@ def _taken(name: str, settings: Json, numbers: Sequence[int]) -> int:
             last = error
         else:
             return players
-    raise Wrong(f"{name} cannot be played by {numbers[-1]} players: {last}")
+    tried = " to ".join(map(str, sorted({numbers[0], numbers[-1]})))
+    raise Wrong(f"{name} cannot be played by {tried} players: {last}")
 
 
 def _made(name: str, settings: Json) -> Any:

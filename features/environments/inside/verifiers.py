@@ -96,7 +96,7 @@ async def _episode(task: Json, run: Rollout) -> Any:
 
 
 def _config(env: Json, run: Rollout | None = None) -> Any:
-    """verifiers' configuration. By default, the taskset's harness, or else `null`, is a process on this machine."""
+    """verifiers' configuration. By default, the taskset's harness (`null` for `bash`) is a process on this machine."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import EnvConfig
     from verifiers.v1.env import Env

@@ -266,9 +266,9 @@ BY_CALL = {"credit": "judge", "judge": {"model": "hosted_vllm/m", "api_base": "h
         (OURS, {}, "is behind this proxy, so its calls would be judged too"),
         (JUDGED | {"api_key": "k", "model": "openai/new"}, {"judge": {"budget": {"usd": 1}}}, "new has no price, whi"),
         ({"kind": "next_message", "name": "reply"}, {}, "rewards named reply have no weight: add one to trainer.rewar"),
-        ({"kind": "next_message", "name": "judge"}, {"trainer": BY_CALL}, "two entries give a reward named 'judge'"),
+        ({"kind": "next_message", "name": "judge"}, {"trainer": BY_CALL}, "two rewarders give rewards named 'judge'"),
         ({"kind": "rank"}, {}, "kind rank needs a model"),
-        ({"kind": "rank", "model": "gpt-5"}, {}, "model must begin with openai/, anthropic/ or hosted_vllm/"),
+        ({"kind": "rank", "model": "gpt-5"}, {}, "model must be openai/NAME, anthropic/NAME or hosted_vllm/NAME"),
         ({"kind": "next_message", "aim": "please"}, {}, "aim is for kind rank, not next_message"),
         ({"kind": "rubric", "model": "openai/m"}, {}, "kind rubric needs criteria"),
         (None, {"trainer": {"credit": "judge", "judge": {"model": "openai/m"}}}, "judge.calls: openai/m needs a key"),
@@ -364,7 +364,7 @@ def test_agreement_by_hand() -> None:
     found = measured([("t", 0, 0.1), ("t", 0, 0.5), ("t", 1, 0.5), ("t", 1, 0.9)])
     assert (found.pairs, found.alike) == (4, 3.5 / 4)
     found = measured([("t", i, i) for i in range(6)])
-    assert found.verdict == "this rewarder agrees more than chance would, by 6 labels; 20 are enough to begin"
+    assert found.verdict == "this rewarder agrees more than chance would, but 6 labels are few: use 20 or more"
     assert measured([("t", 1, 0), ("t", 1, 1)]) is None
     # The interval is that of the share of pairs: one task of ten labels is ordered backwards, seven of two rightly.
     found = measured([("long", i, -i) for i in range(10)] + [(f"short {n}", i, i) for n in range(7) for i in (0, 1)])
