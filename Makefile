@@ -75,7 +75,7 @@ unexport PYTHONDONTWRITEBYTECODE  # a third of the time of a process that starts
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test: setup  ## run the tests, a real vLLM included: eight minutes on two cores; one file: ARGS=tests/...
+test: setup  ## run the tests, a real vLLM included: six to eight minutes on two cores; one file: ARGS=tests/...
 	$(PYTEST) $(SPREAD) -m "not long" --ignore tests/long $(ARGS)
 
 # The tests that run on a PostgreSQL server, too; they are skipped where there is none.
