@@ -106,8 +106,8 @@ def _fragment(value: Any) -> orjson.Fragment:
 def dumps_readable(value: Any, encoding: str = "utf-8") -> str:
     """Write any value as JSON for people, with spaces between its parts. Never fails.
 
-    Lone surrogates, and characters that the output's encoding lacks, are escaped. NaN and infinities become null, and
-    values without a JSON form become text.
+    If the encoding lacks a character, as UTF-8 lacks lone surrogates, everything but ASCII is escaped. NaN and
+    infinities become null, and values without a JSON form become text.
     """
     text = _written(value, readable=True)
     try:

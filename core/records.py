@@ -276,7 +276,7 @@ class Event:
 class Rollout:
     """One run of an agent on one task.
 
-    `step` is the training step that took it, `dropped` why the trainer will not take it; both are None until then.
+    `step` is the training step that took it, `dropped` the reason why the trainer will not take it; both may be None.
     `dropped_by`: the step that was being prepared when it was dropped, if any. `reward` is its return (`returns.py`):
     `own_reward`, or else the sum of its calls' rewards.
     """

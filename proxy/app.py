@@ -54,7 +54,7 @@ CORE = (
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the proxy as an app. Its parts open when it starts. `heard_by`: listeners to calls. Raise ConfigError."""
+    """Return the proxy as an app. Its parts open when it starts. `heard_by`: listeners to calls. Raises ConfigError."""
     plugins = plugins_of(config)
     control = _control_api(config, plugins, (*CORE, status.health), heard_by)
     described = control.openapi

@@ -159,7 +159,7 @@ class TrainingSteps(Records):
         return await self._db.write(work)
 
     async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]] = ()) -> None:
-        """Do not offer these rollouts again, unless a reward with `retrain` comes. `dropped`: ids by reason.
+        """Mark rollouts as dropped: only a reward with `retrain` offers them again. `dropped`: ids by reason.
 
         `groups`: the ids of siblings that were compared. Some rollouts of a group may still be running.
         """

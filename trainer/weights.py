@@ -254,7 +254,7 @@ def merged_state(base: PreTrainedModel, *, keep: bool = True) -> Weights:
 
 
 def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
-    """Return PEFT's configuration of the adapters of `model`."""
+    """Return PEFT's configuration for the adapters of `model`."""
     targets = config.lora_targets
     return LoraConfig(
         task_type="CAUSAL_LM",

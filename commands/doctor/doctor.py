@@ -211,7 +211,7 @@ async def probe_store(config: StoreConfig) -> str:
         raise Finding(f"{path} cannot be created: {directory} cannot be written to", "set store.url to another place")
     free = shutil.disk_usage(directory).free
     if free < ROOM or (can_write and not has_room(directory)):
-        raise Finding(f"the disk of {directory} is full", "free some space: calls and rewards are refused with 503")
+        raise Finding(f"the disk with {directory} is full", "free some space: calls and rewards are refused with 503")
     if is_there:
         await _require_writable(config)
     found = "writable" if is_there else "not there yet: the first start creates it"
@@ -375,7 +375,7 @@ class VllmChecks:
         served = answer["data"] if status < 400 else ()
         base = next((model for model in served if model.get("parent") is None), None)
         if base is None:
-            raise Finding("the server lists no base model")
+            raise Finding(f"/v1/models lists no base model (HTTP {status})")
         self._model, length = base["id"], base.get("max_model_len")
         longest = self._config.trainer.max_sample_tokens
         if longest is not None and length is not None and length > longest:

@@ -48,7 +48,7 @@ class ProxyConfig(Section):
 def _pattern(text: str) -> str:
     try:
         if re.compile(text).search("") is not None:
-            raise ValueError(f"{text!r} matches the empty text")
+            raise ValueError(f"{text!r} matches the empty string")
     except re.error as error:
         raise ValueError(f"{text!r} is not a valid regular expression: {error}") from None
     return text

@@ -1,4 +1,4 @@
-"""Supports several trainer processes, or a sharded model, started by torchrun or `accelerate launch`."""
+"""Trains in several processes, or with a sharded model, under `torchrun` or `accelerate launch`."""
 
 from __future__ import annotations
 

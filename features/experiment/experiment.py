@@ -71,7 +71,7 @@ class Experiment(Work):
     @model_validator(mode="after")
     def _makes_sense(self) -> Experiment:
         if (self.rollouts is None) == (self.minutes is None):
-            raise ValueError("give either rollouts or minutes: how long each run trains")
+            raise ValueError("give either rollouts or minutes, which set how long each run trains")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: give each seed once")
         return self

@@ -231,7 +231,7 @@ def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> 
         return
     print(f"{source}: {found.labels} labels named {label}")
     if silent:
-        print(f"{len(silent)} more labelled rollouts have no score, first: {silent[0]}")
+        print(f"{len(silent)} more labelled rollouts have no score; first reason: {silent[0]}")
     print(f"pairs ordered alike: {found.alike:.2f} ({found.low:.2f} to {found.high:.2f}) of {found.pairs}")
     print("scores furthest from their labels:")
     for one in found.furthest:
@@ -261,7 +261,7 @@ async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreeme
     found = agreement(scored, within_tasks=is_rank) if scored else None
     if found is None:
         raise ConfigError(f"{source}: too few labelled rollouts have a score: {len(silent)} of "
-                          f"{len(silent) + len(scored)} have none, first: {next(iter(silent), '')}")  # fmt: skip
+                          f"{len(silent) + len(scored)} have none; first reason: {next(iter(silent), '')}")  # fmt: skip
     return source, found, silent
 
 

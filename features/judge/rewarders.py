@@ -3,9 +3,9 @@
 `rank`          orders the siblings of a group by an aim; scores from 0 to 1, by place
 `rubric`        weighted criteria, each asked separately; the reasons become the reward's comment
 `next_message`  whether a call helped, by what the user says next: -1, 0 or 1; by rules if it has no model
-`judge`         a score of each call, from 0 to 1, for `trainer.credit: judge`
+`judge`         a score for each call, from 0 to 1, for `trainer.credit: judge`
 
-The function runs in its own processes (`child.py`), which restart after a crash, a timeout or a change of the file.
+The function runs in its own processes (`child.py`), which restart after a crash, a timeout or a change to the file.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class FunctionProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def load(self) -> None:
-        """Load the function, unless this version of its file is loaded. Raise Away."""
+        """Load the function, unless this version of its file is loaded. Raises Away if that fails."""
         config = self._config
         try:
             version = hashlib.sha256(config.file.read_bytes()).hexdigest()[:12]
@@ -244,7 +244,7 @@ class Function(Rewarder):
 
     @asynccontextmanager
     async def loaded(self) -> AsyncIterator[FunctionProcess]:
-        """Yield a free process that has loaded the function. Raise Away."""
+        """Yield a free process that has loaded the function. Raises Away if none can load it."""
         process = await self._free.get()
         try:
             await process.load()

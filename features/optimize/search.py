@@ -118,7 +118,7 @@ async def optimized(
         await job.open()
         await (apo_search if method == "apo" else gepa_search)(job, reflection, own)
         if not job.tried:
-            raise ConfigError(f"--budget {budget} is too small: validation tasks take {len(validation)} rollouts")
+            raise ConfigError(f"--budget {budget} is too small: the validation tasks take {len(validation)} rollouts")
         first, best = next(iter(job.tried.values())), job.best
         before, after = [
             [score.reward for score in await job.scores(one.version, unseen, held_out=True)] for one in (first, best)
@@ -230,7 +230,7 @@ class Search:
         self._known[version, task_id] = Score(rollout_id, self._failed_reward if reward is None else reward)
 
     async def validate(self, version: int, text: str) -> Candidate:
-        """Return the version with its mean reward over the validation tasks. Raise BudgetSpent."""
+        """Return the version with its mean reward over the validation tasks. Raises BudgetSpent."""
         if version not in self.tried:
             mean = fmean(score.reward for score in await self.scores(version, self.validation))
             candidate = self.tried[version] = Candidate(version, text, mean)

@@ -154,7 +154,10 @@ class TinkerService:
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
-        """On an error, abandon the model. ConfigError if users must fix it or it lasts, else TrainingUnavailable."""
+        """On an error, abandon the model. ConfigError if users must fix it, or after the third fault in a row.
+
+        Other errors become TrainingUnavailable; outages always do.
+        """
         import httpx
 
         t = self._tinker

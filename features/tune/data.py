@@ -126,7 +126,7 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{source}, line {number} is not JSON: {error}") from None
+            raise ConfigError(f"{source}, row {number} is not JSON: {error}") from None
         missing = [name for name in NEEDED if name not in row] if isinstance(row, dict) else ["fields"]
         if missing:
             raise ConfigError(

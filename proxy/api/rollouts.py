@@ -108,7 +108,7 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
 
 
 def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[ProxyPlugin, BaseModel]]:
-    """The fields that plugins add to the body, checked by their models. Raise RequestValidationError."""
+    """The fields that plugins add to the body, checked by their models. Raises RequestValidationError."""
     given, found = dict(body.model_extra or {}), list[tuple[ProxyPlugin, BaseModel]]()
     try:
         for plugin in plugins:
@@ -476,8 +476,8 @@ async def list_tasks(
 ) -> dict[str, Any]:
     """The tasks of the newest 20,000 rollouts, a page at a time.
 
-    `sort`: by newest rollout, mean reward, its standard deviation, or number of rollouts, greatest first. The cursor is
-    a position in this order, so new rollouts may move a task from one page to another.
+    `sort`: by newest rollout, mean reward, standard deviation of the rewards, or number of rollouts; descending.
+    The cursor is a position in this order, so new rollouts may move a task from one page to another.
     """
     reports, first = request.parts.store.reports, cursor or 0
     filters: dict[str, Any] = _only(request.caller.sees) | ({} if mode is None else {"mode": mode})

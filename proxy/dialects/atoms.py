@@ -116,7 +116,7 @@ def text_of(content: Any) -> str:
 
 
 def same_arguments(text: str) -> str:
-    """Return a call's arguments in canonical form, however a client writes them. An empty text becomes {}."""
+    """Return a call's arguments in canonical form, however a client writes them. An empty string becomes {}."""
     text = text.strip()
     return same_json(text or "{}") or text
 

@@ -88,7 +88,7 @@ class _Reader:
         return [tidy for _, tidy in made]
 
     def _chat(self, endpoint: str, request: Json, response: Json) -> tuple[list[Json], list[Json], list[Json]]:
-        """The messages shown, the answer and the tools. Raise Untranslatable, NotFound or MALFORMED."""
+        """The messages shown, the answer and the tools. Raises Untranslatable, NotFound or MALFORMED."""
         match endpoint:
             case "messages":
                 answer = [MessagesTranslator.history(response)] if "content" in response else []
@@ -144,9 +144,9 @@ def _tidy(message: Json) -> ChatMessage:
 
 
 def _tool_call(call: Json) -> Json:
-    """A tool call with its arguments as an object. Arguments that are not a JSON object stay unchanged."""
+    """A tool call with its arguments as an object: {} if they are empty, unchanged if they are not a JSON object."""
     if "function" not in call:
-        raise Untranslatable(f"a call to a tool of type {call.get('type')}")
+        raise Untranslatable(f"a tool call has the type {call.get('type')!r}")
     value = given = call["function"].get("arguments")
     with suppress(ValueError):
         value = loads(given or "{}") if isinstance(given, str | None) else given

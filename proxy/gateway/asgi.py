@@ -237,7 +237,7 @@ class Loan:
 
 
 async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> bytes:
-    """Return the decoded body, held by `loan`. Raise UnsupportedMediaType, TooLarge, InvalidRequest or Overloaded."""
+    """Return the decoded body, held by `loan`. Raises UnsupportedMediaType, TooLarge, InvalidRequest, Overloaded."""
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
     if len(layers) > MOST_LAYERS or not _UNPACKERS.keys() >= {*layers}:
         known = f"gzip, deflate or zstd, at most {MOST_LAYERS} in all"

@@ -184,7 +184,7 @@ class Recorder(GroupCommit):
         self._begun: dict[str, _Begun] = {}  # the calls under way
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
-        """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable.
+        """Record a call as `incomplete`, together with `also`. Raises StoreUnavailable.
 
         If another process has deleted the call's parent meanwhile, the call is prepared again without a parent.
         """

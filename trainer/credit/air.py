@@ -112,7 +112,7 @@ def arguments_match(tool: ToolCall, schemas: Mapping[str, Any]) -> bool:
 
 
 def _parsed(arguments: str) -> Json | None:
-    """The arguments as a JSON object; None if they are not one. An empty text counts as {}."""
+    """The arguments as a JSON object; None if they are not one. An empty string counts as {}."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:

@@ -162,7 +162,7 @@ class LightningTrainer:
 
     @on_every_process
     def optim_step(self) -> dict[str, float]:
-        """Move the weights by the last batch's gradients.
+        """Update the weights with the last batch's gradients.
 
         If the step is skipped, for example because a loss is not finite, weights, optimizer and schedule do not change,
         `skipped` is 1 and `skipped_because` says why. Metrics that are not finite are left out.

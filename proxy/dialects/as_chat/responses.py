@@ -70,12 +70,12 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
     try:
         items = [known[item["id"]] if item.get("type") == "item_reference" else item for item in items]
     except KeyError:
-        raise Untranslatable("a reference to an unknown item") from None
+        raise Untranslatable("an item refers to an unknown item") from None
     messages = messages_of(items)
     if instructions := given.get("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     if not messages:
-        raise Untranslatable("an empty input")
+        raise Untranslatable("the input is empty")
     return messages
 
 
@@ -104,7 +104,7 @@ def _message(item: Json) -> Json:
         case "message":
             role, content = item.get("role"), item["content"]
             if role not in _ROLES:
-                raise Untranslatable(f"a message of role {role}")
+                raise Untranslatable(f"a message has the role {role!r}")
             if not isinstance(content, str):
                 parts = [_part(part) for part in content]
                 # vLLM would keep only the first text of the model's.
@@ -114,7 +114,7 @@ def _message(item: Json) -> Json:
             text = "".join(part["text"] for part in item.get("content") or ())
             text = text or "\n\n".join(part["text"] for part in item.get("summary") or ())
             if not text and item.get("encrypted_content"):
-                raise Untranslatable("encrypted reasoning")
+                raise Untranslatable("its reasoning is encrypted")
             return {"role": "assistant", "reasoning": text}
         case "function_call" | "custom_tool_call" as kind:
             is_custom = kind == "custom_tool_call"
@@ -140,8 +140,10 @@ def _part(part: Json) -> Json:
             return {"type": "image_url", "image_url": {"url": part["image_url"]}}
         case "input_audio":
             return {"type": "input_audio", "input_audio": part["input_audio"]}
+        case "input_image":
+            raise Untranslatable("vLLM does not support an input_image without image_url")
         case kind:
-            raise Untranslatable(f"content of type {kind}{' without image_url' if kind == 'input_image' else ''}")
+            raise Untranslatable(f"vLLM does not support content of type {kind!r}")
 
 
 def _flat_name(namespace: Any, name: str) -> str:
@@ -157,9 +159,9 @@ def _functions(tools: Iterable[Json]) -> dict[str, Json]:
     functions: dict[str, Json] = {}
     for tool in tools:
         if (kind := tool["type"]) not in _TOOLS:
-            raise Untranslatable(f"a tool of type {kind}")
+            raise Untranslatable(f"vLLM does not support tools of type {kind!r}")
         if kind == "custom" and (tool.get("format") or {}).get("type") == "grammar":
-            raise Untranslatable("a custom tool with a grammar")
+            raise Untranslatable("a custom tool has a grammar")
         if kind in ("function", "custom"):
             functions[tool["name"]] = tool | {"namespace": None}
         for inner in tool["tools"] if kind == "namespace" else ():
@@ -184,14 +186,14 @@ def _tools(given: Json) -> Json:
     if not tools:
         if choice in ("auto", "none"):
             return {}
-        raise Untranslatable("tool_choice without a tool that the model sees")
+        raise Untranslatable("tool_choice is given, but the model sees no tool")
     if isinstance(choice, dict):
         if "structured_outputs" in given:
-            raise Untranslatable("both a tool_choice that names a tool and structured_outputs")
+            raise Untranslatable("it has both structured_outputs and a tool_choice that names a tool")
         if choice["type"] not in ("function", "custom"):
-            raise Untranslatable(f"a tool_choice of type {choice['type']}")
+            raise Untranslatable(f"vLLM does not support a tool_choice of type {choice['type']!r}")
         if all(tool["function"]["name"] != choice["name"] for tool in tools):
-            raise Untranslatable(f"tool_choice names {choice['name']}, which is not a tool")
+            raise Untranslatable(f"tool_choice names {choice['name']!r}, which is not a tool")
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return {"tools": tools, "tool_choice": choice}
 
@@ -247,7 +249,7 @@ class ResponsesTranslator(Translator):
         if name := next((name for name in _UNSUPPORTED if given.get(name)), None):
             raise Untranslatable(f"only the Responses route supports {name}")
         if given.get("previous_response_id") and not earlier:
-            raise Untranslatable("previous_response_id without the earlier conversation")
+            raise Untranslatable("the conversation of previous_response_id is not known")
         if more := {*given.get("include", ())} - {"reasoning.encrypted_content"}:
             raise Untranslatable(f"only the Responses route can include {min(more)}")
         chat = picked(given, _SAME_IN_CHAT)
@@ -258,7 +260,7 @@ class ResponsesTranslator(Translator):
             chat["reasoning_effort"] = effort
         form = given.get("text", {}).get("format")
         if form and "structured_outputs" in given:
-            raise Untranslatable("both text.format and structured_outputs")
+            raise Untranslatable("it has both text.format and structured_outputs")
         if form and form["type"] != "text":
             schema = {name: value for name, value in form.items() if name != "type" and value is not None}
             chat["response_format"] = {"type": form["type"]} | ({"json_schema": schema} if schema else {})

@@ -110,7 +110,7 @@ class Translator(ChatApi, ABC):
 
     own: ClassVar[Dialect]
     kinds: tuple[str, ...] = ("reasoning", "content")  # the texts that are shown
-    opened_by_nothing: ClassVar[tuple[str, ...]] = ()  # the kinds that vLLM opens even for an empty text
+    opened_by_nothing: ClassVar[tuple[str, ...]] = ()  # the kinds that vLLM opens even for an empty string
 
     def __init__(self, body: Json) -> None:
         super().__init__("chat")

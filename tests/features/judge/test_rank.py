@@ -345,7 +345,7 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
     assert said.startswith("2 ") and (said.count("\n"), judge.asked) == (1, [])
     assert "no two rollouts of one task have different rewards named human" in said
     await labelled(unranked, 0, 1, 2, task="three")
-    refused = "too few labelled rollouts have a score: 3 of 3 have none, first: the answer of openai/m cannot"
+    refused = "too few labelled rollouts have a score: 3 of 3 have none; first reason: the answer of openai/m cannot"
     assert refused in await checked()
     await labelled(unranked, 0, 1, task="two")
     judge.status = 429  # away for a moment
@@ -353,7 +353,8 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
     await until(lambda: len(judge.asked) > asked)
     judge.status = 200
     assert (
-        "2 labels named human\n3 more labelled rollouts have no score, first: the answer of openai/m" in await waiting
+        "2 labels named human\n3 more labelled rollouts have no score; first reason: the answer of openai/m"
+        in await waiting
     )
 
 
