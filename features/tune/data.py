@@ -126,17 +126,17 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{source}, row {number} is not JSON: {error}") from None
+            raise ConfigError(f"{source}, line {number} is not JSON: {error}") from None
         missing = [name for name in NEEDED if name not in row] if isinstance(row, dict) else ["fields"]
         if missing:
             raise ConfigError(
-                f"{source}, row {number} has no {missing[0]}; only a store, or an export with --kind transitions, can "
+                f"{source}, line {number} has no {missing[0]}; only a store, or an export with --kind transitions, can "
                 "be trained on"
             )
         try:
             check_id(row["rollout_id"], "rollout_id")
         except InvalidRequest as error:
-            raise ConfigError(f"{source}, row {number}: {error.message}") from None
+            raise ConfigError(f"{source}, line {number}: {error.message}") from None
         yield row
     if number == 0:
         raise ConfigError(f"{source} is empty: there is nothing to train on")

@@ -600,7 +600,7 @@ async def test_an_offline_runs_directory_is_of_one_store(recorded: Path, base: P
     [
         ("", "is empty"),
         ("{not json", "line 1 is not JSON"),
-        ('{"messages": []}', "row 1 has no rollout_id; only a store, or an export with --kind transitions, can"),
+        ('{"messages": []}', "line 1 has no rollout_id; only a store, or an export with --kind transitions, can"),
     ],
 )
 async def test_data_that_cannot_be_trained_on_is_named(tmp_path: Path, text: str, what: str) -> None:
