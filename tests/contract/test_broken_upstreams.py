@@ -42,6 +42,7 @@ def chunk(data: bytes) -> bytes:
 
 
 OF_A = chunk(event("a"))
+LONG = pytest.mark.long
 
 
 def upstreams(server: RawServer, **ports: int) -> list[Json]:
@@ -302,13 +303,18 @@ def test_where_the_store_cannot_be_written_no_call_begins_and_no_answer_is_given
             assert DONE not in got and b"[]}" not in got
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["vllm", "openai"])
-def test_an_answer_too_large_to_keep_reaches_the_agent_whole(proxy: Proxy, server: RawServer, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "unended"),
+    [pytest.param("vllm", False, marks=LONG), pytest.param("openai", False, marks=LONG), ("openai", True)],
+)
+def test_an_answer_too_large_to_keep_reaches_the_agent_whole(
+    proxy: Proxy, server: RawServer, model: str, unended: bool
+) -> None:
     text = "x" * 68_000_000
     large = orjson.dumps({"choices": [{"index": 0, "message": {"content": text}}], "usage": {}})
-    for sent in (large, event("x" * 2**18) * 260 + DONE, event(text) + event("y") + DONE):
-        stream = sent.endswith(DONE)
+    streams = event("x" * 2**18) * 260 + DONE, event(text) + event("y") + DONE
+    for sent in (event(text),) if unended else (large, *streams):
+        stream = sent is not large
         pieces = (chunk(sent[at : at + 500_000]) for at in range(0, len(sent), 500_000))
         head = STREAM_HEAD if stream else JSON_HEAD.replace(b"Content-Length: 20", b"Transfer-Encoding: chunked")
         server.answer = sends(head, *pieces, LAST)
