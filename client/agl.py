@@ -46,7 +46,7 @@ def emit_message(message: str, attributes: Attributes = None) -> None:
 
 
 def emit_object(object: Any, attributes: Attributes = None) -> None:
-    """Record a value with the rollout, as JSON. Parts that have no JSON form are recorded as their `repr`."""
+    """Record a value with the rollout, as JSON. Values that have no JSON form are recorded as their `repr`."""
     _note("object", object, attributes)
 
 

@@ -22,7 +22,7 @@ def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
         raise LightningError("there is no GPU here (nvidia-smi): describe one, as in --gpus 1x24")
     about = model_config(model)
     if about is None or shape_of(about) is None:
-        raise ConfigError(f"policy.model: the config.json of {model} cannot be read, or does not have its sizes")
+        raise ConfigError(f"policy.model: the config.json of {model} cannot be read, or lacks sizes like hidden_size")
     if gpus and config.policy.publish == "auto" and config.trainer.weights == "lora":
         policy = config.policy.model_copy(update={"publish": "lora"})  # what auto means on a GPU
         config = config.model_copy(update={"policy": policy})

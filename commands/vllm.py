@@ -143,7 +143,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
         rank = config.trainer.lora_rank
         served_rank = next((offered for offered in LORA_RANKS if offered >= rank), None)
         if served_rank is None:
-            raise ConfigError(f"trainer.lora_rank must be at most {LORA_RANKS[-1]}, as vLLM serves no more; got {rank}")
+            raise ConfigError(f"trainer.lora_rank must be at most {LORA_RANKS[-1]}, vLLM's maximum; got {rank}")
         argv += ["--enable-lora", "--max-lora-rank", str(served_rank)]
         argv += ["--max-loras", str(MAX_LORAS * (1 + len(config.policy.adapters)))]
     argv += parsers_of(model, options.extra_args)[0]

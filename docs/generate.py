@@ -55,8 +55,8 @@ ABOUT_METRICS = {
     "dpo": "The `loss` of `--method dpo` is the mean over the pairs in the last epoch; without learning it is 0.693. "
     "The log-odds compare the chosen answer with the rejected one, relative to the weights that the run began with.",
     "kto": "The `loss` of `--method kto` is the mean over the rows in the last epoch; without learning it is 0.5.",
-    "preferences": "Held-out answers are compared: dpo each pair, kto each answer with thumbs up with each with "
-    "thumbs down.",
+    "preferences": "Held-out answers are compared: dpo each pair, kto each thumbs-up answer with each "
+    "thumbs-down answer.",
 }
 
 

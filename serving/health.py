@@ -69,7 +69,7 @@ class Health:
             async with self._session.get(
                 below(url, "/models"), headers=upstream.credentials, timeout=limit, allow_redirects=False, **way
             ) as answer:
-                return f"it answers HTTP {answer.status}" if answer.status >= 500 else None
+                return f"it answers with HTTP {answer.status}" if answer.status >= 500 else None
         except TimeoutError:
             return f"no answer within {upstream.connect_timeout_s:g} s"
         except (aiohttp.ClientError, OSError):

@@ -87,9 +87,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallCredit:
-    """How a step trains a call. `returned`: the call's return.
+    """How a step trains on a call. `returned`: the call's return.
 
-    `row`: the index of its training row in the rollout, None if in no row; `placed`: why (trainer/rows/samples.py).
+    `row`: the index of its row in the rollout, or None. `placed`: why that row, or none (trainer/rows/samples.py).
     """
 
     rollout_id: str

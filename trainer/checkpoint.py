@@ -124,7 +124,7 @@ def _read_config(directory: Path) -> Saved:
     try:
         saved: Saved = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError:
-        raise ConfigError(f"{path} is damaged: restore it, or delete it to continue without this check") from None
+        raise ConfigError(f"{path} is damaged: restore it, or delete it to resume without comparing settings") from None
     return saved
 
 

@@ -263,7 +263,7 @@ async def probe_server(session: aiohttp.ClientSession, upstream: UpstreamConfig,
     if status in REFUSED and upstream.api_key is None:
         return f"{shown(url)} needs a key: the agents' own keys are passed on"
     if status >= 400:
-        raise Finding(f"{shown(url)}/models answers HTTP {status}", "correct the upstream's base_url or api_key")
+        raise Finding(f"{shown(url)}/models answers with HTTP {status}", "correct the upstream's base_url or api_key")
     return shown(url)
 
 
@@ -293,7 +293,7 @@ async def probe_alias(config: Config, session: aiohttp.ClientSession, api: ApiCl
             raise
         left = f"; rollout {rollout} stays: only an admin key can delete it"
     if answer.status != 200:
-        raise Finding(f"model {alias!r} answers HTTP {answer.status}: {text[:200]}", "look at the upstream's log")
+        raise Finding(f"model {alias!r} answers with HTTP {answer.status}: {text[:200]}", "look at the upstream's log")
     if not call["trainable"]:
         raise Finding(f"calls to {alias!r} cannot be trained on: {call['untrainable_reason']}", "see the checks above")
     tokens = f"{len(call['prompt_token_ids'])}+{len(call['response_token_ids'])} tokens"
@@ -418,7 +418,7 @@ class VllmChecks:
         """Check the route that renders a request to tokens and sampling parameters."""
         status, _ = await self._post(RENDER, messages=QUESTION)
         if status >= 400:
-            found = f"{RENDER} answers HTTP {status}: calls with a grammar are not trained on"
+            found = f"{RENDER} answers with HTTP {status}: calls with a grammar are not trained on"
             raise Doubt(f"{found}; policy.token_continuity cannot be exact", f"{RESTART}, or add --enable-scale-out")
         return "the server says how it samples"
 
@@ -459,7 +459,7 @@ class VllmChecks:
                 raise Finding("lora: the server cannot load adapters", fix)
             if not lora and status >= 400:
                 fix = f"{RESTART}, or set VLLM_SERVER_DEV_MODE=1 on a server that only this machine reaches"
-                raise Finding(f"merged: {path} answers HTTP {status}", fix)
+                raise Finding(f"merged: {path} answers with HTTP {status}", fix)
         return f"{self._publish}: new weights can be loaded while the server runs"
 
     async def _operator(self) -> str:
@@ -502,7 +502,7 @@ class VllmChecks:
     async def _answer(self, path: str, **body: Any) -> Any:
         status, answer = await self._post(path, **body)
         if status >= 400:
-            raise Finding(f"{path} answers HTTP {status}: {str(answer)[:200]}")
+            raise Finding(f"{path} answers with HTTP {status}: {str(answer)[:200]}")
         return answer
 
     async def _post(self, path: str, **body: Any) -> tuple[int, Any]:

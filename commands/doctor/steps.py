@@ -290,7 +290,7 @@ class LearnStep:
         return f"with unchanged weights, ratios are 1: {mean}, {metrics['ratio_max']:.3f} at most"
 
     async def _logprobs(self) -> list[float]:
-        """For each row, the log-probability of its sampled tokens under the trainer's current weights."""
+        """Return each row's summed log-probability of its sampled tokens under the trainer's current weights."""
         samples = self._batch.samples
         found = await in_thread(self._core.engine.logprobs, [sample.token_ids for sample in samples])
         return [math.fsum(np.multiply(row, sample.mask)) for row, sample in zip(found, samples, strict=True)]

@@ -51,7 +51,7 @@ async def _show(config: Config, logs: Path, view: UpView) -> None:
 
 
 class UpView:
-    """Shows lines with their times; on a terminal without dates."""
+    """Shows lines with their times; on a terminal, without dates."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

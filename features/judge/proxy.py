@@ -67,7 +67,7 @@ async def take_back_reward(
     """Delete a reward named `human` that the same key gave (`proxy.api_keys` count as one). Admins may delete any."""
     caller = request.caller
     if caller.rollout is not None:
-        raise Forbidden("a rollout's own key cannot take back rewards")
+        raise Forbidden("a rollout's own key cannot delete rewards")
     row = {"rollout_id": rollout_id, "reward_id": reward_id, "any": caller.is_admin, "key_id": caller.key_id}
 
     async def work(db: Transaction) -> None:

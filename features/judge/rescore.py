@@ -241,7 +241,7 @@ def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> 
 
 
 async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreement, list[str]]:
-    """The rewarder's source, its agreement, and reasons why rollouts have no score."""
+    """The rewarder's source, its agreement with the labels, and reasons why rollouts have no score."""
     async with opened(config, which) as rewarder, ApiClient.of(config) as api:
         source, is_rank = await rewarder.source(), rewarder.in_groups
         groups = await _labelled(api, label, source)

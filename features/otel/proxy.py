@@ -159,7 +159,7 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
 def _rollout(span: Span) -> RolloutName:
     """The rollout named by span or resource, or else by the trace id. InvalidRequest for invalid ids, mode or time."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
-        raise InvalidRequest("a trace id must have 16 bytes, and a span id must have 8")
+        raise InvalidRequest("a trace id must be 16 bytes in hexadecimal, and a span id 8")
     if span.started_at <= 0:
         raise InvalidRequest("the span has no start time")
     ids = {name: _named(span, name) for name in ("rollout_id", "task_id", "agent_name")}

@@ -38,7 +38,7 @@ class PromotionConfig(FeatureSection):
 
     def check(self, config: Config) -> None:
         if self.is_gated and not config.policy.pin_rollouts:
-            raise ValueError("promotion.mode gated compares entire rollouts: it needs policy.pin_rollouts true")
+            raise ValueError("promotion.mode gated compares entire rollouts: it needs policy.pin_rollouts: true")
         obstacle = self.merged_obstacle(config)
         if obstacle and (config.policy.publish == "merged" or config.trainer.weights == "full"):
             raise ValueError(obstacle)

@@ -360,7 +360,10 @@ class TinkerTrainer:
             write_config(temporary, self._saved_config, self.rate.value)
 
     def load(self, directory: Path) -> int:
-        """Resume exactly from what `save` wrote, and return its step. If it is damaged: ConfigError, and no change."""
+        """Resume from what `save` wrote, and return its step.
+
+        Raises ConfigError, and changes nothing, if the checkpoint is damaged or does not fit the configuration.
+        """
         changed = config_changes(directory, self._saved_config)
         try:
             kept = json.loads((directory / STATE_FILE).read_text())

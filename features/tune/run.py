@@ -295,8 +295,8 @@ def measured(method: str, trainer: LightningTrainer, lessons: Sequence[Example])
     """Return the metrics of held-out lessons under the current weights; {} if there is nothing to compare.
 
     sft: the mean cross-entropy (nats) of the answers' tokens. Otherwise the share of comparisons in which the better
-    answer is likelier, and by how many nats on average: dpo compares each pair, kto each answer with thumbs up with
-    each with thumbs down.
+    answer is likelier, and by how many nats on average: dpo compares each pair, kto each thumbs-up answer with each
+    thumbs-down answer.
     """
     rows = [row for one in lessons for row in one.rows]
     scores = answer_logprobs(trainer, [(row.token_ids, row.mask) for row in rows])

@@ -201,7 +201,7 @@ def require_may_reward(caller: Caller) -> None:
 
 
 class _UntilSent(Response):
-    """A response. Its request counts until all of the response has left, and its memory loan shrinks part by part."""
+    """A response. Its request counts as running until all of it is sent; its memory loan shrinks part by part."""
 
     def __init__(self, response: Response, loan: Loan, held: ExitStack) -> None:
         self._response, self._loan, self._held = response, loan, held

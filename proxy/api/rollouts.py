@@ -125,7 +125,7 @@ def _metadata(p: Parts, body: RolloutsBody) -> Any:
     """The redacted metadata of each rollout. Raise TooLarge if all copies together exceed the limit of a request."""
     metadata, most = p.redactor.value(body.metadata, "metadata"), p.bodies.limit
     if body.n * len(dumps(metadata)) > most:
-        raise TooLarge(f"metadata: {body.n} copies are larger than {most} bytes (proxy.max_body_mb)", param="metadata")
+        raise TooLarge(f"metadata: {body.n} copies take more than {most} bytes (proxy.max_body_mb)", param="metadata")
     return metadata
 
 

@@ -100,7 +100,7 @@ class UsualChunks:
     def learn(self, raw: bytes, *, is_last: bool) -> None:
         """Learn how usual chunks begin, from a parsed chunk. After the last chunk there are no more usual ones.
 
-        After a chunk that begins differently there are none either: the record keeps the newest beginning (its id).
+        Nor are there after a chunk that begins differently: the record takes its id from the newest parsed chunk.
         """
         if is_last or (self._start and not raw.startswith(self._start)):
             self._start = b""

@@ -246,7 +246,7 @@ class CallUnderWay:
             await self.gateway.recorder.start(self._start, also)
 
     async def pass_on(self, answer: Answer) -> None:
-        """Send the answer as it arrives, but hold back the last event of a stream, or the last bytes of another answer.
+        """Send the answer as it arrives, but hold back a stream's last event, or the last bytes of any other answer.
 
         Raise UpstreamUnreachable if a stream ends before its last event.
         """

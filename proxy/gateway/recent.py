@@ -147,7 +147,7 @@ class RecentCalls:
 
 
 def parent_of(request: Json, recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:
-    """Return the recent call that shares the most messages with the request, and their number."""
+    """Return the recent call that shares the most leading messages with the request, and their number."""
     messages, parent, most = conversation(request), None, 0
     for call in reversed(recent):
         before = conversation(call.request)

@@ -228,9 +228,10 @@ def masked_tokens(loss: Tensor, given: LossInputs) -> Tensor:
 def _gradient(setting: str, name: str | None, loss: Tensor, logprobs: Tensor) -> Tensor:
     found = torch.autograd.grad(loss, logprobs, retain_graph=True, allow_unused=True) if loss.requires_grad else (None,)
     if found[0] is None:
+        of = "given.logprobs; given.ratios and given.sampled_logprobs carry none" if setting == OWN_LOSS else "logprobs"
         raise ConfigError(
-            f"{setting} {name}: it has no gradient, so nothing would be learned: compute it from the log-probabilities "
-            "of the policy (given.logprobs); given.ratios and given.sampled_logprobs carry none"
+            f"{setting} {name}: it has no gradient, so nothing would be learned: compute it from the policy's "
+            f"log-probabilities ({of})"
         )
     return found[0]
 

@@ -36,7 +36,7 @@ def picked(source: Json, names: str) -> Json:
 
 
 class Untranslatable(ValueError):
-    """The chat route cannot answer this request as the request's own route would. The text goes into the record."""
+    """The call cannot be written as chat with the same effect. The text is the reason that users see."""
 
 
 class TemplateUnknown(Untranslatable):
