@@ -168,7 +168,9 @@ def test_an_upstream_that_is_busy_is_asked_again_if_so_configured(proxy: Proxy, 
     ):  # fmt: skip
         server.asked.clear()
         server.answer = lambda one, _, busy=busy % wait: one.sendall(busy if len(server.asked) < 3 else ANSWER)
-        assert ask(proxy, model)[0] == status and len(server.asked) == times, wait
+        got, body, _, call = ask(proxy, model)
+        assert (got, len(server.asked)) == (status, times), wait
+        assert call["response"] == ("busy" if status == 503 else orjson.loads(body)), wait
 
 
 def test_a_request_is_sent_again_only_where_its_idle_connection_was_closed(proxy: Proxy, server: RawServer) -> None:
