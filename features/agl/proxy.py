@@ -1,6 +1,6 @@
 """`POST /agl/api/rollouts/{id}/attempt/0/events`: takes the events of agents of Agent Lightning 1.0 (AGL_EVENT_URL).
 
-A `reward` event rewards the rollout and ends it; the newest reward counts. Other events become notes with their names.
+A `reward` event rewards the rollout and ends it; the newest reward counts. Other events become notes named by type.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ async def post_event(request: ControlRequest, rollout_id: PathId, body: AglEvent
         reward = RewardBody.model_validate(given | {"source": "agl"})
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise Unprocessable(f"{wrong['loc'][0]}: {wrong['msg']}, got {wrong['input']!r:.80}", param="data") from None
+        where = {"reward": "data.value", "comment": "data.reason"}.get(str(wrong["loc"][0]), "rollout_id")
+        raise Unprocessable(f"{where}: {wrong['msg']}, got {wrong['input']!r:.80}", param="data") from None
     return await post_reward(request, reward, None)
 
 

@@ -27,4 +27,4 @@ class AlgorithmsConfig(FeatureSection):
     def check(self, config: Config) -> None:
         trainer = config.trainer
         if trainer.loss in self.functions["loss"] and trainer.importance_level != "token":
-            raise ValueError(f"trainer.loss {trainer.loss} drops single tokens: it needs importance_level: token")
+            raise ValueError(f"trainer.loss {trainer.loss} drops tokens, so it needs trainer.importance_level: token")

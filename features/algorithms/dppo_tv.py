@@ -4,9 +4,9 @@
 
 p is the token's probability under the trained weights, q the one it was sampled with, and sg is stop-gradient. |p - q|
 is the total variation of the binary choice between this token and all others. Limits on the ratio suit neither likely
-nor rare tokens: from 0.99 to 0.8 is a ratio of 0.81, from 1e-5 to 1e-3 one of 100. `mask.tv` is 0.15 in the authors'
-runs. All tensors are (A, L): A answers of at most L tokens. Source: arXiv 2602.04879, equation 12, binary TV; verl's
-`dppo_tv`, without its cap of r at 20, which the paper does not have.
+nor rare tokens: a change from 0.99 to 0.8 is a ratio of 0.81, one from 1e-5 to 1e-3 is a ratio of 100. `mask.tv` is
+0.15 in the authors' runs. All tensors are (A, L): A answers of at most L tokens. Source: arXiv 2602.04879, equation
+12, binary TV; verl's `dppo_tv`, without its cap of r at 20, which the paper does not have.
 
 By hand, q = 0.5: with A = 1, the loss is -1.2 · log 0.6 for p = 0.6, and 0 for p = 0.7. With A = -1 and p = 0.7 it is
 1.4 · log 0.7.

@@ -2,7 +2,8 @@
 
     A_i = sum over names k of  w_k · (r_ik - mean_k) / (std_k + 1e-4)
 
-over the N siblings, w_k from `trainer.reward_weights`. The quotient is the default `trainer.baseline: grpo`.
+mean_k and std_k are over the siblings with a reward k; w_k is from `trainer.reward_weights`. The quotient is that of
+`trainer.baseline: grpo`, the default.
 Automatic rewards (`trainer.air`) count as one more name, with weight 1. The paper then divides by the standard
 deviation of A over the step. That is one factor for all tokens, which Adam cancels, so it is left out. Source: arXiv
 2601.05242; TRL's `multi_objective_aggregation: normalize_then_sum`.

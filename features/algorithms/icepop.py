@@ -4,7 +4,7 @@
 
 p is the token's probability under the trained weights, q the one it was sampled with, and sg is stop-gradient. The
 paper's band is 0.5 to 5, which drops one or two tokens in a thousand; 0.5 to 2 made its runs unstable. The paper
-takes r before the step's first update; here r also contains weight updates since the answer. All tensors are (A, L): A
+takes r before the step's first update; here r also reflects weight updates since the answer. All tensors are (A, L): A
 answers of at most L tokens. Source: Ring-1T, arXiv 2510.18855; slime's `icepop_function`.
 
 By hand, A = 1 and q = 0.1: the loss is 0 for p = 0.04 (r = 0.4) and p = 0.6 (r = 6), and -2 · log 0.2 for p = 0.2.

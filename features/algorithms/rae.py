@@ -3,10 +3,10 @@
     A_ip = R_ip - b_ip,   b_ip = sum over earlier rollouts j of d^n_j · R_jp, divided by the sum of d^n_j
 
 R_ip is the return of agent p's calls in rollout i: the rollout's own reward, or else the sum of those calls'
-rewards, and the calls' automatic rewards. d is 0.95, and n_j counts the rollouts of p between j and i. RAE is for
+rewards, plus the calls' automatic rewards. d is 0.95, and n_j counts the rollouts of p between j and i. RAE is for
 games, where no two rollouts are siblings. The group is a step (`trainer.compare: step`), or a rollout and up to 32
 earlier ones (`trainer.lone_rollouts: running`). A rollout's own return is not in its baseline, so the gradient is
-unbiased. SPIRAL's mean starts at 0 and never resets; here it restarts with each group, and a group's first rollout
+unbiased. SPIRAL's mean starts at 0 and never resets; here it restarts with each group, where an agent's first rollout
 teaches nothing. Source: SPIRAL, arXiv 2506.24119, section on role-conditioned advantage estimation; train_spiral.py.
 
 By hand: a seat's returns are 1, -1, 1. A is 0, then -1 - 1 = -2, then 1 - (0.95 · 1 - 1) / (0.95 + 1) = 1.0256.

@@ -19,7 +19,7 @@ class ContextsConfig(FeatureSection):
 
     @classmethod
     def call_fields(cls, calls: Sequence[ModelCall]) -> Sequence[Mapping[str, Any]]:
-        """Return where each call's context comes from, and whether another attempt was used instead of the call."""
+        """Return each call's edges, and whether another attempt was used instead (none and False if unreadable)."""
         from .graph import graph_of  # here, since every command reads the configuration
 
         if (graph := graph_of(calls)) is None:

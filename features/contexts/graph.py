@@ -72,7 +72,7 @@ class Edge(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A tool call that may have started a sub-agent, with its arguments' texts. `name`: its id, if unique."""
+    """A tool call that may have started a sub-agent, with its arguments' texts. `name`: its id, or a made-up one."""
 
     by: _Call
     name: str
@@ -135,7 +135,7 @@ class _Call:
 
     @property
     def may_sum_up(self) -> bool:
-        """Whether its answer may be a summary: a text that answers a new question."""
+        """Whether its answer may be a summary: a text that answers a new question and is in no later history."""
         return self.is_final and not self.kept and any(map(_is_prompt, self.node.up_to(self.node.tip)))
 
 
@@ -185,7 +185,7 @@ class Graph:
         self._remember(mine)
 
     def rejected(self) -> dict[int, int]:
-        """Map each call (its place) with an answer that no later context has to the attempt that was used instead.
+        """Map each rejected call, whose answer no later context has, to the attempt used instead, both by index.
 
         That attempt has the same request, and began later or was still running. A call that began after it had ended
         is a fresh start. Calls that different tool calls started are not attempts at the same thing.
@@ -210,7 +210,7 @@ class Graph:
         return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
 
     def _attempts(self, mine: _Call) -> list[_Call]:
-        """The calls so far with the same request, from the same agent and for the same form of answer."""
+        """The attempts of the call that this one repeats, or else its agent's calls with the same request and form."""
         if (earlier := self._again.get(mine.call.call_id)) is not None:
             return earlier.attempts
         form = mine.form
@@ -343,7 +343,7 @@ class Graph:
         return one.has
 
     def _rewritten(self, new: Sequence[Node], quoted: set[_Call]) -> _Call | None:
-        """The newest quoted call, if something else from its context (a question or a result) is quoted with it.
+        """The newest quoted call of the newest context of which something else (a question or a result) is quoted, too.
 
         If the call's answer ended its context, it may be a critique or a summary: then a user message from that context
         must be in the prompt, too.
@@ -391,7 +391,7 @@ class Graph:
                 yield Edge("returns", one.place)
 
     def _delegate(self, root: _Call, caller: _Call | None = None) -> None:
-        """Note that a tool call started a context, although the context's prompt is not exactly the order's text."""
+        """Note that a tool call started a context, although the context's prompt differs from the tool call's text."""
         by = caller if root.order is None else root.order.by
         if by is not None and not root.edges:
             root.edges = [Edge("delegates", by.place)]
@@ -405,7 +405,7 @@ class Graph:
         return [self._last[root]] if is_same else []
 
     def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, int]:
-        """The tool call that started this new context, and how many characters of its text are in the prompt.
+        """The tool call (or None) that probably started this context, and how many of its characters the prompt has.
 
         A tool call that has not started a context yet is preferred. The match is certain if the text is the whole
         prompt; if it is a part, later calls must confirm it. If headers name the thread's parent, only tool calls of
@@ -428,7 +428,7 @@ class Graph:
         return order, size
 
     def _tried(self, mine: _Call, order: _Order | None) -> _Call | None:
-        """The attempt that this call retries: one that was sent again, that failed, or that has an unused answer."""
+        """The attempt that this call retries: sent again, failed, or with an unused answer. None if there is none."""
         is_same = order is None or order.name in self._begun
         for one in reversed(mine.attempts[:-1]):
             is_over = one.call.status != "incomplete" and one.is_over_for(mine)

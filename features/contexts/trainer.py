@@ -1,14 +1,14 @@
 """Decides which calls of a rollout are trained on, by how their answers were used (`contexts`).
 
-Example, a rollout with advantage 0.5: a first answer that was rejected, the answer to the same request that was used
-instead, and a summary that replaces the history in a later prompt.
+Example, a rollout with return 1 and advantage 0.5: a first answer that was rejected, the answer to the same request
+that was used instead, and a summary that replaces the history in a later prompt.
 
     call                   rejected, summary    returned, advantage
     0 rejected             leave_out            none: it is left out
                            negative             1.0, -0.5
                            as_others            1.0, +0.5
-    1 used in its place                         1.0, +0.5
-    2 summary              train                1.0, +0.5: the return of the calls after it
+    1 used instead of 0                         1.0, +0.5
+    2 summary              train                1.0, +0.5
                            leave_out            none: it is left out
 """
 
@@ -28,7 +28,7 @@ from .graph import graph_of
 
 
 def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
-    """Return how a rollout's calls are treated. An attempt that is left out counts as no decision: it had no effect."""
+    """Return how a rollout's calls are treated. An attempt that is left out had no effect, so it is no decision."""
     if (graph := graph_of(calls)) is None:
         return Sifted(calls)
     rejected, summaries = graph.rejected(), graph.summaries()

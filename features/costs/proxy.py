@@ -62,7 +62,7 @@ Cost = dict[str, Any]  # the numbers of CostSeen
 class CostSeen(BaseModel):
     """Tokens and costs. `input_tokens` includes `cached_tokens`, `output_tokens` includes `reasoning_tokens`.
 
-    `usd` excludes `unpriced` calls (models without a price). `unknown`: calls without usage, or with only a part of it.
+    `usd` excludes `unpriced` calls (models without a price). `unknown`: calls that may be billed for unreported usage.
     """
 
     calls: int
@@ -97,7 +97,7 @@ class CostTable:
         return summed(calls.values()) | {"of_calls": calls}
 
     async def since(self, since: float, by: By, key_id: str | None) -> dict[str | None, Cost]:
-        """Return the costs of calls that began at `since` or later, by group name; with `key_id`, of its rollouts."""
+        """Return the costs of calls that began at `since` or later, by group name; `key_id`: only for its rollouts."""
         statement = (COSTS_OF_CALLS if key_id is None else COSTS_OF_KEY).format(part=PARTS[by], sums=SUMS)
         rows = await self._db.all(statement, {"since": since, "key_id": key_id})
         return await asyncio.to_thread(self._by_name, rows, by)

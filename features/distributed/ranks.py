@@ -1,8 +1,8 @@
 """Runs one trainer in several processes (ranks). Rank 0 leads; the others make the same calls.
 
 The samples of a step are divided among ranks, and gradients are summed before use, so a step's update does not depend
-on the number of ranks. A sharded model (FSDP2) has a part of each layer, its gradients and its optimizer state on every
-rank. Embeddings, head and LoRA adapters stay unsharded.
+on the number of ranks. With a sharded model (FSDP2), every rank has a part of each layer, of its gradients and of its
+optimizer state. Embeddings, head and LoRA adapters stay unsharded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Ranks(Processes):
         self._joined = False
 
     def prepare(self, state: PartialState, model: Any) -> Any:
-        """Join the other ranks; copy rank 0's unsharded trained weights to them. DDP would average gradients."""
+        """Join the other ranks; shard or move the model; copy rank 0's unsharded trained weights to all other ranks."""
         self._join(state)
         if self.sharded:
             shard(model, state.device)
@@ -85,7 +85,7 @@ class Ranks(Processes):
 
     @contextmanager
     def together(self, method: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """On rank 0, make other ranks call the trainer's `method` during the block. On others, just run the block."""
+        """On rank 0, in the outermost block, make other ranks call the trainer's `method`; else just run the block."""
         with self.turn, _lost_ranks_named():
             tells = self.rank == 0 and self.size > 1 and not self._calling
             if tells:

@@ -49,7 +49,7 @@ def test_its_call_its_rewards_and_its_events_are_recorded(tmp_path: Path, monkey
         rollout = ran(proxy, task, *agent, "QUESTION=input.question", "ANSWER=input.of.answer.0")
         body = {"event_type": "reward", "data": {"value": "high"}}
         refused = proxy.post("/agl/api/rollouts/r1/attempt/0/events", body)
-    told = "reward: Input should be a valid number, got 'high'"
+    told = "data.value: Input should be a valid number, got 'high'"
     assert (refused.status, refused.error["message"]) == (422, told)
     assert (rollout["status"], rollout["task_id"], rollout["reward"]) == ("completed", "t", 1.0)
     rewards = [(one["reward"], one["comment"], one["source"]) for one in rollout["rewards"]]
