@@ -254,7 +254,7 @@ class Calls(Records):
         return max(alike, key=lambda call: (RANK[call.status], call.seq), default=None)
 
     async def put_in_order(self, rollout_id: str, call_id: str) -> bool:
-        """Move a call that was reported late to its place by time. Return whether there were later calls.
+        """Move a call that was reported late to its place by time. Return whether it moved before other calls.
 
         A call's parent stays before it (proxy/gateway/recorder.py). A rollout that was trained on is left unchanged.
         """
@@ -276,12 +276,12 @@ class Calls(Records):
         return None if row is None else row["status"]
 
     async def answered(self, rollout_id: str, newest: int) -> set[str]:
-        """Return the ids of those of the rollout's last `newest` calls that were answered."""
+        """Return the ids of the calls with status `ok` among the rollout's last `newest` calls."""
         row = await self._db.quick(CALLS_ANSWERED, {"rollout_id": rollout_id, "newest": newest})
         return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
 
     async def giver(self, rollout_id: str, response_id: str) -> Giver | None:
-        """Return the call that produced the answer with this `id`."""
+        """Return the call that produced the response with this `id`; None if there is none."""
         params = {"rollout_id": rollout_id, "response_id": response_id}
         for call_id, response, upstream in await self._db.all(RESPONSES_WITH, params):
             answer = loads_or_none(response)
@@ -290,7 +290,7 @@ class Calls(Records):
         return None
 
     async def untrainable(self, newest: int) -> dict[str, int]:
-        """Count, by reason, the policy's calls among the `newest` that cannot be trained on."""
+        """Count the policy's calls among the `newest` by their stored `untrainable_reason`, if they have one."""
         return dict(map(tuple, await self._db.all(UNTRAINABLE, {"newest": newest})))
 
 
@@ -351,7 +351,7 @@ class Events(Records):
     ) -> Answer:  # fmt: skip
         """Record all of `events` or none, placed after all calls that had begun at the time `at` (default: now).
 
-        Opens an unknown rollout. `key`: as in `Rewards.post`.
+        Opens the rollout if there is none with this id. `key`: as in `Rewards.post`.
         """
         row = rollout._asdict() | {"pin": None, "at": time.time() if at is None else at, "comes_last": at is None}
 

@@ -15,7 +15,7 @@ from .sqlite.database import SqliteDatabase
 
 
 async def open_database(config: StoreConfig, *, to_write: bool = True) -> Database:
-    """Open the store, creating its tables as needed. Raise StoreUnavailable if that fails.
+    """Open the store, creating its tables as needed. Raises StoreUnavailable if that fails.
 
     Without `to_write`, nothing can be written, and a store that lacks tables raises StoreUnavailable too.
     """
@@ -41,7 +41,7 @@ async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator
 
 
 def first_value(config: StoreConfig, statement: str) -> Any:
-    """Return the text in a query's first row and column, synchronously; None without a row or a readable store."""
+    """Return a query's first value as a string, synchronously; None without such a value or a readable store."""
 
     async def ask() -> Any:
         async with opened(config, to_write=False) as database:

@@ -46,7 +46,7 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Compare values as JSON text: Python takes True, 1 and 1.0 for equal, and ignores the order of names."""
+    """Compare values as JSON text: Python treats True, 1 and 1.0 as equal, and ignores the order of names."""
     if a is b or a != b:
         return a is b
     if type(a) is dict and {*map(type, a.values())} == {str}:  # most messages; writing them takes ten times as long
@@ -73,7 +73,7 @@ def shrink_request(request: Json, parent: Json | None) -> Json:
 
 
 def _shared(value: Any, before: Any) -> int:
-    """How many leading items or characters a value shares with the parent's; of an object, all members or none."""
+    """Return how many leading items or characters are shared with the parent's value; of an object, all or none."""
     if isinstance(value, dict):
         return len(value) if is_same(value, before) and len(encode(value)) >= LARGE_OBJECT else 0
     if type(value) is not type(before) or not isinstance(value, list | str):

@@ -175,8 +175,8 @@ WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:ids)) AND n IN (
 class RolloutKey:
     """A key that was made for one rollout, with facts about that rollout.
 
-    `key_id`: the stored key that requested it; `evidence`: whether that key's rewards are evidence (`Sender`). Without
-    `may_reward`, this key may only call the model.
+    `key_id`: the stored key that requested this one; `evidence`: whether that key's rewards are evidence (`Sender`).
+    Without `may_reward`, this key may only call the model.
     """
 
     rollout_id: str
@@ -203,8 +203,8 @@ class Rollouts(Records):
     ) -> None:
         """Open rollouts with this metadata. `names`: each with the hash of the rollout's own key.
 
-        Several rollouts of a task form a group; with `sibling_of`, all join that rollout's. Without `may_reward`, the
-        keys may only call the model. `policy_version` or `model` answers the alias in these rollouts, instead of
+        Several rollouts of a task form a group; with `sibling_of`, all join that rollout's group. Without `may_reward`,
+        the keys may only call the model. `policy_version` or `model` answers the alias in these rollouts, instead of
         the live version.
         """
         grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
@@ -224,11 +224,11 @@ class Rollouts(Records):
         return rollout
 
     async def rewarded_of(self, version: int, limit: int) -> list[Rollout]:
-        """Return rewarded rollouts that began with a policy version and that no other model answered."""
+        """Return up to `limit` rewarded rollouts that began with this version and that no other model answered."""
         return await self._db.records(Rollout, ROLLOUTS_OF_VERSION, version=version, limit=limit)
 
     async def opened_for(self, rollout_id: str) -> tuple[str | None, int | None]:
-        """Return the model that answers the alias in this rollout, and the policy version that it began with."""
+        """Return the model that answers the alias in this rollout, and the rollout's policy version; None if unset."""
         row = await self._db.quick(ROLLOUT_OPENED_FOR, {"rollout_id": rollout_id})
         return (None, None) if row is None else (row["alias_model"], row["policy_version"])
 
@@ -274,7 +274,7 @@ class Rollouts(Records):
         return {(mode, status): n for mode, status, n, _ in rows}, sum(int(waiting) for *_, waiting in rows)
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
-        """End a rollout. Ending it again with the same status changes nothing; with another, it is a Conflict."""
+        """End a rollout. Ending it again with the same status changes nothing; another status raises Conflict."""
         row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time(), "evidence": by.evidence}
 
         async def work(db: Transaction) -> None:
@@ -288,10 +288,10 @@ class Rollouts(Records):
         return rollout
 
     async def delete(self, rollout_id: str) -> None:
-        """Delete a rollout and all its records. Conflict while it runs or is trained on.
+        """Delete a rollout and all its records. Raises Conflict while it is running or being trained on.
 
-        SQLite overwrites its pages and, if no other process uses the store, truncates the log. Remains may be left in
-        the unused part of other pages.
+        SQLite overwrites the deleted pages and, if no other process uses the store, truncates the log. Remains may be
+        left in the unused part of other pages.
         """
         if (await self.get(rollout_id)).status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
@@ -301,7 +301,7 @@ class Rollouts(Records):
         await self._db.forget_deleted()
 
     async def end_idle(self, idle_s: float) -> int:
-        """End every rollout that has been idle for `idle_s` seconds as completed. Return their number."""
+        """Mark every rollout that has been idle for `idle_s` seconds as completed. Return how many there were."""
         now, after, ended = time.time(), 0, 0
         times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
         end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
@@ -352,12 +352,12 @@ def page_of(filters: Collection[str]) -> str:
 
 
 def _pattern(string: str) -> str:
-    """A LIKE pattern that finds this text within JSON, anywhere."""
+    """Return a LIKE pattern that finds a string, given as JSON, anywhere within JSON."""
     return f"%{string[1:-1].replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"
 
 
 async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:
-    """End idle rollouts until cancelled, as `rollouts.end_after_idle_s` says, in one process at a time."""
+    """End rollouts idle for `rollouts.end_after_idle_s`, if set, until cancelled, in one process at a time."""
     if (idle_s := config.end_after_idle_s) is None:
         return
     while True:

@@ -1,4 +1,4 @@
-"""The policy versions: when each went live, how they are published, their first answers, ancestry and rewards."""
+"""The policy versions: when each went live, how they are published, first probe answers, ancestry and rewards."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ FEW = 6  # makes the variance of few tasks larger, as Student's t has longer tai
 class TaskMean(NamedTuple):
     """The mean and mean squared reward of a task's `rollouts` that began with this version.
 
-    `task_id` None: all rollouts without a task. `rewarded` of them have a reward; the others failed. `tokens`: mean
-    sampled tokens of a rollout; `latency_ms`: mean of a rollout's calls; None if not requested.
+    `task_id` is None for all rollouts without a task. `rewarded`: how many rollouts have a reward; the others failed.
+    `tokens`: mean sampled tokens per rollout; `latency_ms`: mean latency of a rollout's calls; None if not requested.
     """
 
     version: int
@@ -125,7 +125,7 @@ class Decided(NamedTuple):
 class Probed(NamedTuple):
     """A version's first `answer` to a probe, under the name `model` (proxy/gateway/routing.py).
 
-    `problem`: how its newest answer differs, if it does; `at`: when that was compared (Unix time).
+    `problem`: how its newest answer differs, if it does; `at`: the Unix time of its newest answer.
     """
 
     model: str
@@ -144,7 +144,7 @@ class MeanReward:
 
 @dataclass(frozen=True, slots=True)
 class VersionReward(MeanReward):
-    """The reward of a version, the same wherever it is shown. `low`, `high`: its 95 % interval, if known.
+    """The mean reward of a version in one mode. `low`, `high`: its 95 % interval, if known.
 
     The interval is over tasks, or, if there is only one task, over its rollouts.
     """
@@ -205,7 +205,7 @@ class PolicyVersions(Records):
         raise NotFound(f"no policy version {version}", param="version")
 
     async def named(self, model: str) -> int | None:
-        """Return the version that vLLM serves under this name (or an agent's adapter of it); None if there is none."""
+        """Return the version that vLLM serves (or an agent's adapter of it) under this name; None if there is none."""
         # Adapters of agents are served under the version's own name with a point and theirs.
         names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
         served = "served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names))"
@@ -223,7 +223,7 @@ class PolicyVersions(Records):
         return frozenset(version for (version,) in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
-        """Return the live version, the candidate and `pinned` versions, as far as they have files, by number."""
+        """Return those of the live version, the candidate and `pinned` versions that have files, ordered by number."""
         wanted = {*pinned}
         return [v for v in await self.with_files() if v.status in ("live", "candidate") or v.version in wanted]
 
@@ -245,7 +245,7 @@ class PolicyVersions(Records):
     async def saved(
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
     ) -> None:
-        """Note that the version's files are complete, and the names of it and its agents' adapters in vLLM."""
+        """Store where a version's complete files are, and the names in vLLM of the version and its agents' adapters."""
         statement = (
             "UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters"
             " WHERE version = :version"
@@ -254,7 +254,7 @@ class PolicyVersions(Records):
         await self._db.commit([(statement, [row])])
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
-        """Make the version live: the alias refers to it from now on. A running test ends."""
+        """Make the version live: the alias refers to it from now on. The test of a candidate ends."""
         statements = [VERSION_UNTESTED, *GO_LIVE, *([VERSION_VERIFIED] if verified else ()), STEP_PUBLISHED]
 
         async def alone(db: Transaction) -> None:  # or two at once could both be left live
@@ -288,7 +288,7 @@ class PolicyVersions(Records):
         return dict(map(tuple, await self._db.all(PARENTS)))
 
     async def rewards(self, versions: Iterable[int], key_id: str | None = None) -> dict[tuple[str, int], VersionReward]:
-        """Return the rewards of versions, by mode and version. `key_id` as in `task_means`."""
+        """Return the mean rewards of versions, by mode and version. `key_id` as in `task_means`."""
         found = defaultdict[tuple[str, int], list[TaskMean]](list)
         for one in await self.task_means(versions, key_id):
             found[one.mode, one.version].append(one)
@@ -297,9 +297,9 @@ class PolicyVersions(Records):
     async def task_means(
         self, versions: Iterable[int], key_id: str | None = None, *, costs: bool = False
     ) -> list[TaskMean]:
-        """Return the rewards of rollouts, by the version that they began with, mode and task.
+        """Return the mean rewards of rollouts, by the version that they began with, mode and task.
 
-        They are trusted rewards (`rewards.py`) or, with `key_id`, all rewards of this key's newest rollouts. Rollouts
+        These are trusted rewards (`rewards.py`) or, with `key_id`, all rewards of this key's newest rollouts. Rollouts
         that another model answered do not count. With `costs`, also their tokens and latency.
         """
         statement = REWARDS_BY_TASK if key_id is None else REWARDS_BY_TASK_OF_KEY

@@ -160,7 +160,7 @@ class PostgresDatabase(Database):
         self._writes.require()
 
     def _patience(self, hurried: bool) -> float:
-        """How many seconds the server has for its answer."""
+        """Return how many seconds the server has to answer."""
         if not hurried:
             return COMMAND_S
         return min(FROZEN_S, self._config.busy_timeout_s) if self._frozen else self._config.busy_timeout_s
@@ -249,7 +249,7 @@ async def _end(connection: asyncpg.Connection, timeout: float) -> None:
 
 @asynccontextmanager
 async def _one_of(places: asyncio.Semaphore, seconds: float) -> AsyncIterator[None]:
-    """Hold one of the places during the block. Raise StoreUnavailable if none becomes free."""
+    """Hold one of the places during the block. Raises StoreUnavailable if none becomes free in time."""
     try:
         async with asyncio.timeout(seconds):
             await places.acquire()
@@ -266,13 +266,13 @@ async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
 
 
 async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
-    """Compress with LZ4: as small as PostgreSQL's default, at a third of the work."""
+    """Compress with LZ4 if the server can: as small as with its default, at a third of the work."""
     with suppress(asyncpg.PostgresError):  # it was built without, or is older than 14
         await connection.execute("SET default_toast_compression = lz4")
 
 
 async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:
-    """Return the names in `parts` that lack tables. Raise OtherSchema if the database has another schema."""
+    """Return the names of the `parts` without tables here. Raises OtherSchema if the database has another schema."""
     tables = {row[0] for row in await connection.fetch(TABLES)}
     rows = await connection.fetch(NUMBERS) if "schema_numbers" in tables else []
     return missing_parts(where, tables, {row["room"]: row["number"] for row in rows})
@@ -293,12 +293,12 @@ class OutcomeUnknown(StoreUnavailable):
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether the error means that the server is down, rather than that values are wrong."""
+    """Return whether the error means that the server cannot serve us now, rather than that values are wrong."""
     return isinstance(error, AWAY) and not isinstance(error, asyncpg.DataError | ValueError)
 
 
 def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoReturn:
-    """Raise StoreUnavailable, ConstraintRefused or, for a wrong statement or value, `error` itself.
+    """Raise StoreUnavailable for a fault of the server, ConstraintRefused for a refused row, or else `error` itself.
 
     `unknown`: the commit may have succeeded.
     """

@@ -72,7 +72,7 @@ def _values(names: Sequence[str], params: Params) -> list[Any]:
 
 
 def storable(value: Any) -> Any:
-    """The value as PostgreSQL can store it, with `?` for NUL. Raise UnicodeEncodeError for a lone surrogate."""
+    """Return the value as PostgreSQL can store it, with `?` for NUL. Raises UnicodeEncodeError for a lone surrogate."""
     if not isinstance(value, str):
         return value
     if not value.isascii():

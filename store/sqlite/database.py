@@ -40,8 +40,8 @@ class SqliteDatabase(Database):
     """Three connections: one in the event loop's thread, and two in their own threads for writing and reading.
 
     Statements that every call needs run in the event loop (`commit`, `quick`), which is faster than in a thread. They
-    never block it: a commit that is large or synced, or finds the store locked, goes to the writer's thread, as other
-    transactions do. Readers never wait for writers.
+    never block the loop: a commit that is large or synced, or finds the store locked, goes to the writer's thread, as
+    other transactions do. Readers never wait for writers.
     """
 
     def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
@@ -82,7 +82,7 @@ class SqliteDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Raise StoreUnavailable if the file stays locked, is damaged, removed or replaced, or the disk is full."""
+        """Raises StoreUnavailable if the file stays locked, is damaged, removed or replaced, or the disk is full."""
 
         def work(connection: sqlite3.Connection) -> None:
             for statement, rows in runs:
@@ -109,7 +109,7 @@ class SqliteDatabase(Database):
         return done
 
     async def _in_thread(self, job: Job[T]) -> T:
-        """Run a job shielded: once begun, it ends even if its caller is cancelled, and the next job waits."""
+        """Run a job shielded: once begun, it is completed even if its caller is cancelled, and the next job waits."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.shield(loop.run_in_executor(self._thread, job, self._writer))
@@ -117,7 +117,7 @@ class SqliteDatabase(Database):
             self._failed(error)
 
     def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
-        """Raise ConstraintRefused for a refused row, StoreUnavailable for file, disk or a lock, else `error`."""
+        """Raise ConstraintRefused for a refused row, StoreUnavailable for a file, disk or lock fault, else `error`."""
         if isinstance(error, sqlite3.IntegrityError):
             raise ConstraintRefused(str(error)) from error
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -157,7 +157,7 @@ class SqliteDatabase(Database):
         """Raise StoreUnavailable if file or write-ahead log was removed or replaced, or the file was emptied."""
         for file, known in self._files.items():
             if _identity(file) != known:
-                way = "put it back, or restore it from a backup, and start the proxy again"
+                way = "put it back, or restore it from a backup, and restart the proxy and the trainer"
                 self._writes.failed(problem := f"the file {file} was removed or replaced, or it has 0 bytes: {way}")
                 raise StoreUnavailable(problem)
 
@@ -172,14 +172,14 @@ class SqliteDatabase(Database):
             self._checkpoint = asyncio.create_task(self.checkpoint())
 
     async def checkpoint(self, *, empty: bool = False) -> None:
-        """Move committed pages into the file, which shrinks only then. `empty`: truncate the write-ahead log."""
+        """Move committed pages from the write-ahead log into the file. `empty`: truncate the log."""
         async with self._checkpointing:
             await asyncio.to_thread(_checkpoint, self.path, self._config, empty)
 
     async def forget_deleted(self) -> None:
         """Truncate the write-ahead log, which holds deleted rows until they are overwritten.
 
-        While another process reads or writes, the log stays unchanged.
+        While another process reads or writes, the log cannot be truncated.
         """
         await self.checkpoint(empty=True)
 
@@ -220,7 +220,7 @@ def has_room(directory: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """The identity of the file with this name: device, inode, and whether it has content; empty if there is none."""
+    """Return the file's device and inode, and whether it has content or is a log; an empty tuple if there is no file."""
     try:
         found = path.stat()
     except OSError:

@@ -28,7 +28,7 @@ def is_sqlite(path: Path) -> bool:
 
 
 def copy_store(source: Path, target: Path) -> None:
-    """Copy a store as of one moment. SQLite leaves no files next to a store that is not in use."""
+    """Copy a store as of one moment, without leaving files next to one that is not in use."""
     try:
         with closing(only_read(source)) as connection:
             missing_in(connection, str(source))  # or it is not a store of this schema
@@ -39,7 +39,7 @@ def copy_store(source: Path, target: Path) -> None:
 
 
 def back_up(store: Path, target: Path) -> None:
-    """Copy a store that may be in use to a new file. On failure, raise LightningError and leave no partial copy."""
+    """Copy a store, which may be in use, to a new file. A failure leaves no partial copy."""
     if target.exists():
         raise LightningError(f"{target} already exists: name a new file")
     if not target.absolute().parent.is_dir():
@@ -49,13 +49,13 @@ def back_up(store: Path, target: Path) -> None:
 
 
 def restore(backup: Path, store: Path) -> None:
-    """Make a store from a backup. Raise LightningError if a store exists or the file is no backup of this schema."""
+    """Make a store from a backup. Raises LightningError if a store exists or `backup` is not one of this schema."""
     if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
         raise LightningError(
             f"there is already a store at {store}: move it away, with the files next to it, or set store.url"
         )
     if not backup.is_file() or not is_sqlite(backup):
-        raise LightningError(f"{backup} is not a backup of a store")
+        raise LightningError(f"there is no backup of a store at {backup}")
     store.parent.mkdir(parents=True, exist_ok=True)
     back_up(backup, store)
 
@@ -83,7 +83,7 @@ def _remove(store: Path) -> None:
 
 
 def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
-    """Open a store for reading, from any thread, without writing anything. Raise sqlite3.Error or OtherSchema."""
+    """Open a store for reading, from any thread, without writing. Raises sqlite3.Error or OtherSchema if that fails."""
     connection = only_read(store, wait_s)
     try:
         require_all(str(store), missing_in(connection, str(store)))
@@ -95,19 +95,19 @@ def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
 
 
 def is_in_use(store: Path) -> bool:
-    """Return whether a process has the store open, or was killed while it had it open."""
+    """Return whether a process has the store open, or was killed before closing it."""
     return any(store.with_name(store.name + suffix).exists() for suffix in FILES[1:])
 
 
 class IdleFile:
-    """A store's file that was not in use when first seen. SQLite reads it as a file that does not change."""
+    """A store's file that was not in use when first seen. SQLite reads it as if it never changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._was = self._now()
 
     def is_written(self) -> bool:
-        """Return whether anything was written to the file, or to SQLite's log next to it."""
+        """Return whether the file, or SQLite's log next to it, has changed since the file was first seen."""
         return self._now() != self._was
 
     def _now(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
 
 
 def missing_in(connection: sqlite3.Connection, where: str) -> list[str]:
-    """Return the names in `parts` that lack tables. Raise OtherSchema if the file is not a store of this schema."""
+    """Return the names of the `parts` without tables here. Raises OtherSchema if the file has another schema."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     return missing_parts(where, tables, dict(connection.execute(NUMBERS)) if "schema_numbers" in tables else {})
 

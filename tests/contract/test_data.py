@@ -198,7 +198,7 @@ def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy(tmp_p
         assert (found["rollouts"], found["calls"], found["rewards"]) == ({"train running": 2}, 2, 0)
     for name in ("config.yaml", "missing.db"):
         refused = other("store", "restore", tmp_path / name)
-        assert (refused.returncode, "is not a backup of a store" in refused.stderr) == (1, True)
+        assert (refused.returncode, "there is no backup of a store at" in refused.stderr) == (1, True)
     for why in ("", "there is already a store at"):
         assert why in other("store", "restore", copy).stderr
         found = ok(other("store", "info", "--json")).json
