@@ -220,7 +220,7 @@ def has_room(directory: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Return the file's device and inode, and whether it has content or is a log; an empty tuple if there is no file."""
+    """Return the file's device and inode, and whether it has content or is a log; empty if there is no file."""
     try:
         found = path.stat()
     except OSError:
