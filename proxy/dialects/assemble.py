@@ -1,8 +1,8 @@
 """Assembles a streamed answer into what the same call returns without streaming. Pure.
 
-`joined` and `put` combine values; `AnswerParts` says where a piece belongs, `ToolCalls` which call it belongs to:
+`joined` and `put` combine values; `AnswerParts` finds the part that a piece belongs to, `ToolCalls` its tool call:
 `{index 0, id a, name f}`, `{index 0, id "", arguments "{"}`, `{index 0, arguments "}"}` are one call of f with "{}".
-Servers differ: some give every call index 0 or none, repeat id and name, leave them empty, or send them late.
+Servers differ: some give every call index 0 or no index, repeat id and name, leave them empty, or send them late.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TEXTS = {"function": "arguments", "custom": "input"}
 
 
 def joined(old: Any, new: Any, name: str) -> Any:
-    """Return a field's value joined with another chunk's: texts and lists are appended; null and "" change nothing.
+    """Return a field's value joined with the next chunk's: texts, lists and objects grow; null and "" change nothing.
 
-    But words (`role`, `id`, …) and numbers are replaced. An object or list in `old` is changed in place, `new` never.
+    Words (`role`, `id`, …) and numbers are replaced. An object or list in `old` is changed in place, `new` never.
     """
     if isinstance(new, dict):
         merged = old if isinstance(old, dict) else {}
@@ -50,7 +50,7 @@ def joined(old: Any, new: Any, name: str) -> Any:
 
 
 def put(into: Json, name: str, value: Any) -> None:
-    """Keep the last non-empty value. Objects are joined name by name."""
+    """Set a field; an empty value (not 0 or false) replaces nothing. Objects are joined field by field."""
     old = into.get(name)
     if isinstance(value, dict) and isinstance(old, dict):
         merged = into[name] = dict(old)
@@ -71,7 +71,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
-    """The position of the item that this one continues: its type and index are the same, or it is the last text."""
+    """The position of the item that `item` continues: one of its type and index, or the last, if a text of its type."""
     if not isinstance(item, dict):
         return None
     alike, places = (item.get("type"), item.get("index")), range(len(items))
@@ -172,7 +172,7 @@ class StreamedCall:
         return is_named and is_same and self.is_complete
 
     def ends_before(self, piece: StreamedCall, index: int | None) -> bool:
-        """Return whether a piece with this call's index begins a new call."""
+        """Return whether a piece that seems to belong to this call begins a new one."""
         if piece.id and self.id and piece.id != self.id:
             return bool(piece.name) or self.is_complete
         if not piece.name or not self.name or self.has(piece):

@@ -2,7 +2,7 @@
 
 Atoms are texts, calls and results: they ignore fields that clients drop, add or reformat when they send an answer back.
 Marks occur in one answer only: ids of items and tool calls, signatures, thoughts. Clients send them back unchanged,
-even if they edit, shorten or omit the answer itself. Stored digests depend on the caller: API keys share nothing.
+even if they edit, shorten or omit the answer itself. Stored digests depend on the caller, so API keys share none.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def answer_atoms(response: Json) -> Iterator[list[Atom]]:
 
 
 def item_atoms(item: Any) -> list[Atom]:
-    """Return the atoms of a message or of a Responses item. A bare text counts as a user's message."""
+    """Return the atoms of a message or of a Responses item. A bare string counts as a user's message."""
     if not isinstance(item, dict):
         return _said("user", item)
     role = str(item.get("role"))
@@ -101,7 +101,7 @@ def _said(role: str, content: Any) -> list[Atom]:
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content as one text, without calls, results and thoughts. Clients split and join texts."""
+    """Return a message's content, without calls, results and thoughts, as one text: clients split and join texts."""
     if not isinstance(content, list):
         return content.strip() if isinstance(content, str) else ""
     texts = []
@@ -189,7 +189,7 @@ def digest(caller: str, *parts: bytes | str) -> bytes:
 
 
 class State(NamedTuple):
-    """Digests of a conversation up to a point: with tool results (`exact`) and without (`loose`)."""
+    """Digests of a conversation up to a point: with the content of tool results (`exact`) and without it (`loose`)."""
 
     exact: bytes = b""
     loose: bytes = b""
@@ -206,7 +206,7 @@ def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
     """Return the state of the conversation after each of these atoms. `state`: its state before the first one.
 
     Ids of calls do not count, because clients write new ones, nor do system prompts, because some change every turn.
-    Adjacent assistant texts count as one: a client may have the model continue where an answer ended.
+    Up to `IN_A_ROW` adjacent assistant texts count as one: a client may have the model continue an answer.
     """
     states, before, text, in_a_row = [], state, "", 0
     for atom in atoms:
@@ -255,7 +255,7 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes
 
 
 def ends_of(text: str) -> str:
-    """Return the beginning and end of a text, which are searched for fragments."""
+    """Return what is searched for fragments: the beginning and end of a text, or all of it if it is short."""
     is_short = len(text) <= 2 * QUOTING_CHARACTERS
     return text if is_short else f"{text[:QUOTING_CHARACTERS]}\n{text[-QUOTING_CHARACTERS:]}"
 
@@ -270,12 +270,12 @@ def fragments(text: str) -> Iterator[str]:
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text after the last `</think>`, or all. If the prompt opens thoughts, models write only that tag."""
+    """Return the text after the last `</think>`, or all of it. If the prompt opens thoughts, models write only this."""
     return text.rpartition("</think>")[2].strip()
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield all texts in the arguments of a tool call."""
+    """Yield all string values in the arguments of a tool call."""
     left = [value]
     while left:  # an agent may nest them as deeply as JSON allows
         value = left.pop()

@@ -32,7 +32,7 @@ def _wants_usage(body: Json, options: Any) -> bool:
 
 
 def take_out(body: Json, injection: Injection) -> bool:
-    """Remove from an answer, in place, the fields that only the proxy asked for; return whether there were any."""
+    """Set to null or delete an answer's fields that only the proxy asked for; return whether there were any."""
     changed, fields = False, injection.fields
     for part in (body, *dicts(body.get("choices"))) if fields else ():
         is_sglangs = "message" in part and "prompt_token_ids" in part  # which has no null in their place
@@ -98,9 +98,9 @@ class UsualChunks:
         return self._start != b""
 
     def learn(self, raw: bytes, *, is_last: bool) -> None:
-        """Learn how usual chunks begin, from a parsed chunk. After the last chunk there are no more usual ones.
+        """Learn from a parsed chunk how usual chunks begin. None is expected after the last chunk.
 
-        Nor are there after a chunk that begins differently: the record takes its id from the newest parsed chunk.
+        Nor is one after a chunk that begins differently: the record takes the answer's id from the newest parsed chunk.
         """
         if is_last or (self._start and not raw.startswith(self._start)):
             self._start = b""
@@ -187,7 +187,7 @@ class ChatApi(Dialect):
 
 
 class ChatStream(Transcript):
-    """A stream of chunks without the fields that only the proxy asked for. Chunks without such fields stay unchanged.
+    """A stream of chunks, without the fields and chunks that vLLM sends only because the proxy asked for them.
 
     It ends with [DONE], which some servers omit. If usage was injected, the chunk with the finish reason is held until
     the next one: the usage chunk, which the agent does not get, may have a field that belongs in the held chunk.

@@ -46,7 +46,7 @@ class MessagesApi(Dialect):
 class MessagesStream(Transcript):
     """A stream of message_start, blocks (start, deltas, stop), message_delta and message_stop.
 
-    Some servers give several blocks one index, or omit their starts.
+    Some servers give several blocks the same index, or omit the starts of blocks.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """POST /v1/responses, as a server's own route answers it, without token ids (`as_chat/` gets them).
 
-In the record, finished items are kept unchanged. Missing fields, and items that were never finished, are filled in from
-added items and deltas.
+The record has finished items as they were sent. Their missing fields, and items that were never finished, are filled in
+from `added` events and deltas.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ResponsesStream(Transcript):
         return raw
 
     def response(self) -> Any:
-        """Return the newest response that was sent, plus items that only other events had."""
+        """Return the response as sent so far, with what its items lack filled in from other events."""
         items = [item.result() for item in self._items]
         if self._response is None:
             return {"object": "response", "output": items} if items else None
@@ -84,7 +84,7 @@ class ResponsesStream(Transcript):
     def _item_of(self, event: Json, item: Json, what: str) -> _Item:
         """The item that an event is about; a new one if it is not known yet. `what`: added, done, or empty for a text.
 
-        Some servers give several items one index, or each event a new id.
+        Some servers give several items the same index, or each event a new id.
         """
         index, item_id = number(event.get("output_index")), item.get("id")
         known = (self._items.get(item_id) if item_id else None) or self._items.get(index)

@@ -76,7 +76,7 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
         recorded   user: stop                     answer: call f(1), id f:0
         sent       user: go · call f(1), id f:0 · call f(2), id f:0 · result a, id f:0 · result b, id f:0
 
-    Result a belongs to the call f(1) after "go", not to the one after "stop"; b to the call after "go" and f(1).
+    Result a belongs to the call f(1) after "go", not to the one after "stop"; result b belongs to f(2).
     """
     items, previous = conversation(request), request.get("previous_response_id")
     newest_answer = next((i for i in range(len(items) - 1, -1, -1) if is_answer(items[i])), -1)

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 MAX_ANSWER_BYTES = 2**26
 # From this many bytes on, an answer that is not a stream is read in a thread, though that takes several times as long.
 LARGE_ANSWER = 2**20
-TOO_LARGE = "the answer is larger than 64 MB: it was sent to the agent, but not recorded"
+TOO_LARGE = "the answer is larger than 64 MiB: it was sent to the agent, but not recorded"
 # An event that may hold injected fields is held until it ends; no real one is as large as this.
 MAX_HELD_BYTES = 2**30
 _BLANKS = b" \t\r\n"
@@ -114,7 +114,7 @@ class Transcript:
         return self.parse(data)
 
     def end(self) -> bytes:
-        """Return the bytes to send at the stream's end. Its last event is `held` if only its blank line was missing."""
+        """Return the bytes to send at the stream's end; a [DONE] without a blank line, or its substitute, is `held`."""
         last = self.decoder.close()
         out = self.flush() + (b"" if self.rewrites or last.is_done else last.raw)
         if last.is_done or self.complete:
@@ -255,5 +255,5 @@ class BufferedTranscript:
         return b""
 
     def response(self) -> Any:
-        """Return the answer as the agent sees it: JSON, or else text; None if it is empty."""
+        """Return the answer as the agent sees it: JSON, or else text; None if it is empty or was not read."""
         return self._body

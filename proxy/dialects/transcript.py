@@ -78,7 +78,7 @@ class _Reader:
             reason = error.message
         except MALFORMED as error:
             is_named = isinstance(error, Untranslatable)
-            reason = str(error) if is_named else "the request or answer does not follow its API"
+            reason = str(error) if is_named else "the request or answer does not have its API's format"
         messages = [*map(ChatMessage, messages_answered(response))]
         return ChatTurn(self._as(ChatMessage, messages_in(request)), messages, [], reason)
 
@@ -88,7 +88,7 @@ class _Reader:
         return [tidy for _, tidy in made]
 
     def _chat(self, endpoint: str, request: Json, response: Json) -> tuple[list[Json], list[Json], list[Json]]:
-        """The messages shown, the answer and the tools. Raises Untranslatable, NotFound or MALFORMED."""
+        """The messages shown, the answer and the tools. Raises Untranslatable, NotFound or one of MALFORMED."""
         match endpoint:
             case "messages":
                 answer = [MessagesTranslator.history(response)] if "content" in response else []
@@ -105,14 +105,14 @@ class _Reader:
                 return *self._completions(request, response), []
         messages = request["messages"]
         if any(message.get("function_call") for message in messages):
-            raise Untranslatable("`function_call`, which `tool_calls` replaced")
+            raise Untranslatable("a message has a `function_call`, which `tool_calls` replaced")
         return messages, messages_answered(response), request.get("tools") or []
 
     def _completions(self, request: Json, response: Json) -> tuple[list[Json], list[Json]]:
         """A text prompt as chat. One that extends an earlier prompt and its answer is the conversation's next turn."""
         prompts = request["prompt"] if isinstance(request["prompt"], list) else [request["prompt"]]
         if len(prompts) != 1 or not isinstance(prompt := prompts[0], str):
-            raise Untranslatable("a prompt of tokens, or of several texts")
+            raise Untranslatable("the prompt is not a single text")
         before, answer = max(filter(prompt.startswith, self._texts), key=len), messages_answered(response)
         shown = self._texts[before]
         if rest := prompt[len(before) :]:
@@ -146,7 +146,7 @@ def _tidy(message: Json) -> ChatMessage:
 def _tool_call(call: Json) -> Json:
     """A tool call with its arguments as an object: {} if they are empty, unchanged if they are not a JSON object."""
     if "function" not in call:
-        raise Untranslatable(f"a tool call has the type {call.get('type')!r}")
+        raise Untranslatable(f"a tool call of type {call.get('type')!r} has no function")
     value = given = call["function"].get("arguments")
     with suppress(ValueError):
         value = loads(given or "{}") if isinstance(given, str | None) else given
@@ -163,7 +163,7 @@ def _tidy_tool(tool: Json) -> Json:
 
 
 def messages_in(request: Json) -> list[Json]:
-    """Return the messages of a request of any API, unchanged."""
+    """Return the messages of a request of any API. System prompts and plain texts become messages."""
     given = request.get("messages", request.get("input", request.get("prompt", [])))
     if dicts(given) != given:
         given = [{"role": "user", "content": given}]
@@ -172,12 +172,12 @@ def messages_in(request: Json) -> list[Json]:
 
 
 def messages_answered(response: Json) -> list[Json]:
-    """Return the messages of an answer's first choice, unchanged."""
+    """Return the messages of an answer's first choice; [] if it has none."""
     return next(iter(answers(response)), [])
 
 
 def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[ChatMessage]]]:
-    """Yield each turn with its new messages: those after the longest beginning that it shares with an earlier turn."""
+    """Yield each turn with the messages shown after the longest beginning that it shares with an earlier turn."""
     earlier = set[int]()
     for turn in turns:
         digests = [*beginnings(turn.messages)]

@@ -53,14 +53,14 @@ class TokenTurn:
 
     @property
     def size(self) -> int:
-        """Return its approximate size in bytes: the tokens, and three times as much for the messages."""
+        """Return the approximate size in bytes: the tokens, and three times as much for the messages."""
         return 16 * len(self.ids) + 4 * len(self.rendered)
 
 
 def turn_of(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
 ) -> TokenTurn | None:
-    """Return the turn of a call with only texts, known tokens and one answer, or None. `rendered`: as in TokenTurn."""
+    """Return a call's turn; None unless it has only texts, known tokens and one answer. `rendered`: as in TokenTurn."""
     messages, answered = request.get("messages"), answers(response)
     if not (prompt and len(answered) == len(choices) == 1 and choices[0].token_ids and _are_texts(messages)):
         return None
@@ -127,7 +127,7 @@ def as_sampled(turn: TokenTurn, closing: list[int]) -> list[int]:
 
 
 def exact_prompt(turn: TokenTurn, history: list[int], rendered: list[int], closing: list[int]) -> list[int] | None:
-    """Return the tokens to send; None if the new rendering does not begin with that of the old messages.
+    """Return the tokens to send; None unless `rendered` begins with `history`, and `history` ends with `closing`.
 
     `history`: the turn's messages and answer, rendered; `rendered`: the new request's, with the generation prompt.
     """

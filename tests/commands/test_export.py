@@ -158,7 +158,7 @@ def test_a_text_that_grows_is_one_conversation() -> None:
     (messages,) = found
     assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant"]
     assert "".join(texts(found)[0]) == "Q: 2 + 3? Look up.\nFound: 5 So 5."
-    assert left_out == {"a prompt of tokens, or of several texts": 1}
+    assert left_out == {"the prompt is not a single text": 1}
 
 
 def test_what_only_the_provider_has_is_left_out_and_said() -> None:

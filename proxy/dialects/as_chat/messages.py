@@ -44,7 +44,7 @@ def _thinking(body: Json, template: Template) -> Json:
 
 
 def chat_messages(body: Json, template: Template) -> list[Json]:
-    """Return the chat messages of a request; raise Untranslatable."""
+    """Return the chat messages of a request. Raises Untranslatable if chat cannot express one."""
     first = body.get("system") or []
     system, out = [first] if isinstance(first, str) else _system_texts(first), list[Json]()
     for message in body["messages"]:
@@ -61,7 +61,7 @@ def chat_messages(body: Json, template: Template) -> list[Json]:
 def _system_texts(content: str | list[Json]) -> list[str]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if kinds := {block["type"] for block in blocks} - {"text"}:
-        raise Untranslatable(f"a system message has blocks of type {min(kinds)!r}")
+        raise Untranslatable(f"vLLM does not support system messages with blocks of type {min(kinds)!r}")
     texts = [block.get("text") or "" for block in blocks]
     return [text for text in texts if text and not text.startswith(_BILLING)]
 
@@ -69,7 +69,7 @@ def _system_texts(content: str | list[Json]) -> list[str]:
 def _messages(role: str, content: str | list[Json]) -> list[Json]:
     """The chat messages for a user or assistant message. Tool results come before the other blocks."""
     if role not in ("user", "assistant"):
-        raise Untranslatable(f"a message has the role {role!r}")
+        raise Untranslatable(f"a message has the unknown role {role!r}")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results: list[Json] = []
@@ -119,7 +119,7 @@ def _image(source: Json) -> Json:
 
 
 def chat_tools(body: Json) -> list[Json]:
-    """Return the chat tools of a request; raise Untranslatable."""
+    """Return the chat tools of a request. Raises Untranslatable if one has no `input_schema`."""
     tools: list[Json] = []
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
@@ -227,7 +227,7 @@ class MessagesTranslator(Translator):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """The whole answer. A tool input that is not an object (when cut off, say) is kept as Anthropic suggests."""
+        """The whole answer. A tool input that is not an object (cut off, say) is put where Anthropic suggests."""
         stream = MessagesStream()
         for event in events:
             stream.take(b"", event)

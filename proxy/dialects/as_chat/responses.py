@@ -64,7 +64,7 @@ def _items(given: Json) -> Sequence[Json]:
 
 
 def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
-    """Return the chat messages that a request shows the model, after the `earlier` items; raise Untranslatable."""
+    """Return chat messages for the `earlier` items, then a request's. Raises Untranslatable if chat cannot hold one."""
     items = [*earlier, *_items(given)]
     known = {item.get("id"): item for item in items if item.get("type") != "item_reference"}
     try:
@@ -80,7 +80,7 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
 
 
 def messages_of(items: Iterable[Json]) -> list[Json]:
-    """Return the messages for these items, oldest first; raise Untranslatable.
+    """Return the chat messages for these items, in order. Raises Untranslatable if chat cannot express one.
 
     As in vLLM, a part of the model's turn joins the message before it if that message lacks such a part. Further tool
     calls join it too, and so does text after a call, because a chat message has only one text.
@@ -104,7 +104,7 @@ def _message(item: Json) -> Json:
         case "message":
             role, content = item.get("role"), item["content"]
             if role not in _ROLES:
-                raise Untranslatable(f"a message has the role {role!r}")
+                raise Untranslatable(f"a message has the unknown role {role!r}")
             if not isinstance(content, str):
                 parts = [_part(part) for part in content]
                 # vLLM would keep only the first text of the model's.
@@ -114,7 +114,7 @@ def _message(item: Json) -> Json:
             text = "".join(part["text"] for part in item.get("content") or ())
             text = text or "\n\n".join(part["text"] for part in item.get("summary") or ())
             if not text and item.get("encrypted_content"):
-                raise Untranslatable("its reasoning is encrypted")
+                raise Untranslatable("a reasoning item is encrypted")
             return {"role": "assistant", "reasoning": text}
         case "function_call" | "custom_tool_call" as kind:
             is_custom = kind == "custom_tool_call"
@@ -154,7 +154,7 @@ def _flat_name(namespace: Any, name: str) -> str:
 def _functions(tools: Iterable[Json]) -> dict[str, Json]:
     """The agent's functions and custom tools by the name that the model sees, each with its `namespace`.
 
-    As in vLLM, tools that the server runs itself are not shown. Raise Untranslatable for tools that it refuses.
+    As in vLLM, tools that a server runs are not shown. Raises Untranslatable for grammars and tools that vLLM refuses.
     """
     functions: dict[str, Json] = {}
     for tool in tools:
@@ -171,7 +171,7 @@ def _functions(tools: Iterable[Json]) -> dict[str, Json]:
 
 
 def tools_of(tools: Iterable[Json]) -> list[Json]:
-    """Return a request's tools in chat's form. Raise Untranslatable for tools that vLLM refuses."""
+    """Return a request's tools in chat's form. Raises Untranslatable for grammars and tools that vLLM refuses."""
     shown: list[Json] = []
     for name, tool in _functions(tools).items():
         is_custom = tool["type"] == "custom"
@@ -189,11 +189,11 @@ def _tools(given: Json) -> Json:
         raise Untranslatable("tool_choice is given, but the model sees no tool")
     if isinstance(choice, dict):
         if "structured_outputs" in given:
-            raise Untranslatable("it has both structured_outputs and a tool_choice that names a tool")
+            raise Untranslatable("both structured_outputs and a tool_choice that names a tool are given")
         if choice["type"] not in ("function", "custom"):
             raise Untranslatable(f"vLLM does not support a tool_choice of type {choice['type']!r}")
         if all(tool["function"]["name"] != choice["name"] for tool in tools):
-            raise Untranslatable(f"tool_choice names {choice['name']!r}, which is not a tool")
+            raise Untranslatable(f"tool_choice names {choice['name']!r}, which is not one of the tools")
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return {"tools": tools, "tool_choice": choice}
 
@@ -228,7 +228,7 @@ _SCHEMA = ("name", "schema", "type", "description", "strict")
 
 
 class ResponsesTranslator(Translator):
-    """Translates the Responses API. The numbered events: the new response, its items in turn, the complete response."""
+    """Translates the Responses API, whose numbered events hold a new response, its items and the complete response."""
 
     own: ClassVar = ResponsesApi()
     opened_by_nothing: ClassVar[tuple[str, ...]] = ("reasoning",)
@@ -260,7 +260,7 @@ class ResponsesTranslator(Translator):
             chat["reasoning_effort"] = effort
         form = given.get("text", {}).get("format")
         if form and "structured_outputs" in given:
-            raise Untranslatable("it has both text.format and structured_outputs")
+            raise Untranslatable("both text.format and structured_outputs are given")
         if form and form["type"] != "text":
             schema = {name: value for name, value in form.items() if name != "type" and value is not None}
             chat["response_format"] = {"type": form["type"]} | ({"json_schema": schema} if schema else {})
@@ -386,7 +386,7 @@ def _custom_input(arguments: str) -> str:
 
 
 def _usage(usage: Json | None) -> Json | None:
-    """The usage in the form of Responses; counts that the server does not send are 0."""
+    """The usage in the form of Responses; details that the server does not send are 0."""
     if usage is None:
         return None
     cache, spent = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}

@@ -84,7 +84,7 @@ PROBES: dict[str, tuple[str, Json]] = {
 
 
 def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
-    """Infer the chat template's behaviour from the answers (status and body) to the probes, of which some may fail."""
+    """Infer the chat template's behaviour from the answers (status and body) to the probes, some of which may fail."""
     bodies = {name: body if status == 200 else {} for name, (status, body) in answers.items()}
     prompts = {name: body.get("prompt_token_ids") or [] for name, body in bodies.items()}
     counts = {name: body.get("input_tokens") or len(prompts[name]) for name, body in bodies.items()}
@@ -100,11 +100,11 @@ def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
 
 
 class Translator(ChatApi, ABC):
-    """One call of another API on its way through the chat route. As a dialect, it reads chat and gives `own` events.
+    """A call of another API through the chat route. As a dialect, it reads chat and gives events of its `own` API.
 
-    One part of the answer is open at a time: its reasoning, its content, or a tool call. Calls come one after another,
-    however the server sends them; text that arrives inside a call waits for the call's end. `request`: the request for
-    the chat route, without the proxy's additions. `continues`: whether it continues a response that only the proxy has,
+    One part of the answer is open at a time: its reasoning, its content, or a tool call. Tool calls are sent one after
+    another, however they arrive; text that arrives inside one waits for its end. `request`: the request for the chat
+    route, without the proxy's additions. `continues`: whether this call continues a response that only the proxy has,
     so that no other route can answer it.
     """
 
@@ -127,7 +127,7 @@ class Translator(ChatApi, ABC):
 
     @abstractmethod
     def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
-        """Return the request for the chat route, without the proxy's additions; raise Untranslatable.
+        """Return the request for the chat route, without the proxy's additions. Raises Untranslatable if there is none.
 
         `earlier`: the items before the body's own, oldest first, if the body only refers to them.
         """
@@ -151,7 +151,7 @@ class Translator(ChatApi, ABC):
         return self.own.error_body(error)
 
     def feed(self, chunk: Json) -> Iterator[Json]:
-        """Yield the events for a chunk, which may contain more than the agent asked for."""
+        """Yield the events for a chunk. The chunk may contain more than the agent asked for."""
         is_first = not self.told
         self.told |= {name: value for name, value in chunk.items() if value is not None}
         if is_first:
