@@ -63,7 +63,7 @@ class AskedModel(Section):
                 "provider with OpenAI's API, set model to openai/NAME and api_base to its address"
             )
         if not self.address:
-            yield "model hosted_vllm/… needs api_base, as in http://127.0.0.1:8200/v1"
+            yield "model hosted_vllm/… needs api_base, such as http://127.0.0.1:8200/v1"
         check_url("api_base", self.address, is_vllm=False)
 
 
@@ -90,7 +90,7 @@ class RewarderConfig(AskedModel):
             if getattr(self, key) and self.kind != kind:
                 yield f"{key} is for kind {kind}, not {self.kind}"
         if self.model is None and self.kind != "next_message":
-            yield f"kind {self.kind} needs a model, as in openai/gpt-5-mini or hosted_vllm/Qwen/Qwen3-8B"
+            yield f"kind {self.kind} needs a model, such as openai/gpt-5-mini or hosted_vllm/Qwen/Qwen3-8B"
         if not self.criteria and self.kind == "rubric":
             yield "kind rubric needs criteria, as in [{name: correct, question: Is the result right?}]"
         yield from super().faults()
@@ -101,7 +101,7 @@ class CallsConfig(AskedModel):
 
 
 class JudgeConfig(FeatureSection):
-    """`use`: the rewarders. `budget`: for the models of all. `calls`: the judge of calls (`trainer.credit: judge`)."""
+    """`use`: the rewarders. `calls`: the judge of calls (`trainer.credit: judge`). `budget`: for the models of both."""
 
     name = "judge"
     functions = {"credit": ("judge",)}

@@ -52,7 +52,7 @@ IS_DATA = (
 
 
 class Away(Exception):
-    """A rewarder cannot work now: its model is down or refuses, its file broken, its budget spent. Rollouts wait."""
+    """A rewarder cannot work now: its model fails, its file cannot be loaded or its budget is spent. Rollouts wait."""
 
 
 class NoReward(Exception):
@@ -60,7 +60,7 @@ class NoReward(Exception):
 
 
 class NeverAnswered(NoReward):
-    """The model refuses this question, but not others: for its content or its length, as far as is known."""
+    """The model refuses this question, but not others: presumably because of the question's content or length."""
 
 
 class _Refused(Away):
@@ -108,7 +108,7 @@ class JudgeModel:
         )
 
     async def ask(self, system: str, text: str, field: Field, about: Sequence[str]) -> tuple[Any, str]:
-        """Return what `field` reads from the answer, and its reason. `about`: the ids of the rollouts in question.
+        """Return what `field` reads from the answer, and the model's reason. `about`: ids of the rollouts in question.
 
         Raises Away, or NoReward if two answers cannot be read or the model refuses the question.
         """
@@ -127,7 +127,7 @@ class JudgeModel:
         raise NoReward(f"the answer of {self._config.model} cannot be read ({wrong}): {shown}")
 
     async def _answer(self, system: str, turns: Sequence[Json], field: Field, about: Sequence[str]) -> str:
-        """The model's answer, reused if the same was asked before. Raises Away, NoReward."""
+        """Return the model's answer, or an earlier answer to the same question. Raises Away or NeverAnswered."""
         asked = dumps([self._config.model, self._config.address, system, turns, *field[:3]])
         digest = hashlib.sha256(asked.encode()).hexdigest()
         async with self._slots:
@@ -156,7 +156,7 @@ class JudgeModel:
     async def _sent(self, body: Json) -> str:
         """Return the model's answer. Count usage: as reported, or an estimate if tokens may have been used."""
         spent = guess = Used(len(dumps(body)) // 4)
-        problem = f"{self._config.model} gives no answer"
+        problem = f"{self._config.model} failed to answer"
         try:
             status, text = await self._post(body)
             if status == 200:
@@ -211,14 +211,14 @@ def require_model(what: str, asked: AskedModel, config: Config) -> None:
     """Raise ConfigError if the model may not be asked: no key, budget or price, or it is behind this proxy."""
     budget, what = config.section(JudgeConfig).budget, f"{what}: {asked.model}"
     if asked.is_elsewhere and asked.key is None:
-        raise ConfigError(f"{what} needs a key: set {APIS[asked.api][1]}")
+        raise ConfigError(f"{what} needs a key; set {APIS[asked.api][1]}")
     if asked.is_elsewhere and budget.tokens is None and budget.usd is None:
-        raise ConfigError(f"{what} costs money: set judge.budget.tokens or judge.budget.usd")
+        raise ConfigError(f"{what} costs money; set judge.budget.tokens or judge.budget.usd")
     if budget.usd is not None and price_of(asked, config) is None:
-        raise ConfigError(f"{what} has no price, which judge.budget.usd needs: add it to prices")
+        raise ConfigError(f"{what} has no price, which judge.budget.usd needs; add one to `prices`")
     where = urlsplit(asked.address)
     if where.hostname in ("127.0.0.1", "localhost") and where.port == config.proxy.port:
-        raise ConfigError(f"{what} is behind this proxy, so its calls would be judged too: set another api_base")
+        raise ConfigError(f"{what} is behind this proxy, so its calls would be judged too; set another api_base")
 
 
 def body_of(config: AskedModel, system: str, turns: Sequence[Json], field: Field) -> Json:
@@ -241,7 +241,7 @@ def body_of(config: AskedModel, system: str, turns: Sequence[Json], field: Field
 
 
 def pattern_of(name: str, pattern: str) -> str:
-    """Return the regular expression of an answer: an object with a reason and the field `name`."""
+    """Return the regular expression for an answer: an object with a reason and the field `name`."""
     return rf'\{{"reason": "{REASON}", "{name}": {pattern}\}}'
 
 
@@ -279,7 +279,7 @@ def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[str]:
 
 
 def written(mark: str, messages: Iterable[str], most: int) -> str:
-    """Return messages as one text, shortened to about `most` characters. Each begins with a mark that none can have."""
+    """Return messages as one text, shortened to about `most` characters. Each begins with a mark that none contains."""
     return shortened("\n".join(f"{mark} {one}" for one in messages), most)
 
 

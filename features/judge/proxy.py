@@ -53,7 +53,7 @@ class Unrated(BaseModel):
 async def get_queue(
     request: ControlRequest, person: Annotated[str, Query(min_length=1, max_length=200)], limit: Limit = 50
 ) -> Any:
-    """Completed or failed rollouts that this person (a `source`) has not rated, of the newest 5,000; newest first."""
+    """Completed or failed rollouts among the newest 5,000 that this person (a `source`) has not rated, newest first."""
     key_id = request.caller.sees
     statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY)
     wanted = {"person": person, "limit": limit, "key_id": key_id}

@@ -37,7 +37,7 @@ POSTED = ("rollout_id", "reward", "call_id", "name", "source", "comment", "final
 
 @dataclass(slots=True, kw_only=True)
 class Rescore:
-    """A run of the command. `scored`: rollouts with their rewards or error; `there_before`: how many had some."""
+    """A run of the command. `scored`: rollouts with their rewards or error; `there_before`: number scored before."""
 
     config: Config
     ids: Sequence[str]
@@ -51,7 +51,7 @@ class Rescore:
     there_before: int = 0
 
     async def run(self) -> None:
-        """Ask the rewarder and post its rewards. Raises ConfigError if it cannot start or continue."""
+        """Ask the rewarder and post its rewards. Raises ConfigError if the rewarder cannot start or continue."""
         async with opened(self.config, self.rewarder) as rewarder, ApiClient.of(self.config, patience_s=60) as api:
             groups, slots = await self._groups(api, rewarder), asyncio.Semaphore(rewarder.at_once)
             with progress_bar() as progress:
@@ -65,7 +65,7 @@ class Rescore:
                 await all_of(map(score, groups))
 
     async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
-        """The ids of rollouts to post at once: all given ones, or those of a task if compared or retrained, or one."""
+        """Group rollout ids to post together: all given ones, or a task's (to compare or retrain), or single ones."""
         if self.ids:
             return [[(await find(api, one))["rollout_id"] for one in self.ids]]
         groups = defaultdict[str, list[str]](list)
@@ -77,7 +77,7 @@ class Rescore:
         return [*groups.values()]
 
     async def _score(self, api: ApiClient, rewarder: Rewarder, group: list[str]) -> None:
-        """Ask about rollouts without this version's rewards (all if `again` or `dry_run`); post all rewards at once."""
+        """Score rollouts without this version's rewards (all if `again` or `dry_run`); post, unless `dry_run`."""
         posts, scored = list[Json](), list[Json]()
         for part in [group] if rewarder.in_groups else [[rollout_id] for rollout_id in group]:
             rollouts, source = await read_rollouts(api, part), await rewarder.source()
@@ -142,7 +142,7 @@ def show(work: Rescore, *, as_json: bool) -> None:
 
 @asynccontextmanager
 async def opened(config: Config, which: str) -> AsyncIterator[Rewarder]:
-    """Yield the rewarder with this name or kind. Its budget applies to this run. Raises ConfigError."""
+    """Yield the rewarder with this name or kind. The budget is for this run alone. Raises ConfigError if it fails."""
     if which != "function":
         await check(config)
     every = all_rewarders(config)
@@ -179,7 +179,7 @@ class Labelled(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """`alike`: the share of `pairs` that label and score order alike, and its 95 % interval; score ties count half."""
+    """`alike`: share of `pairs` that labels and scores order alike, and its 95 % interval. Score ties count as half."""
 
     labels: int
     pairs: int
@@ -260,13 +260,13 @@ async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreeme
             scored.append(Labelled(rollout["rollout_id"], rollout["task_id"], value, score))
     found = agreement(scored, within_tasks=is_rank) if scored else None
     if found is None:
-        raise ConfigError(f"{source}: too few labelled rollouts have a score: {len(silent)} of "
-                          f"{len(silent) + len(scored)} have none; first reason: {next(iter(silent), '')}")  # fmt: skip
+        raise ConfigError(f"{source}: {len(silent)} of {len(silent) + len(scored)} labelled rollouts have no score, "
+                          f"so too few can be compared; first reason: {next(iter(silent), '')}")  # fmt: skip
     return source, found, silent
 
 
 async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[Json, float]]]:
-    """The newest completed rollouts with a label, by task. The rewarder's own rewards do not count as labels."""
+    """The labelled rollouts among the newest, by task. The rewarder's own rewards do not count as labels."""
     own, groups = source.partition("@")[0], defaultdict[str, list[tuple[Json, float]]](list)
     listed = (await collect(api, {"status": "completed"}, NEWEST))[0]
     for rollout in await read_rollouts(api, [one["rollout_id"] for one in listed]):

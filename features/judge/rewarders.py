@@ -120,14 +120,14 @@ class Rewarder:
         """Raise Away or ConfigError if it cannot start."""
 
     async def source(self) -> str:
-        """Return the `source` of its rewards: the rewarder and a version of its function or question. Raises Away."""
+        """Return the `source` of its rewards, which names the rewarder's version. Raises Away if it cannot work now."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End what it started."""
+        """End the processes that it started, if any."""
 
     async def reward(self, rollouts: Sequence[Json]) -> list[Given]:
-        """Return each rollout's rewards, or why the rewarder failed for it, in the group's order. Raises Away."""
+        """Return each rollout's rewards, or why the rewarder failed for it, in order. Raises Away if it cannot work."""
         source = await self.source()
         return [
             scores if isinstance(scores, str) else self._given(rollout["rollout_id"], scores, source)
@@ -146,7 +146,7 @@ class Rewarder:
         ]
 
     async def group(self, rollouts: Sequence[Json]) -> list[Sequence[GivenScore] | str]:
-        """Return each rollout's scores, or why it has none. Raises Away."""
+        """Return each rollout's scores, or why it has none. Raises Away if the rewarder cannot work now."""
 
         async def score(rollout: Json) -> Sequence[GivenScore] | str:
             try:
@@ -157,12 +157,12 @@ class Rewarder:
         return await together(map(score, rollouts))
 
     async def scores(self, rollout: Json) -> Sequence[GivenScore]:
-        """Return one rollout's scores. Raises NoReward, Away."""
+        """Return one rollout's scores. Raises NoReward if it fails for this rollout, Away if it cannot work now."""
         raise NotImplementedError
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run several tasks at once, each to its end. Return their results, or raise the first error."""
+    """Run several tasks at once, each to its end. Return their results, or raise the first error in their order."""
     found: list[T] = []
     for one in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(one, BaseException):
@@ -184,7 +184,7 @@ class FunctionProcess:
         try:
             version = hashlib.sha256(config.file.read_bytes()).hexdigest()[:12]
         except OSError as error:
-            raise Away(f"{config.function}: cannot read {config.file}: {error.strerror}") from None
+            raise Away(f"{config.function}: cannot read {config.file} ({error.strerror})") from None
         if self._process is not None and self._process.returncode is None and self.version == version:
             return
         await self.close()
@@ -201,7 +201,7 @@ class FunctionProcess:
         self.version = version
 
     async def answer(self, rollout: bytes, limit_s: float) -> dict[str, float]:
-        """Return a rollout's rewards by name. Raises NoReward. A process that is late, cancelled or broken is ended."""
+        """Return a rollout's rewards by name. Raises NoReward if it fails. Ends a late, cancelled or broken process."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(rollout)
@@ -244,7 +244,7 @@ class Function(Rewarder):
 
     @asynccontextmanager
     async def loaded(self) -> AsyncIterator[FunctionProcess]:
-        """Yield a free process that has loaded the function. Raises Away if none can load it."""
+        """Yield a free process that has loaded the function. Raises Away if loading fails."""
         process = await self._free.get()
         try:
             await process.load()
@@ -311,7 +311,7 @@ class Rank(ModelRewarder):
         return [[GivenScore(scores[i], found[one][1])] if i in scores else refused for i, one in enumerate(shown)]
 
     async def _without_refused(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, Any]:
-        """The order of the attempts. If the model refuses, try without each in turn: one must not spoil the others."""
+        """Order the attempts. If the model refuses three or more, leave out each in turn: one must not spoil all."""
         for out in (None, *(attempts if len(attempts) > 2 else ())):
             try:
                 return await self._ordered([one for one in attempts if one != out], about)
@@ -320,7 +320,7 @@ class Rank(ModelRewarder):
         raise refused
 
     async def _ordered(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, tuple[int, str]]:
-        """The place of each attempt, from 0, and the reason."""
+        """Return each attempt's place, 0 for the best, and the reason."""
         letters = dict(zip(LETTERS, attempts, strict=False))
 
         def read(order: list[list[str]]) -> dict[str, int]:
@@ -487,7 +487,7 @@ class Judge(ModelRewarder):
 
 
 def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> tuple[str, str]:
-    """Return a mark, and every step as text: the model's last input and its answer."""
+    """Return a mark, and every step as text: the last message that the model was shown, and its answer."""
     turns = [[shown_message(one, clean) for one in (*turn.shown[-1:], *turn.answer)] for turn in chat_turns(steps)]
     mark = mark_for(text for turn in turns for text in turn)
     texts = (fenced(mark, f"Step {i}", written(mark, turn, MAX_STEP)) for i, turn in enumerate(turns, 1))

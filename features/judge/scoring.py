@@ -1,4 +1,4 @@
-"""Has rewarders score completed rollouts; none is trained on before that. Of several proxies, one does it."""
+"""Has rewarders score completed rollouts before they are trained on. If several proxies run, only one does so."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def check(config: Config) -> None:
         is_named = isinstance(rewarder, ModelRewarder) and (rewarder.config.name or len(found) > 1)
         if is_named and rewarder.name not in config.trainer.training_weights:
             name = rewarder.name
-            raise ConfigError(f"judge.use: rewards named {name} have no weight: add one to trainer.reward_weights")
+            raise ConfigError(f"judge.use: rewards named {name} have no weight; add one to trainer.reward_weights")
         try:
             await rewarder.check()
         except Away as error:
@@ -106,7 +106,7 @@ class Spoken:
         return [row["rollout_id"] for row in rows]
 
     async def record(self, rewarder: str, given: Mapping[str, Sequence[Reward]]) -> list[Reward]:
-        """Record, and return, the rewards of rollouts that still await the rewarder, and that it is done with them."""
+        """Record and return the rewards of rollouts that still await the rewarder, and end their wait for it."""
 
         async def work(db: Transaction) -> list[Reward]:
             recorded: list[Reward] = []
@@ -150,12 +150,12 @@ class Scorer:
                         for rewarder in self._rewarders:
                             group.create_task(self._ask(rewarder))
         except* (LightningError, OSError) as errors:
-            log.warning("rollouts cannot be scored, or rewards not recorded: %s", errors.exceptions[0])
+            log.warning("cannot score rollouts or record their rewards: %s", errors.exceptions[0])
         except* Exception as errors:
             log.error("rollouts cannot be scored: internal error", exc_info=errors.exceptions[0])
 
     async def _ask(self, rewarder: Rewarder) -> None:
-        """Ask one rewarder. If it cannot work, others continue, and it is asked about one group at a time."""
+        """Ask one rewarder for scores. While it cannot work, ask it about one group at a time; the others continue."""
         failed, slots = 0, asyncio.Semaphore(rewarder.at_once)
         while True:
             try:
@@ -199,7 +199,7 @@ class Scorer:
                 self._say_once(f"{rewarder.label}: {line}")
 
     async def _seen(self, rollout_id: str) -> Json:
-        """The rollout as `GET /rollouts/{id}?requests=whole` returns it, without features' fields of the rollout."""
+        """The rollout as `GET /rollouts/{id}?requests=whole` returns it, without the fields that features add."""
         store = self._store
         rollout, calls = await store.rollouts.get(rollout_id), await store.calls.of(rollout_id)
         rewards, events = await store.rewards.of(rollout_id), await store.events.of(rollout_id)

@@ -63,7 +63,7 @@ class LitellmUpstream:
         self._listed, self._served = sorted(named), frozenset(named.values())
 
     async def open(self, request: Request) -> LitellmAnswer:
-        """Make one call through litellm, without its retries, or list models. Also raises InvalidRequest, NotFound."""
+        """Make one call through litellm, without its retries, or list models. Also raises InvalidRequest, and NotFound for a model."""
         name, path, seconds = self._config.name, request.path, self._config.first_byte_timeout_s
         if request.method == "GET" and path == "/v1/models":
             models = [{"id": model, "object": "model", "owned_by": name} for model in self._listed]
@@ -327,7 +327,7 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:
-    """Return the text without these secrets, values of secret environment variables and addresses."""
+    """Return the text without addresses, these secrets and secret environment variables (from 8 characters on)."""
     known = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     for secret in sorted({*secrets, *known}, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:

@@ -3,7 +3,7 @@
 `gepa`: reflective mutation, and a Pareto front over tasks (arXiv 2507.19457), by its authors' package.
 `apo`: textual gradients (an editor rewrites as a critic says) and beam search (ProTeGi, arXiv 2305.03495).
 
-A search always replays from its beginning. The store and the file of reflections have the results of earlier parts.
+A search always replays from its beginning. The store and the file of reflections supply what was done before.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ async def optimized(
     config: Config, command: list[str], *, method: str, prompt: str, tasks: Path, held_out: Path | None, reflect: str,
     reflect_url: str | None, budget: int, concurrency: int, promote: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Search, and return the result. `mean_…`: rewards on validation tasks; `before`, `after`: on held-out tasks."""
+    """Search, and return the result. `mean_…`: mean rewards on validation tasks; `before`, `after`: on held-out."""
     require_litellm(f"--reflect {reflect}")
     lessons, validation, unseen = split(tasks, held_out)
     view = ProgressView(Console(stderr=True))
@@ -135,14 +135,14 @@ async def optimized(
 
 
 def split(file: Path, held_out: Path | None) -> tuple[list[Task], list[Task], list[Task]]:
-    """Return tasks to learn from, to validate on, and to hold out. ConfigError if there are too few."""
+    """Return tasks to learn from, to validate on, and to hold out. Raises ConfigError if there are too few."""
     tasks = read_tasks(file)
     random.Random(SEED).shuffle(tasks)
     size = 0 if held_out else len(tasks) // HELD_OUT
     unseen, tasks = read_tasks(held_out) if held_out else tasks[:size], tasks[size:]
     size = min(VALIDATION, len(tasks) // 2)
     if not size or not unseen:
-        raise ConfigError(f"{file} has too few tasks for training, validation and held-out sets")
+        raise ConfigError(f"{file} has too few tasks for training, validation and (without --held-out) held-out sets")
     return tasks[size:], tasks[:size], unseen
 
 
@@ -205,7 +205,7 @@ class Search:
         return int((await self._api.request("POST", "/prompts", body))["version"])
 
     async def scores(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
-        """Return the tasks' scores, in order, running what is missing. Raise BudgetSpent if that exceeds the budget.
+        """Return the tasks' scores, in order, running missing ones. Raises BudgetSpent if they exceed the budget.
 
         Held-out tasks do not count towards the budget.
         """
@@ -230,7 +230,7 @@ class Search:
         self._known[version, task_id] = Score(rollout_id, self._failed_reward if reward is None else reward)
 
     async def validate(self, version: int, text: str) -> Candidate:
-        """Return the version with its mean reward over the validation tasks. Raises BudgetSpent."""
+        """Return the version with its mean reward over the validation tasks. Raises what `scores` raises."""
         if version not in self.tried:
             mean = fmean(score.reward for score in await self.scores(version, self.validation))
             candidate = self.tried[version] = Candidate(version, text, mean)
@@ -243,7 +243,7 @@ class Search:
 
 
 class Reflection:
-    """A reflecting model. A text's n-th request gets the file's n-th answer to it, if any. `most`: allowed answers."""
+    """A reflecting model. A text's n-th request reuses the n-th answer to it in the file. `most`: allowed answers."""
 
     def __init__(self, model: str, base_url: str | None, file: Path, most: int) -> None:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
@@ -257,11 +257,11 @@ class Reflection:
 
     @property
     def used(self) -> Used:
-        """Return the tokens of all answers, as far as the model counts them."""
+        """Return the tokens of all answers, as far as the model reports them."""
         return reduce(Used.plus, (used(kept["usage"]) or Used() for kept in self._answers.values()), Used())
 
     async def ask(self, text: str) -> str:
-        """Return the model's answer. LightningError if it gives none, BudgetSpent if no more answers are allowed."""
+        """Return the model's answer. Raises LightningError if it gives none, BudgetSpent after `most` answers."""
         digest = hashlib.sha256(f"{self._model}\n{text}".encode(errors="surrogatepass")).hexdigest()
         self._uses[digest] += 1
         key = f"{digest} {self._uses[digest]}"
@@ -379,7 +379,7 @@ async def gepa_search(job: Search, reflection: Reflection, own: str) -> None:
 
 
 class _Ended(BaseException):
-    """Stops the package gepa, which ignores all other exceptions."""
+    """Stops the package gepa, which ignores ordinary exceptions."""
 
 
 class _Adapter:

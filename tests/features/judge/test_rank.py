@@ -86,7 +86,7 @@ async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_one_that_is
             assert await values(system, ids) == [0.0, 1.0]
         assert await collector.next_batch(0, fewer=True) is not None
     (line,) = [r.getMessage() for r in caplog.records if "wait for it" in r.getMessage()]
-    assert line.startswith("judge.use: rank: openai/m gives no answer: HTTP 503")
+    assert line.startswith("judge.use: rank: openai/m failed to answer: HTTP 503")
 
 
 async def test_a_group_waits_for_its_last_sibling_but_not_for_ever(start: Any, judge: ScriptedJudge) -> None:
@@ -261,11 +261,11 @@ BY_CALL = {"credit": "judge", "judge": {"model": "hosted_vllm/m", "api_base": "h
 @pytest.mark.parametrize(
     ("use", "more", "said"),
     [
-        (JUDGED, {}, "openai/gpt-5-mini needs a key: set OPENAI_API_KEY"),
-        (JUDGED | {"api_key": "k"}, {}, "costs money: set judge.budget.tokens or judge.budget.usd"),
+        (JUDGED, {}, "openai/gpt-5-mini needs a key; set OPENAI_API_KEY"),
+        (JUDGED | {"api_key": "k"}, {}, "costs money; set judge.budget.tokens or judge.budget.usd"),
         (OURS, {}, "is behind this proxy, so its calls would be judged too"),
         (JUDGED | {"api_key": "k", "model": "openai/new"}, {"judge": {"budget": {"usd": 1}}}, "new has no price, whi"),
-        ({"kind": "next_message", "name": "reply"}, {}, "rewards named reply have no weight: add one to trainer.rewar"),
+        ({"kind": "next_message", "name": "reply"}, {}, "rewards named reply have no weight; add one to trainer.rewar"),
         ({"kind": "next_message", "name": "judge"}, {"trainer": BY_CALL}, "two rewarders give rewards named 'judge'"),
         ({"kind": "rank"}, {}, "kind rank needs a model"),
         ({"kind": "rank", "model": "gpt-5"}, {}, "model must be openai/NAME, anthropic/NAME or hosted_vllm/NAME"),
@@ -345,7 +345,7 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
     assert said.startswith("2 ") and (said.count("\n"), judge.asked) == (1, [])
     assert "no two rollouts of one task have different rewards named human" in said
     await labelled(unranked, 0, 1, 2, task="three")
-    refused = "too few labelled rollouts have a score: 3 of 3 have none; first reason: the answer of openai/m cannot"
+    refused = "3 of 3 labelled rollouts have no score, so too few can be compared; first reason: the answer of openai/m"
     assert refused in await checked()
     await labelled(unranked, 0, 1, task="two")
     judge.status = 429  # away for a moment
