@@ -63,7 +63,7 @@ class LitellmUpstream:
         self._listed, self._served = sorted(named), frozenset(named.values())
 
     async def open(self, request: Request) -> LitellmAnswer:
-        """Make one call through litellm, without its retries, or list models. Also raises InvalidRequest, and NotFound for a model."""
+        """Call litellm, without its retries, or list models. Raises InvalidRequest or NotFound for a wrong request."""
         name, path, seconds = self._config.name, request.path, self._config.first_byte_timeout_s
         if request.method == "GET" and path == "/v1/models":
             models = [{"id": model, "object": "model", "owned_by": name} for model in self._listed]

@@ -136,7 +136,7 @@ def listed(attributes: Attributes, names: Iterable[str]) -> list[Json]:
 
 
 def parsed(value: Any) -> Any:
-    """Return the value of an attribute: on spans, most structures are JSON text."""
+    """Return the value of an attribute, parsed if it is JSON text, as most structures on spans are."""
     if not isinstance(value, str):
         return value
     try:
@@ -209,7 +209,7 @@ def _chat_call(call: Json) -> Json:
 
 
 def _chat_tool(tool: Json) -> Json | None:
-    """A tool definition, wrapped in `function` as in chat."""
+    """A tool definition, wrapped in `function` as in chat; None if it cannot be read."""
     if "json_schema" in tool:  # OpenInference's
         schema = parsed(tool["json_schema"])
         return schema if isinstance(schema, dict) else None

@@ -1,4 +1,4 @@
-"""Converts OTLP over HTTP (https://opentelemetry.io/docs/specs/otlp/#otlphttp): spans in, answers out. Pure."""
+"""Converts OTLP over HTTP (https://opentelemetry.io/docs/specs/otlp/#otlphttp): spans in, answers out. No I/O."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span, with hexadecimal ids and times in Unix seconds. `attributes`: its own, its resource's, GenAI events'."""
+    """A span, with hexadecimal ids and times in Unix seconds. `attributes`: with its resource's and GenAI events'."""
 
     trace_id: str
     span_id: str
@@ -52,7 +52,7 @@ def encoding_of(content_type: str) -> Encoding:
 
 
 def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
-    """Return an export's spans, and errors for unreadable spans and resources. InvalidRequest for other bodies."""
+    """Return an export's spans, and errors for unreadable parts. Raises InvalidRequest if the body is no export."""
     try:
         resources = [*(_export(body, encoding).get("resourceSpans") or ())]
     except Exception as error:  # whatever bytes from outside lead to

@@ -157,11 +157,11 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
 
 
 def _rollout(span: Span) -> RolloutName:
-    """The rollout named by span or resource, or else by the trace id. InvalidRequest for invalid ids, mode or time."""
+    """The rollout that span or resource name, else the trace id. Raises InvalidRequest for a wrong id, mode or time."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
         raise InvalidRequest("a trace id must be 16 bytes in hexadecimal, and a span id 8")
     if span.started_at <= 0:
-        raise InvalidRequest("the span has no start time")
+        raise InvalidRequest("the span has neither a start time nor an end time")
     ids = {name: _named(span, name) for name in ("rollout_id", "task_id", "agent_name")}
     for name, value in ids.items():
         if value is not None:

@@ -29,14 +29,14 @@ router = APIRouter()
 
 @router.get("/readyz")
 async def readyz() -> dict[str, str]:
-    """Answers 200 with the status `alone`, by which the page knows that nothing here answers calls."""
+    """Answers with HTTP 200 and the status `alone`, which tells the page that nothing here answers calls."""
     return {"status": "alone", "store": "ok"}
 
 
 def dashboard(store: StoreConfig, port: int) -> None:
     """Serve the page until Ctrl-C, at an address that contains a key.
 
-    LightningError if there is no store or the port is taken, or if a file that was not in use is written.
+    Raises LightningError if there is no store or the port is taken, or if a file that was not in use is written.
     """
     file = None if store.is_postgres else store.path.expanduser().absolute()
     if file is not None and not file.is_file():
@@ -47,7 +47,7 @@ def dashboard(store: StoreConfig, port: int) -> None:
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(store, port, idle))
     if idle is not None and idle.is_written():
-        raise LightningError(f"{file} is in use again, so the page would be out of date: start the dashboard again")
+        raise LightningError(f"{file} was changed, so the page would be out of date: start the dashboard again")
 
 
 async def _serve(store: StoreConfig, port: int, idle: IdleFile | None) -> None:

@@ -12,7 +12,7 @@ from ...core.config.section import FeatureSection, Number
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 ONE_SERVER = (
-    "promotion.mode gated needs a second server where weights are published merged: a server serves one version. "
+    "promotion.mode gated needs a second server if weights are published merged: a server serves one version. "
     "Give the policy's upstream `replicas`, or set policy.publish to lora"
 )
 

@@ -113,7 +113,7 @@ class Observed:
     """A rollout that counts in a test, as known so far. `rewards`: only rewards that are evidence.
 
     `opened_by`: the key, or empty for all keys that give evidence; groups are formed within it. `alone`: only its
-    version answered it. The last five fields are metrics (`NO_REWARDS`); None: the rollout has no value.
+    version answered its calls. The last five fields are metrics (`NO_REWARDS`); None: the rollout has no value.
     """
 
     rollout_id: str
@@ -175,7 +175,7 @@ class Promotions:
         await self._db.write(work)
 
     async def assign(self, test: Promotion, rollout: RolloutName, config: Config) -> int:
-        """Return the version that a rollout keeps: the live one if it began after `max_rollouts`, or after the test."""
+        """Return the version that a rollout keeps: if it began after `max_rollouts` or the test, the live version."""
         row: dict[str, Any] = {"n": test.n, "against": test.against, "rollout_id": rollout.rollout_id}
         row |= {"task_id": rollout.task_id, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
         known = await self._db.one(KNOWN, row)
@@ -229,7 +229,7 @@ class Promotions:
         return await self._db.write(work)
 
     async def end(self, reason: str) -> None:
-        """Stop the running test."""
+        """Stop the running test, if any."""
         row = {"reason": reason, "at": time.time()}
         await self._db.commit([(END, [row]), (VERSION_UNTESTED, [row])])
 

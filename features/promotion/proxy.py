@@ -56,7 +56,7 @@ class Gate:
         self._seen: tuple[Any, ...] = ()  # changes when there is something new to weigh
 
     async def run(self) -> None:
-        """Evaluate new rollouts and decide, until cancelled. One of several processes does it."""
+        """Evaluate new rollouts and decide, until cancelled. If several processes run, only one does so."""
         while True:
             read = 0
             try:
@@ -107,7 +107,7 @@ class GuardedMetric(NamedTuple):
         return earned(rollout.rewards, self.rules).returned
 
     def compared(self, groups: Sequence[SiblingGroup], metrics: int) -> tuple[dict[str, Any], Evidence]:
-        """Return the numbers of all groups, for storing, and the evidence. `metrics`: the number of metrics."""
+        """Return numbers to store, and the evidence, both from all groups. `metrics`: how many metrics are guarded."""
         pairs, seen = list[float](), {side: list[float]() for side in SIDES}
         for group in groups:
             values = {side: [v for one in group[side] if (v := self.of(one)) is not None] for side in SIDES}
@@ -128,7 +128,7 @@ class GuardedMetric(NamedTuple):
 
 
 def metrics_of(config: Config) -> list[GuardedMetric]:
-    """Return the gate's metrics. `reward` has the trainer's weights, but the gate's own range and value of failures."""
+    """Return the gate's metrics. `reward` has the trainer's weights, but the gate's range and value for failures."""
     gate, found = config.section(PromotionConfig), list[GuardedMetric]()
     for name, margin in gate.metrics.items():
         if name in NO_REWARDS:
@@ -201,7 +201,7 @@ def _settled_at(rollout: Observed, missing: bool) -> float:
 
 
 def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | None, str]:
-    """The outcome of all metrics' evidence, and the reason. `is_over`: no more rollouts will come."""
+    """Decide on all metrics' evidence: the outcome (None: undecided), and why. `is_over`: no rollouts will follow."""
     lines = {
         name: "no pair has a value" if one.mean is None else f"{one.mean:+.3f} on average over {one.pairs} pairs"
         for name, one in judged.items()

@@ -111,7 +111,7 @@ WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
 class PromptVersion:
     """One text of a prompt. `parent`: the version that it was made from. `metrics`: measured by its maker.
 
-    `rewards`: by mode, of the rollouts with this version and a reward: their mean reward and number.
+    `rewards`, by mode: the mean reward, and the number of rollouts with this version that have a reward.
     """
 
     version: int
@@ -135,7 +135,7 @@ class Prompt:
     versions: list[PromptVersion]
 
     def text_of(self, version: int) -> str:
-        """Return the text of a version; NotFound if there is none."""
+        """Return the text of a version. Raises NotFound if there is none."""
         if not 1 <= version <= len(self.versions):
             raise NotFound(f"prompt {self.name!r} has no version {version}", param="version")
         return self.versions[version - 1].text
@@ -179,7 +179,7 @@ async def all_prompts(database: Database) -> list[Prompt]:
 
 
 async def prompt_of(database: Database, name: str, version: int | None = None) -> Prompt:
-    """Return the prompt with this name. NotFound if it or the requested version does not exist."""
+    """Return the prompt with this name. Raises NotFound if it or the requested version does not exist."""
     for prompt in await all_prompts(database):
         if prompt.name == name:
             prompt.text_of(version or prompt.live)
@@ -358,7 +358,7 @@ class PromptSeen(BaseModel):
 
 
 async def add(database: Database, body: PromptBody) -> int:
-    """Return the number of the version with this text, adding it if needed. Conflict if `match` names another one."""
+    """Return the number of the version with this text, adding it if needed. Raises Conflict if `match` differs."""
     match = body.match or Match()
     row: Json = body.model_dump() | match.model_dump() | {"metrics": dumps(body.metrics), "at": time.time()}
 

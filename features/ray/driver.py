@@ -122,7 +122,7 @@ class Driver:
             del self._runs[id]
 
     async def _say_if_all_wait(self) -> None:
-        """Report once if no program has started for a long time although some wait."""
+        """Report once if programs wait, but none has run for `WAITS_S` seconds."""
         since = time.monotonic()
         while time.monotonic() - since < WAITS_S:
             await asyncio.sleep(1.0)
@@ -138,7 +138,7 @@ class Driver:
 
 
 async def end(pieces: ray.ObjectRefGenerator) -> None:
-    """Cancel a task, and wait until its program is dead: END_S, and as long again after killing its worker."""
+    """Cancel a task. Wait up to END_S for its program to end; then kill its worker and wait as long again."""
     for force in (False, True):
         with suppress(failures.RayError, ValueError):
             ray.cancel(pieces, force=force)

@@ -45,7 +45,7 @@ class RayRunner(ServedRunner):
 
 
 def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with `proxy_url` as the root of the proxy's addresses; None: unchanged."""
+    """Return the variables with `proxy_url` as the root of the proxy's addresses; unchanged if it is None."""
     if proxy_url is None:
         return dict(env)
     root = proxy_url.rstrip("/")

@@ -37,7 +37,7 @@ class Teacher:
         self._longest = sys.maxsize
 
     async def check(self) -> None:
-        """Raise ConfigError if the teacher's tokens differ from the policy's, GuideError if it does not answer."""
+        """Raise ConfigError if the teacher's tokens differ from the policy's, GuideError if a request fails."""
         text = TEXT + " ".join(self._tokenizer.all_special_tokens)
         try:
             model = self._config.model or await self._server.base_model()
@@ -56,7 +56,7 @@ class Teacher:
         self._model = model
 
     async def guided(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's log-probabilities. Raise GuideError if it does not answer."""
+        """Return the batch with the teacher's log-probabilities. Raises GuideError if a request fails."""
         started, counts, samples = time.perf_counter(), Counter[str](), list[Sample]()
         if self._model is None:
             await self.check()
@@ -88,7 +88,7 @@ class Teacher:
 
 
 def answers_of(sample: Sample) -> list[tuple[int, int, bool]]:
-    """Return each answer [start, end) in a row, and whether it was sampled at plain temperature 1, as vLLM scores."""
+    """Return each answer [start, end) in a row, and whether it was sampled as vLLM scores: at plain temperature 1."""
     found, place, shaped = [], 0, {start for start, _, _ in sample.shaped}
     for sampled, tokens in groupby(sample.mask):
         start, place = place, place + len(list(tokens))

@@ -59,7 +59,7 @@ Scores = list[list[float]]  # of each row, the log-probability of each target
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A row: lists of one length or empty. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
+    """A row: equally long lists, some empty. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
@@ -125,7 +125,7 @@ class TinkerService:
             return dict(getattr(answer, "metrics", None) or {})
 
     def save_state(self, name: str) -> str:
-        """Save weights and optimizer on the service; returns the path."""
+        """Save weights and optimizer on the service. Return their path."""
         with self._calls("cannot save its state"):
             path = str(_result(self._model.save_state(name)).path)
         self._faults = 0
@@ -154,7 +154,7 @@ class TinkerService:
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
-        """On an error, abandon the model. ConfigError if users must fix it, or after the third fault in a row.
+        """On an error, abandon the model. Raises ConfigError if users must fix it, or for the third fault in a row.
 
         Other errors become TrainingUnavailable; outages always do.
         """
@@ -198,12 +198,12 @@ def _download(url: str) -> bytes:
     if answer.is_success:
         return answer.content
     # Whoever has the address may download, so no message names more than its host.
-    message = f"{answer.url.host} answered {answer.status_code}"
+    message = f"{answer.url.host} answered with HTTP {answer.status_code}"
     raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
 
 
 def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> Weights:
-    """Write the adapter of `model` atomically; return its weights. PublishError if it is incomplete or not PEFT's."""
+    """Write `model`'s adapter atomically; return its weights. Raises PublishError if incomplete or not PEFT's."""
     if missing := [name for name in (WEIGHTS_FILE, CONFIG_FILE) if name not in files]:
         returned = ", ".join(files) or "nothing"
         raise PublishError(f"the training service did not return {' and '.join(missing)}; it returned {returned}")
@@ -212,7 +212,7 @@ def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> We
     unknown = sorted(name for name, match in names.items() if match is None)
     if unknown or not weights:
         raise PublishError(
-            f"the training service's weights are not a LoRA adapter in PEFT's format: {unknown[:3] or 'there are none'}"
+            f"the training service's weights are not a LoRA adapter in PEFT's format; names: {unknown[:3] or 'none'}"
         )
     targets = sorted({match[1].rsplit(".", 1)[-1] for match in names.values() if match})
     config = LoraConfig(

@@ -31,7 +31,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """Return the store in `directory`, made from `source` if missing. ConfigError if it holds another run."""
+    """Return the store in `directory`, made from `source` if missing. Raises ConfigError if it is another run's."""
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
@@ -120,7 +120,7 @@ async def _import_call(recorder: Recorder, row: dict[str, Any], at: float) -> No
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an export of transitions. ConfigError has the number of a row that is not a transition."""
+    """Yield the rows of an export of transitions. Raises ConfigError, which names the line, for other rows."""
     number = 0
     for number, line in lines(source):
         try:

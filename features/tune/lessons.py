@@ -58,7 +58,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Lessons:
-    """Lessons to learn from, and lessons of held-out tasks to measure on. `metrics` counts how they were selected."""
+    """Lessons to learn from, and lessons of held-out tasks to measure on. `metrics`: counts from selecting them."""
 
     train: tuple[Example, ...]
     held_out: tuple[Example, ...]
@@ -175,7 +175,7 @@ class LessonReader:
         return [Example((row,)) for rows in found.values() for row in rows]
 
     async def _pairs(self, siblings: Sequence[Rollout]) -> list[Example]:
-        """The pairs of a task, largest difference first. Of a rollout with several rows, the first counts."""
+        """The pairs of a task, largest difference first. Of a rollout with several rows, only the first is used."""
         config: DpoConfig = self._section
         rewards = [one.reward or 0.0 for one in siblings]
         if max(rewards) - min(rewards) < config.margin:
@@ -243,7 +243,7 @@ def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> Mod
 def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens of prompt and answer, tokenised separately. The answer includes its end token, unless cut off."""
     if call.endpoint != "chat/completions":
-        raise ValueError("no chat")
+        raise ValueError("the call is not a chat completion")
     (choice,), request = call.response["choices"], call.request
     options = {"tools": request.get("tools"), "tokenize": False, **(request.get("chat_template_kwargs") or {})}
     shown, encode = (

@@ -29,7 +29,7 @@ EPOCHS_DONE = "epochs_done"  # a metric of an epoch's last step
 
 
 class OfflineRun:
-    """Makes passes over the data, each in a different order. State is in the store: a killed run resumes exactly."""
+    """Makes passes over the data, each in a different order. A killed run resumes after its last step in the store."""
 
     def __init__(self, core: TrainerCore, hooks: TrainerHooks, epochs: int) -> None:
         self._config = core.config.trainer

@@ -76,7 +76,7 @@ class TuningRun:
         self._runs = config.policy.directory.absolute() / method
 
     async def run(self, stop: asyncio.Event) -> Step | None:
-        """Fine-tune, commit and publish. Return the last step, if any. Waits for the store. Raises NothingToLearn."""
+        """Fine-tune, commit and publish; wait while the store is away. Return the last step. Raises NothingToLearn."""
         while True:
             try:
                 return await self._run(stop)
@@ -152,7 +152,7 @@ class TuningRun:
 
 
 class Rows(NamedTuple):
-    """Rows in the form that a TRL trainer takes, its settings for them, and the tokens that it computes per epoch."""
+    """Rows in the form that a TRL trainer takes, its settings for them, and the number of tokens per epoch."""
 
     dataset: Dataset
     settings: dict[str, Any]
@@ -295,7 +295,7 @@ def measured(method: str, trainer: LightningTrainer, lessons: Sequence[Example])
     """Return the metrics of held-out lessons under the current weights; {} if there is nothing to compare.
 
     sft: the mean cross-entropy (nats) of the answers' tokens. Otherwise the share of comparisons in which the better
-    answer is likelier, and by how many nats on average: dpo compares each pair, kto each thumbs-up answer with each
+    answer is likelier, and by how many nats on average: dpo compares each pair, kto every thumbs-up answer with every
     thumbs-down answer.
     """
     rows = [row for one in lessons for row in one.rows]

@@ -312,7 +312,7 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(st
         ({"lightning.rollout_id": "a b"}, {}, "lightning.rollout_id must be"),
         ({"lightning.rollout_mode": "test"}, {}, "lightning.rollout_mode must be train or eval"),
         ({}, {"spanId": "00aa"}, "span id"),
-        ({}, {"startTimeUnixNano": "0", "endTimeUnixNano": "0"}, "the span has no start time"),
+        ({}, {"startTimeUnixNano": "0", "endTimeUnixNano": "0"}, "the span has neither a start time"),
         ({}, {"startTimeUnixNano": "x"}, "a span cannot be read"),
         ({}, {"events": [1]}, "a span cannot be read"),
     ]

@@ -103,7 +103,7 @@ async def test_a_store_in_use_can_be_looked_at_and_one_that_nobody_used_until_so
     with dashboard(tmp_path, store, store) as (page, _):
         async with start() as system:
             await system.chat("r3")
-            assert page.process.wait(30) == 1 and "is in use again" in page.log.read_text()
+            assert page.process.wait(30) == 1 and "was changed, so" in page.log.read_text()
 
 
 @pytest.mark.sqlite  # it has a server of its own

@@ -194,7 +194,7 @@ async def test_where_the_machine_decides_how_to_publish_the_trainer_refuses(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"policy": {"publish": "merged"}, "upstreams": ONE, **GATED}, "gated needs a second server where weights"),
+        ({"policy": {"publish": "merged"}, "upstreams": ONE, **GATED}, "gated needs a second server if weights"),
         ({"policy": {"publish": "lora", "pin_rollouts": False}, **GATED}, "it needs policy.pin_rollouts"),
         ({"promotion": {"reward_range": [1, 0]}}, "the lowest and the highest reward"),
         ({"promotion": {"share": 0.6}}, "less than or equal to 0.5"),

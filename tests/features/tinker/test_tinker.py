@@ -350,7 +350,7 @@ def test_a_refused_download_is_no_outage_and_the_address_of_the_weights_is_told_
     # An outage, the second, does not count.
     for status, error in zip(("403", "503", "403", "403"), [TrainingUnavailable] * 3 + [ConfigError], strict=True):
         service.faults["files"] = [status]
-        with pytest.raises(error, match=f"answered {status}") as told:
+        with pytest.raises(error, match=f"answered with HTTP {status}") as told:
             t.save_weights(tmp_path / "v2", merged=False)
         said.append(str(told.value))
         t.load(tmp_path / "0")
