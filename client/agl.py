@@ -2,8 +2,8 @@
 
     lightning-proxy run --tasks FILE -- python -m lightning_proxy.client.agl agents:Chat QUESTION=input.question
 
-The class, from version 1.0's `local.agent_class`, runs on this rollout's task. The variables are its `local.env_map`:
-each is read from a path in the task. The emitters are from 0.2 and 0.3.
+`agents:Chat` is the class in version 1.0's `local.agent_class`; it runs on this rollout's task. `QUESTION=…` is an
+entry of 1.0's `local.env_map`: a variable, and a path in the task or a fixed text. The emitters are from 0.2 and 0.3.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _note(name: str, value: Any, attributes: Attributes = None) -> None:
 
 
 def value_at(given: Any, path: str) -> str:
-    """Return the task's value at `input.a.b`, as text or JSON. Any other text is returned unchanged."""
+    """Return the task's value at a path such as `input.a.b`, as text or JSON. Any other path is returned unchanged."""
     first, *places = path.split(".")
     if first != "input" or (not places and path != "input"):
         return path

@@ -1,4 +1,4 @@
-"""A small client of the proxy's control API, with retries, and `answer`, which reads a call's text."""
+"""A small client for the proxy's control API, with retries, and `answer`, which returns the text of a call's answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Control:
     find_s: float = PATIENCE_S
 
     def post(self, path: str, body: Any, headers: Mapping[str, str], *, first: bool = False) -> Any:
-        """Post `body` and return the response's JSON. Retries count once.
+        """Post `body` and return the response's JSON. A retried post takes effect only once.
 
         Raises Refused, ProxyUnreachable, or ClientError if `body` has no JSON form.
         """
@@ -127,7 +127,7 @@ def _failure(status: int, raw: bytes, retry_after: str) -> Exception:
 
 
 def answer(call: Mapping[str, Any]) -> str:
-    """Return the text of a call's answer in chat, completions, Responses or Messages; "" if it has none.
+    """Return the text of a call's answer (its first choice) in chat, completions, Responses or Messages; "" if none.
 
     `call`: one of the calls that `GET /rollouts/{id}` returns, or that a reward function gets.
     """

@@ -18,7 +18,7 @@ LONGEST, MOST = 128 * 1024, 6 * 1024**2
 
 
 class ClientError(Exception):
-    """The base of all errors here. Its text says what was wrong and what to do."""
+    """The base class of the client's own errors."""
 
 
 class NoRollout(ClientError, RuntimeError):
@@ -39,7 +39,7 @@ class Refused(ClientError):
 
 
 def task() -> Any:
-    """Return the task that `lightning-proxy run` started this program for, decoded. Raise NoRollout without one."""
+    """Return the decoded task that `lightning-proxy run` started this program for. Raises NoRollout if none is set."""
     if TASK in os.environ:
         return json.loads(os.environ[TASK])
     if TASK_FILE in os.environ:
@@ -61,9 +61,9 @@ def names_of(url: str, base_url: str, api_key: str, rollout_id: str) -> dict[str
 
 
 def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return all variables for a program: the ones already `there`, and ours. The task is also written to `file`.
+    """Return all variables for a program: those in `there`, without another rollout's, and ours (`env`).
 
-    The task's variable is left out if it is too long for the kernel.
+    The task is also written to `file`. Its variable is left out if the kernel would refuse so much text.
     """
     found = {name: value for name, value in there.items() if name not in STALE} | reached_directly(env, there)
     if TASK not in found:

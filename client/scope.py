@@ -1,7 +1,7 @@
-"""The current rollout of an asyncio task or thread, and functions that emit rewards and events in it.
+"""The current rollout of an asyncio task or thread, and functions that emit rewards and events for it.
 
-Each `emit_…` returns once its event is recorded. In asyncio use `await asyncio.to_thread(emit_…, …)`.
-All raise NoRollout, Refused or ProxyUnreachable, and ClientError for a value that has no JSON form.
+Each `emit_…` returns once its reward or event is recorded. In asyncio use `await asyncio.to_thread(emit_…, …)`.
+All may raise NoRollout, Refused or ProxyUnreachable, and ClientError for a value that has no JSON form.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Rollout:
         return reached_directly(found, os.environ)
 
     def openai(self, **options: Any) -> Any:
-        """An `openai.OpenAI` client of the rollout."""
+        """Return an `openai.OpenAI` client for calls that belong to the rollout."""
         from openai import DefaultHttpxClient, OpenAI
 
         return OpenAI(**{"http_client": DefaultHttpxClient(trust_env=False), **self._options(options)})
 
     def async_openai(self, **options: Any) -> Any:
-        """An `openai.AsyncOpenAI` client of the rollout."""
+        """Return an `openai.AsyncOpenAI` client for calls that belong to the rollout."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         return AsyncOpenAI(**{"http_client": DefaultAsyncHttpxClient(trust_env=False), **self._options(options)})
@@ -132,12 +132,12 @@ class Rollout:
 def current() -> Rollout:
     """The rollout of the innermost scope, or else the one that `lightning-proxy run` started this program for.
 
-    Raises NoRollout. A new thread begins outside any scope, but `asyncio.to_thread` passes the scope on.
+    Raises NoRollout without either. A new thread begins outside any scope, but `asyncio.to_thread` passes the scope on.
     """
     found = scoped()
     if found is None:
         raise NoRollout(
-            "there is no rollout here: emit within `with client.rollout(…):`, or start the program with "
+            "there is no rollout here: call this within `with client.rollout(…):`, or start the program with "
             "`lightning-proxy run`. A new thread does not inherit its parent's rollout: pass it on"
         )
     return found
@@ -153,8 +153,8 @@ class rollout:
 
     It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
     With `end=False` the rollout stays open, for somebody else to end or reward. `rollout_id`, `url` and `api_key`
-    default to the variables that `lightning-proxy run` sets; without them, the rollout gets a new id. If no proxy
-    listens, opening fails within seconds, or after `patience_s`.
+    default to the variables that `lightning-proxy run` sets, or else to a new id, port 8080 on this machine and no key.
+    If no proxy listens there, opening fails within seconds, or after `patience_s` if it is given.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class rollout:
 
 @contextmanager
 def agent(name: str) -> Iterator[Rollout]:
-    """A scope for one agent within a rollout."""
+    """A scope for one agent within the current rollout. Raises NoRollout if there is none."""
     inner = current().as_agent(name)
     token = _current.set(inner)
     try:
@@ -242,7 +242,7 @@ def emit_reward(
 
 
 def emit_state(value: Any, *, name: str | None = None) -> int:
-    """Record the agent's state (any JSON), which is the state of the actions that this agent emits after it."""
+    """Record the agent's state (any JSON value). It becomes the `state` of the actions that this agent emits next."""
     return current().event("state", value=value, name=name)
 
 

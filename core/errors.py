@@ -65,7 +65,7 @@ class MethodNotAllowed(LightningError):
 
 
 class RequestTimeout(LightningError):
-    """The client did not send its request in time. The connection is closed, as its state is unknown."""
+    """The client did not send its request in time. The connection is closed, because its state is unknown."""
 
     status = 408
     headers = ((b"connection", b"close"),)
@@ -125,7 +125,7 @@ class StoreUnavailable(LightningError):
 
 
 class OtherSchema(StoreUnavailable):
-    """The store's schema version is not the one that this code needs. The store is left unchanged."""
+    """The store's tables are missing, of another version, or another program's. The store is left unchanged."""
 
     exit_code = 2
 

@@ -21,7 +21,7 @@ def modules(name: str) -> list[ModuleType]:
 
 
 def load_plugin(name: str) -> Any:
-    """Return the object of the entry point with this name. Raise ConfigError if it cannot be loaded."""
+    """Return the object of the entry point with this name. Raises ConfigError if it cannot be loaded."""
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in installed:
         known = ", ".join(sorted(installed)) or "none"

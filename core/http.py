@@ -23,7 +23,7 @@ LARGE = 2**17  # bytes of a request: above this, a thread costs less than the wa
 
 
 async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
-    """Run `work`, which must not share mutable state, in a thread if `size` is large, so that others need not wait."""
+    """Run `work`, which must not share mutable state, in a thread if `size` is large: other requests need not wait."""
     return work() if size < LARGE else await asyncio.to_thread(work)
 
 

@@ -62,7 +62,7 @@ def encode_as_vllm(body: Any) -> bytes:
 
 
 def as_utf8(text: bytes) -> bytes:
-    """Turn JSON in UTF-16, UTF-32 or with a byte order mark, all of which vLLM reads, into plain UTF-8."""
+    """Turn JSON in UTF-16, UTF-32 or with a byte order mark, which vLLM reads, into plain UTF-8 if it can be read."""
     encoding = "utf-8" if text.startswith(b'{"') else json.detect_encoding(text)
     try:
         return text if encoding == "utf-8" else text.decode(encoding).encode()
@@ -160,7 +160,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Decode a JSON text; raises ValueError if it is not JSON. Numbers that no float holds are read as `Number`.
+    """Decode a JSON text; raises ValueError if it is not JSON. Numbers that no float or integer holds become `Number`.
 
     Texts that may have such numbers, or that orjson refuses (lone surrogates), go to the standard library's parser.
     """
@@ -198,7 +198,7 @@ def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) 
     """Decode a JSON text as `loads` does. If called in a thread, let other threads run meanwhile.
 
     orjson's parser keeps the other threads waiting. The standard library's parser returns to Python for every object
-    and number, because it is given functions for them. `constant`: what reads NaN and infinities.
+    and number, because it is given functions for them. `constant`: the one for NaN and infinities.
     """
     try:
         text = text if isinstance(text, str) else text.decode()

@@ -72,7 +72,7 @@ def used(usage: Any) -> Used | None:
 
 
 def _count(value: Any, name: str) -> int:
-    """The count with this name; 0 for any other value."""
+    """The count with this name; 0 if it is not a plausible count."""
     count = value.get(name) if isinstance(value, dict) else None
     return count if type(count) is int and 0 < count < 2**40 else 0
 
@@ -99,7 +99,7 @@ class Prices:
         self._known: dict[str | None, Price | None] = {}
 
     def of(self, model: str | None) -> Price | None:
-        """Return a model's price; None if unknown. The first call reads a table: do not let an agent wait for it."""
+        """Return a model's price; None if unknown. The first use reads a table: do not let an agent wait for it."""
         if model not in self._known:
             self._known[model] = None if model is None else self.configured(model) or _litellms(model)
         return self._known[model]

@@ -86,10 +86,10 @@ SHAPES = (
 
 
 class Redactor:
-    """Redacts without changing in place. `text` and `value` return the same object if nothing was redacted."""
+    """Redacts copies, never the originals. `text` and `value` return the same object if nothing was redacted."""
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
-        """`keys`: the configured keys. `secrets` redacts them whatever they look like, except short ones."""
+        """`keys`: the configured keys. `config.secrets` redacts them whatever they look like, except short ones."""
         own = [SecretShape(key, re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
         chosen = [SecretShape("", pattern) for pattern in self._patterns]
@@ -129,7 +129,7 @@ class Redactor:
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
         """Return the redacted start of a call, and whether the record may lack something that the model saw.
 
-        Something may be missing wherever the server remembers an earlier response, so the tokens could reveal it. The
+        It may if the server remembers an earlier response, whose tokens could reveal what was redacted there. The
         request's original text is never kept: with a repeated name, it would hold a value that was not checked.
         """
         start = start._replace(request_text=None)
@@ -141,7 +141,7 @@ class Redactor:
         return start._replace(request=request, model=model), shown or unseen
 
     def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
-        """Return the redacted end of a call. If its start (`shown`) or end changed, its tokens are removed too."""
+        """Return the redacted end of a call. Tokens are removed if `shown` (from `start`) or if the response changed."""
         response = self.value(end.response, "response")
         end = end._replace(error=end.error and self.text(end.error), usage=self._texts(end.usage))
         if not shown and response is end.response:

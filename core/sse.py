@@ -55,7 +55,7 @@ class SSEDecoder:
         return frames
 
     def let_go(self) -> bytes:
-        """Return a frame's bytes so far, without the last 3. The remainder will count as a frame without data."""
+        """Return an unfinished frame's bytes, without the last 3. The remainder will count as a frame without data."""
         self._let_go = True
         given = bytes(self._buffer[:-_BLANK])
         del self._buffer[:-_BLANK]
@@ -90,7 +90,7 @@ class SSEDecoder:
         return last
 
     def _last_of(self, raw: bytes) -> Frame:
-        """Return a frame that may begin the stream, or of which a part was returned before: then it has no data."""
+        """Return `raw` as a frame, without data if its beginning was returned before. It may begin the stream."""
         text = raw.removeprefix(BOM_UTF8) if self._begins else raw
         return Frame(raw, None if self._let_go else _frame(text).data)
 

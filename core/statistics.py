@@ -43,7 +43,7 @@ def bootstrap_mean(
 ) -> Interval:
     """Return the 95 % interval of the mean of `values`, one per task, by the percentile bootstrap over tasks.
 
-    For seeds x tasks, both are resampled independently (Owen 2007). With one task, or one seed, the interval says
+    For a seeds x tasks array, both are resampled independently (Owen 2007). With one task or seed, the interval says
     nothing about others. `weights`: of the tasks in the mean, equal by default. The order of tasks does not matter.
     """
     by_seed, rng = np.atleast_2d(np.asarray(values, dtype=float)), np.random.default_rng(seed)
@@ -139,9 +139,9 @@ def evidence_of(differences: Iterable[float], margin: float, level: float, metri
     of bounded random variables by betting", JRSS B 86 (2024), doi 10.1093/jrsssb/qkad009, with a fixed mixture in
     place of one bettor who learns what to bet. Written with lambda = c / (1 + m), the factor is 1 + lambda * (d - m).
 
-    It is exact if each difference, given the earlier ones, has a mean on the hypothesis' side. So siblings of one task
-    are one pair: `difference` compares their means. And pairs are taken in the order in which they began: in order of
-    ending, a candidate that fails slowly would look too good.
+    The test is exact if each difference, given the earlier ones, has a mean on the hypothesis' side. So siblings of one
+    task are one pair: `difference` compares their means. And pairs are taken in the order in which they began: in order
+    of ending, a candidate that fails slowly would look too good.
 
     `margin`: the drop, as a share of the metric's range, that must not go live. `level`: the greatest chance that an
     equal candidate is called worse, and that one with a drop of `margin` or more is called safe. With several
@@ -180,8 +180,8 @@ def interval(differences: Iterable[float], level: float = 0.05, metrics: int = 1
 def difference(candidate: Sequence[float], live: Sequence[float], low: float, high: float) -> float:
     """Return how far the candidate's siblings are above the live version's: one pair, in [-1, 1].
 
-    The mean of one side minus the mean of the other, divided by the range `low` to `high`. Values outside it are
-    clipped. ValueError if a side has no values or the range is empty.
+    The candidate's mean minus the live version's, divided by the range `low` to `high`. Values outside it are clipped.
+    Raises ValueError if a side has no values or the range is empty.
     """
     half = high / 2 - low / 2  # halves, so that no range is too large for a float
     if not candidate or not live or not half > 0:
@@ -193,8 +193,8 @@ def difference(candidate: Sequence[float], live: Sequence[float], low: float, hi
 def sign_difference(candidate: Sequence[float], live: Sequence[float]) -> float:
     """Return how much more often the candidate's value is higher than lower: one pair, in [-1, 1].
 
-    It counts all pairs of siblings. It is for metrics without bounds (latency, length), where only the order counts. If
-    lower is better, swap the sides. ValueError if a side has no values.
+    It compares each value of one side with each of the other. It is for metrics without bounds (latency, length). If
+    lower is better, swap the sides. Raises ValueError if a side has no values.
     """
     if not candidate or not live:
         raise ValueError(f"cannot compare {len(candidate)} with {len(live)} values")
@@ -209,17 +209,17 @@ def _checked(differences: Iterable[float]) -> Floats:
 
 
 def _gains(differences: Floats, at_most: float) -> Floats:
-    """Return the log factors of each pair, against "the mean is at most `at_most`": (pairs, bettors)."""
+    """Return the log factors of each pair, against "the mean is at most `at_most`". Shape: (pairs, bettors)."""
     return np.log1p(np.outer((1 + differences) / (1 + at_most) - 1, SHARES))
 
 
 def _log_mean(logs: Floats) -> Floats:
-    """Return the logarithm of the mean over the last axis."""
+    """Return the logarithm of the mean of exp(logs) over the last axis."""
     return np.asarray(np.logaddexp.reduce(logs, axis=-1) - math.log(len(SHARES)))
 
 
 def _low(differences: Floats, threshold: float) -> float:
-    """Return the highest mean that is excluded, as are all below it: wealth falls as the hypothesis' bound rises."""
+    """Return the highest excluded mean, -1 if none. All below it are excluded, too: wealth falls as the bound rises."""
     excluded, possible = -1.0, 1.0
     for _ in range(HALVINGS):
         bound = (excluded + possible) / 2

@@ -149,7 +149,7 @@ def _are_finite(logprobs: list[Any]) -> bool:
 
 
 def is_greedy(request: Json) -> bool:
-    """Return whether decoding is greedy. vLLM's `use_beam_search` counts too: as n is 1, it has one beam."""
+    """Return whether decoding is greedy. With n 1, so is vLLM's `use_beam_search`: there is only one beam."""
     limits = request.get("temperature"), request.get("top_p")
     cold = any(isinstance(limit, int | float) and limit < _GREEDY_BELOW for limit in limits)
     sure = request.get("top_k") == 1 or request.get("min_p") == 1
@@ -159,7 +159,7 @@ def is_greedy(request: Json) -> bool:
 def not_followed(request: Json) -> str | None:
     """Return why the trainer cannot recompute the distribution of the answer, or None if it can.
 
-    Parameters that act as a function of the tokens are no obstacle: `trainer/step/shaping.py` recomputes their effect.
+    Parameters whose effect depends only on the tokens are no obstacle: `trainer/step/shaping.py` recomputes it.
     """
     for message in conversation(request):  # there may be a hundred thousand: skip plain texts here
         content = (message.get("content") or message.get("output")) if isinstance(message, dict) else None

@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 def number(value: Any) -> int | None:
-    """Return an index, which some servers write as text or with a fraction of 0; None if it is invalid."""
+    """Return an index, which some servers write as "1" or 1.0; None if it is invalid."""
     read = value if type(value) in (int, bool) else lax(int, value)
     return read if type(read) is int else None
 
@@ -86,5 +86,5 @@ def message_of_error(error: Any) -> str:
 
 
 def is_under_way(response: Any) -> bool:
-    """Return whether a response continues after its answer and must be polled (`background: true`)."""
+    """Return whether a response is not finished and must be polled (`background: true`)."""
     return isinstance(response, dict) and response.get("status") in ("queued", "in_progress")

@@ -1,6 +1,6 @@
 """Reads the configuration: a YAML file, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options.
 
-Each wrong key or value is reported in one line, with the key that was probably meant.
+Each wrong key or value is reported in one line; for an unknown key, with the key that was probably meant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_GUESSES = 3
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Read `path`, then the environment, then `overrides` (such as {"proxy.port": 1}). The last one wins.
 
-    Raises ConfigError with a line for each wrong key or value, its name and its source.
+    Raises ConfigError with a line for each wrong key or value: its source, its name, the problem.
     """
     return config_of(read_config(path), overrides, path)
 
@@ -56,7 +56,7 @@ def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, pat
 
 
 def variables() -> list[tuple[str, str]]:
-    """Return the environment variables that set a key, each with its key. Raise ConfigError for misspelt ones."""
+    """Return the environment variables that set a key, each with its key. Raises ConfigError for misspelt ones."""
     found, wrong = [], []
     for name in sorted(os.environ):
         if (key := _key_of(name)) is not None:
@@ -69,7 +69,7 @@ def variables() -> list[tuple[str, str]]:
 
 
 def inherited() -> dict[str, str]:
-    """Return the variables for a user's program: without keys, configuration (it may hold keys) and a rollout's own.
+    """Return the variables for a user's program, without our keys, settings (they may hold keys) and rollout names.
 
     The variables of `proxy.host` and `proxy.port` stay: the program may run our commands.
     """
@@ -81,14 +81,14 @@ def inherited() -> dict[str, str]:
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """Return the sections of a configuration file ({} without a path). Raises ConfigError."""
+    """Return the sections of a configuration file ({} without a path). Raises ConfigError if it cannot be read."""
     if path is not None and not path.exists():
         raise ConfigError(f"cannot read {path}: there is no such file; `lightning-proxy init {path}` writes one")
     return {} if path is None else read_yaml(path)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML file's sections. Raises ConfigError."""
+    """Return a YAML file's keys and values. Raises ConfigError if it has something else or cannot be read."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -97,7 +97,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     data = _parsed(text, str(path))
     if not isinstance(data, dict | None):
-        raise ConfigError(f"{path}: expected sections such as 'proxy:', got {type(data).__name__}")
+        raise ConfigError(f"{path}: expected keys and values, got {type(data).__name__}")
     # A section without keys is None to YAML; it has all its defaults.
     return {name: {} if section is None else section for name, section in (data or {}).items()}
 
@@ -123,7 +123,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _key_of(variable: str) -> str | None:
-    """The key that a variable sets; None if it sets none, as it may belong to another program."""
+    """The key that a variable sets; None if it sets none: it may belong to another program."""
     section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
     if not variable.startswith(_PREFIX) or variable in _NOT_CONFIG:
         return None
@@ -137,7 +137,7 @@ def _did_you_mean(guesses: Sequence[str]) -> str:
 
 
 def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
-    """The keys next to a wrong one that resemble it, or else the full names of equally named keys elsewhere."""
+    """Keys of the same section that resemble a wrong one, or else the full names of keys elsewhere with this name."""
     above, _, name = re.sub(r"\.\d+", "[]", wrong).rpartition(".")
     keys = [key.rpartition(".") for key in _keys(model)]
     near = get_close_matches(name, [last for before, _, last in keys if before == above], _MOST_GUESSES, 0.75)
@@ -145,7 +145,7 @@ def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
 
 
 def _meant_by(variable: str) -> list[str]:
-    """The variables of the keys that a wrong variable's name resembles, or else that end with it."""
+    """The variable that a wrong one resembles, or else those of keys with its name (PORT: proxy.port and vllm.port)."""
     name = variable.removeprefix(_PREFIX).lower()
     keys = {key.replace(".", "_"): key for key in _keys(Config) if "[]" not in key}
     near = get_close_matches(name, keys, 1, 0.85) or [one for one in keys if keys[one].endswith(f".{name}")]
@@ -153,7 +153,7 @@ def _meant_by(variable: str) -> list[str]:
 
 
 def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
-    """Every key with its section, such as proxy.port, and upstreams[].name for items of a list."""
+    """Every section and every key with its section, such as proxy.port, or upstreams[].name for items of a list."""
     for name, kind in fields_of(model).items():
         yield before + name
         for inner, mark in ((kind, ""), *((item, "[]") for item in get_args(kind))):
@@ -162,7 +162,7 @@ def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def _parsed(text: str, source: str) -> Any:
-    """Parse YAML. Errors give the problem and its place, without quoting the text, which may hold a secret."""
+    """Parse YAML. Errors give the problem and, if known, its place. They do not quote values, which may be secret."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:

@@ -107,5 +107,5 @@ class Config(WithFeatures):
         return next((upstream for upstream in self.upstreams if upstream.kind == "vllm"), None)
 
     def keys(self) -> list[str]:
-        """Return every secret key in the configuration: ours, the upstreams' and the features'."""
+        """Return the secret keys of all sections, and the secrets in upstreams' addresses and `litellm_params`."""
         return [*self.secret_keys(), *(secret for upstream in self.upstreams for secret in upstream.secrets())]

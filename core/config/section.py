@@ -51,7 +51,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with keys, or between them, although their types are right. Only the first is shown."""
+        """Yield problems with the values that their types do not rule out. Only the first is shown."""
         yield from ()
 
     @model_validator(mode="after")

@@ -81,10 +81,10 @@ class StoreConfig(Section):
     def path(self) -> Path:
         """Return the file of a `sqlite:///…` URL. Three slashes start a relative path, four an absolute one.
 
-        Raise ConfigError if the store is not a file.
+        Raises ConfigError if the store is not a file.
         """
         if self.is_postgres:
-            raise ConfigError(f"this needs a store in a file (store.url sqlite:///FILE), not {self.where}")
+            raise ConfigError(f"this command needs a SQLite store (store.url sqlite:///FILE), not {self.where}")
         return Path(self.url.removeprefix("sqlite:///")).expanduser()
 
     @property
@@ -93,7 +93,7 @@ class StoreConfig(Section):
 
     @property
     def may_be_there(self) -> bool:
-        """Return whether a store may exist: its file exists, or a server has it. Read-only commands create none."""
+        """Return whether a store may exist: its file exists, or it is on a server. Read-only commands create none."""
         return self.is_postgres or self.path.is_file()
 
     @property
@@ -105,7 +105,7 @@ class StoreConfig(Section):
         if self.is_postgres and self.retention.max_gib is not None:
             yield "retention.max_gib works only with a SQLite file; use retention.max_age_days with PostgreSQL"
         if not self.is_postgres and not re.match("sqlite:///.", self.url):
-            yield f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {shown(self.url)!r}"
+            yield f"url must be sqlite:///FILE or postgresql://USER@HOST/DATABASE, got {shown(self.url)!r}"
 
 
 class RecordingConfig(Section):

@@ -51,7 +51,7 @@ def _cron(text: str) -> str:
 
 
 def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
-    """The times from 4 h before `now` onward; `reverse`: from 4 h after it backward. A repeated hour counts once."""
+    """Times from 4 h before `now` on; `reverse`: from 4 h after it, back. An hour that clocks repeat counts once."""
     begin = datetime.fromtimestamp(now + 4 * 3600 if reverse else now - 4 * 3600)
     return (moment.timestamp() for moment in CronSim(_cron(text), begin, reverse=reverse))
 
@@ -184,7 +184,7 @@ class TrainerConfig(WithFeatures):
     @model_validator(mode="before")
     @classmethod
     def _live_traffic_goes_back(cls, value: Any) -> Any:
-        """Make `collapse.action: rollback` the default for live traffic, as what its users want may change."""
+        """Make `collapse.action: rollback` the default for live traffic, because what users want may change."""
         if isinstance(value, dict) and value.get("lone_rollouts") == "running":
             collapse = value.get("collapse", {})
             return value | {"collapse": {"action": "rollback"} | collapse} if isinstance(collapse, dict) else value
@@ -223,7 +223,7 @@ class TrainerConfig(WithFeatures):
 
     @property
     def cap(self) -> float:
-        """Return `importance_cap`, or infinity for none."""
+        """Return `importance_cap`, or infinity if it is None."""
         return math.inf if self.importance_cap is None else self.importance_cap
 
     @property
