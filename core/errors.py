@@ -39,7 +39,7 @@ class LightningError(Exception):
 
 
 class ConfigError(LightningError):
-    """What the user must change: configuration, options, files, or what is installed or running."""
+    """The user must change something: configuration, options, files, or what is installed or running."""
 
     exit_code = 2
 

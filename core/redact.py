@@ -141,7 +141,7 @@ class Redactor:
         return start._replace(request=request, model=model), shown or unseen
 
     def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
-        """Return the redacted end of a call. Tokens are removed if `shown` (from `start`) or if the response changed."""
+        """Return the redacted end of a call. Tokens are removed if `shown` (from `start`) or the response changed."""
         response = self.value(end.response, "response")
         end = end._replace(error=end.error and self.text(end.error), usage=self._texts(end.usage))
         if not shown and response is end.response:
