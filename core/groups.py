@@ -81,7 +81,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How groups form. `size`: of groups of rollouts opened one by one. `failed`: whether failed ones count as rewarded.
+    """How groups form. `size`: of groups of rollouts opened one by one. `failed`: failed ones count as rewarded.
 
     `timeout_s`: how long siblings are awaited; a rollout that is still running is no sibling of an ended one opened
     that much later.
