@@ -142,7 +142,7 @@ def show(work: Rescore, *, as_json: bool) -> None:
 
 @asynccontextmanager
 async def opened(config: Config, which: str) -> AsyncIterator[Rewarder]:
-    """Yield the rewarder with this name or kind. The budget is for this run alone. Raises ConfigError if it fails."""
+    """Yield the rewarder with this name or kind. Raises ConfigError unless exactly one matches and can work."""
     if which != "function":
         await check(config)
     every = all_rewarders(config)
@@ -266,7 +266,7 @@ async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreeme
 
 
 async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[Json, float]]]:
-    """The labelled rollouts among the newest, by task. The rewarder's own rewards do not count as labels."""
+    """The labelled ones among the newest completed rollouts, by task. The rewarder's own rewards are no labels."""
     own, groups = source.partition("@")[0], defaultdict[str, list[tuple[Json, float]]](list)
     listed = (await collect(api, {"status": "completed"}, NEWEST))[0]
     for rollout in await read_rollouts(api, [one["rollout_id"] for one in listed]):

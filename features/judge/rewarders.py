@@ -157,7 +157,7 @@ class Rewarder:
         return await together(map(score, rollouts))
 
     async def scores(self, rollout: Json) -> Sequence[GivenScore]:
-        """Return one rollout's scores. Raises NoReward if it fails for this rollout, Away if it cannot work now."""
+        """Return one rollout's scores. Raises NoReward if none can be given, Away if the rewarder cannot work."""
         raise NotImplementedError
 
 

@@ -216,7 +216,7 @@ def not_counted(names: set[str], config: TrainerConfig) -> str | None:
     if not names or names & config.training_weights.keys():
         return None
     return (
-        f"{' or '.join(sorted(names))} does not count in training, only {', '.join(config.reward_weights)} does: "
+        f"{' or '.join(sorted(names))} does not count in training, only {', '.join(config.reward_weights)} does; "
         "rename the function or rewarder, or add the name to trainer.reward_weights"
     )
 

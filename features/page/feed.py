@@ -99,7 +99,7 @@ async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_mi
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """The `n`th event. `data`: the record's current state. `key_id`: the key that opened the event's rollout."""
+    """Event number `n`. `data`: the record's current state. `key_id`: the key that opened the event's rollout."""
 
     n: int
     kind: Kind

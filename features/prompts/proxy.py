@@ -298,7 +298,7 @@ def _text(content: Any, place: Place) -> Place | None:
 
 
 def text_at(request: Json, place: Place) -> str:
-    """Return the text at a place that `find` returned."""
+    """Return the text at a place that `find` returned. Raises TypeError or LookupError if it is no longer there."""
     value: Any = request
     for step in place:
         value = value[step]

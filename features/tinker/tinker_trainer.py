@@ -59,7 +59,7 @@ Scores = list[list[float]]  # of each row, the log-probability of each target
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A row: equally long lists, some empty. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
+    """A row: lists of equal length, or empty. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]

@@ -41,7 +41,7 @@ def check_backend(config: Config, method: str = "rl", *, launched: bool = False)
     refused += [f"trainer.{key} {getattr(trainer, key)}" for key in changed]
     if refused:
         raise ConfigError(
-            f"tinker.enabled: the service does not support {'; '.join(refused)}. Undo it or set tinker.enabled: false"
+            f"tinker.enabled: the service does not support {'; '.join(refused)}. Change it or set tinker.enabled: false"
         )
     if importlib.util.find_spec("tinker") is None:
         raise ConfigError("tinker.enabled needs the service's client: pip install 'lightning-proxy[tinker]'")

@@ -91,7 +91,7 @@ class LessonReader:
         self._seen = Seen()
 
     async def read(self, among: Collection[str] | None = None) -> Lessons:
-        """Return the lessons `among` these rollouts. Whole tasks are held out, by `seed`. Raises NothingToLearn."""
+        """Return lessons, from all rollouts or those in `among`. Holds out whole tasks. Raises NothingToLearn."""
         self._seen = Seen()
         tasks = await self._rewarded(among)
         choose = {"sft": self._best, "dpo": self._pairs, "kto": self._thumbs}[self._method]

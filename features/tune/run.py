@@ -160,7 +160,7 @@ class Rows(NamedTuple):
 
 
 class GivenRows:
-    """Lets a TRL trainer take rows of token ids, with masks and references. Use it as the first base class."""
+    """Lets a TRL trainer take rows of token ids, with masks and reference scores. Use it as the first base class."""
 
     model: Any
     precompute_ref_logps: bool
@@ -358,7 +358,7 @@ class FitCallback(TrainerCallback):
 def tune(
     method: str, trainer: LightningTrainer, lessons: Lessons, directory: Path, stopped: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """Train, from the newest checkpoint if any. Return metrics, or None if stopped. LightningError if it diverged."""
+    """Train, or resume from a checkpoint. Return metrics, None if stopped. Raises LightningError if it diverged."""
     how, section = METHODS[method], getattr(trainer.settings.section(TuneConfig), method)
     before = measured(method, trainer, lessons.held_out)
     rows, config, cuda = how.rows(trainer, lessons.train), trainer.settings, torch.cuda.is_available()
