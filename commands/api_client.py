@@ -32,7 +32,7 @@ HERE = ("127.0.0.1", 0)
 
 
 class ApiError(LightningError):
-    """A request got no answer, an error, or the answer of another program. `status_code`: the HTTP status, or None."""
+    """A request got no answer, an error, or an answer from another program. `status_code`: the HTTP status, or None."""
 
     def __init__(self, message: str, status_code: int | None = None) -> None:
         super().__init__(message)
@@ -56,8 +56,8 @@ class OpenRollout:
 class ApiClient:
     """Use as `async with ApiClient(url) as api:`. Requests that fail raise ApiError.
 
-    Requests are retried for `patience_s` seconds while the proxy limits the key and, once one of them has succeeded,
-    also while the proxy is down or cannot write.
+    Requests are retried for up to `patience_s` seconds while the proxy limits the key and, once one of them has
+    succeeded or was limited, also while the proxy is down or cannot write.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class ApiClient:
 
     @classmethod
     def of(cls, config: Config, *, patience_s: float = 0.0) -> ApiClient:
-        """Return a client of the configured proxy. Its key: LIGHTNING_API_KEY, or the first admin or else API key."""
+        """Return a client of the configured proxy. Its key: LIGHTNING_API_KEY, else an admin key, else an API key."""
         proxy = config.proxy
         configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
         # A key read from a file may end with a line break.
@@ -101,7 +101,7 @@ class ApiClient:
         return await self.request("GET", "/rollouts", params=params)
 
     async def every_rollout(self, page: int = 1000, **filters: str | None) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the rollouts, newest first, fetching a page at a time."""
+        """Yield the matching rollouts, newest first, fetching a page at a time."""
         cursor: str | None = None
         while True:
             found = await self.rollouts(**filters, limit=page, cursor=cursor)
@@ -124,7 +124,7 @@ class ApiClient:
         return ready
 
     async def request(self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
-        """Send a request, with retries, and return the decoded answer. ApiError has the proxy's message, if any."""
+        """Send a request, with retries. Return the decoded answer, or raise ApiError with the proxy's message."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
@@ -134,7 +134,7 @@ class ApiClient:
                     return data
                 said = data.get("error") if isinstance(data, dict) else None
                 message = said.get("message") if isinstance(said, dict) else str(data)[:300]
-                hint = "; give it to this command in LIGHTNING_API_KEY" if status == UNAUTHORIZED else ""
+                hint = "; commands read the key from LIGHTNING_API_KEY" if status == UNAUTHORIZED else ""
                 raise ApiError(f"{method} {path}: {message}{hint} (HTTP {status})", status)
             except ApiError as error:
                 self._reached |= error.status_code == LIMITED

@@ -1,4 +1,4 @@
-"""The `eval` command: runs held-out tasks with one model after another, then prints tables or JSON; `--out` keeps all.
+"""The `eval` command: runs held-out tasks with one model after another, then prints tables or JSON; `--out` saves JSON.
 
 A rollout without a reward counts as reward 0 and as not passed, since an agent that gave no answer has not solved its
 task. The tables also count such rollouts.
@@ -38,7 +38,7 @@ PASSED = 1.0  # the reward of a rollout that has passed
 
 @dataclass(slots=True)
 class EvalRow:
-    """The results so far of a model: `live`, a policy version, or any model by its name."""
+    """A model's results so far. The model is `live`, a policy version, or any other by its name."""
 
     model: str
     results: list[RolloutResult] = field(default_factory=list)
@@ -57,7 +57,7 @@ class EvalRow:
 
 
 def parse_models(text: str) -> list[EvalRow]:
-    """Parse `live,0,5,gpt-4o-mini`; `base` is version 0. ConfigError for an empty or repeated name."""
+    """Parse `live,0,5,gpt-4o-mini`; `base` is version 0. Raises ConfigError for an empty or repeated name."""
     names = ["0" if name.strip() == "base" else name.strip() for name in text.split(",")]
     if "" in names or len(set(names)) < len(names):
         raise ConfigError(f"--models: expected names separated by commas, each once; got {text!r}")
@@ -124,9 +124,9 @@ async def evaluate(
 ) -> None:
     """Run all tasks, one model after another: on a CPU, vLLM confuses base model and adapters within a batch.
 
-    Raises before anything starts if a model cannot answer, and at once if the wrong model answered. However it ends,
-    the results are in `rows`, and the version that was live before is made live again. `promote`: make versions live
-    one after another if they are not served side by side.
+    Raises LightningError before anything starts if a model cannot answer, and at once if the wrong model answered.
+    However it ends, the results are in `rows`, and the version that was live before is made live again. `promote`: make
+    versions live one after another if they are not served side by side (policy.publish: merged).
     """
     policy = await api.policy()
     alias, before = policy["alias"], int(policy["live_version"])
@@ -179,14 +179,14 @@ async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
 
 
 def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:
-    """Return the result with only the alias's answers, if it has any: other calls are of agents that are not trained.
+    """Return the result with only the alias's answers, if it has any: other calls are by agents that are not trained.
 
     For a row other than `live`, raise LightningError if another model answered: the agent asked for that one by name,
     or the live version changed.
     """
     versions = result.answers.get(alias)
     if row.model != LIVE and result.answers:
-        wrong = f"rollout {result.rollout_id} should be answered by "
+        wrong = f"rollout {result.rollout_id} should have been answered by "
         if row.version is None and versions is None:
             names = ", ".join(sorted(map(str, result.answers)))
             raise LightningError(f"{wrong}{row.model}, but its agent never asked for {alias!r}, only for {names}")
@@ -269,7 +269,7 @@ def _versus(row: Json, first: Json) -> Json | None:
 def print_tables(found: Json) -> None:
     """Print a table of the rows and, if there are any, tables of rewards by name and of comparisons with the first row.
 
-    The first table shows only the smallest and largest k of pass@k; the file has all.
+    The first table shows only the smallest and largest k of pass@k; `--out` saves all.
     """
     console = Console()
     if not console.is_terminal:

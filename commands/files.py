@@ -17,7 +17,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the JSON text of each non-empty line, or of each row of a Parquet file.
 
     Lines end at LF, CR or CRLF only: `splitlines` would also split at U+2028, which JSON strings may hold. Raise
-    ConfigError if the file cannot be read, LightningError if Parquet needs a package that is missing.
+    ConfigError if the file cannot be read, LightningError if the package for Parquet is missing.
     """
     try:
         with path.open("rb") as start:
@@ -65,7 +65,7 @@ def is_stream(path: Path) -> bool:
 
 @contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """Yield a path for a file or directory, which becomes `target` if no error is raised. A stream is yielded itself.
+    """Yield a path for a file or directory, which becomes `target` if no error is raised. For a stream, yield `target`.
 
     Raise LightningError if `target` cannot be written. BrokenPipeError is passed on: the reader has closed the pipe.
     """

@@ -58,7 +58,7 @@ def create(
 
 @app.command("list")
 def list_keys(context: typer.Context, as_json: Json = False) -> None:
-    """List all keys, also revoked ones, oldest first."""
+    """List all keys, including revoked ones, oldest first."""
 
     keys = _with_keyring(context, lambda ring: ring.all(), to_write=False) if _has_store(context) else []
     if as_json:
@@ -116,7 +116,7 @@ def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]
 
 
 def _has_store(context: typer.Context) -> bool:
-    """Whether there may be a store: PostgreSQL is not asked. Where there is none, only `create` makes one."""
+    """Whether there may be a store: a PostgreSQL server is not asked. Where there is none, only `create` makes one."""
     return configuration(context).store.may_be_there
 
 

@@ -1,4 +1,4 @@
-"""Logs what a running server does: calls as text, or as JSON only failed ones, and counts if some got no line."""
+"""Logs a running server: a line per call as text, or per failed call as JSON, and counts if some got no line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def time_format(on_terminal: bool) -> str:
 
 
 class _Once(logging.Filter):
-    """Filters lines that every worker logs, so that only one worker prints them; another takes over if it dies."""
+    """Filters lines that every worker logs: only one worker prints them. If that worker dies, another takes over."""
 
     def __init__(self, shared: Path) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Once(logging.Filter):
 
 
 def set_up(format: LogFormat, shared: Path | None = None) -> None:
-    """Log to stderr in this format: warnings, and information from three loggers. `shared`: the workers' directory."""
+    """Log to stderr in this format: warnings, and information from three loggers. `shared`: a directory for workers."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if format == "json" else _Text())
     if shared is not None:
@@ -80,7 +80,7 @@ def say(message: str, **fields: Any) -> None:
 class CallLines:
     """Logs ended calls each second: the first few of each status, and if some got no line, how many there were.
 
-    `each`: not only failed calls get lines. `redacted` removes secrets from an upstream's error text.
+    `each`: every call may get a line, not only failed ones. `redacted` removes secrets from an upstream's error text.
     """
 
     def __init__(self, redacted: Callable[[str], str] = str, *, each: bool = True) -> None:

@@ -15,7 +15,7 @@ from .vllm import require_model
 
 
 def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
-    """Print the plan. LightningError without a GPU to plan for, ConfigError if nothing fits or sizes are unknown."""
+    """Print the plan. Raises LightningError if no GPU is known, ConfigError if nothing fits or sizes are unknown."""
     model = require_model(config)
     machine = cards_like(gpus) if gpus else cards()
     if not machine:

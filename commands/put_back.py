@@ -1,4 +1,4 @@
-"""Undoes what `doctor --learn` changed on servers and on disk, even after a kill, as a journal file lists it."""
+"""Undoes what `doctor --learn` changed on servers and on disk, even after a kill. A journal file lists it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def journal_path(config: Config) -> Path:
 
 
 async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
-    """Undo what a killed `doctor --learn` left. Raise ConfigError while another one or a trainer is running."""
+    """Undo what a killed `doctor --learn` left, if anything. Raises ConfigError if the locks for that are held."""
     if journal_path(config).is_file():
         async with alone(config):
             await put_back_if_left(config, say)
@@ -72,7 +72,7 @@ def forget(path: Path, journal: LearnJournal) -> None:
 
 
 async def put_back(config: Config, journal: LearnJournal) -> None:
-    """Unload the doctor's adapters, or load the live or base weights again. LightningError if a server refuses."""
+    """Unload the doctor's adapters, or load the live or base weights again. Raises LightningError if that fails."""
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if journal.merged and config.store.may_be_there:

@@ -1,4 +1,4 @@
-"""`store info|compact|backup|restore|migrate`: shows the store's size, shrinks, copies, restores and moves it."""
+"""`store info|compact|backup|restore|migrate`: shows, shrinks, copies, restores and moves the store."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def info_text(found: dict[str, Any]) -> str:
 
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
-    """Return an SQLite store's free space to the disk. Return the size and the free space before and after."""
+    """Give an SQLite store's free space back to the disk. Return its size and free space before and after."""
     from ..store.opening import opened
     from ..store.retention import give_back, read_pages
 

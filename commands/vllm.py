@@ -104,9 +104,9 @@ def require_model(config: Config) -> str:
 
 
 def vllm_program(config: Config, *, alone: bool = False) -> Program:
-    """Return the command that starts vLLM. Raise LightningError without vLLM, ConfigError if the settings cannot work.
+    """Return vLLM's command. Raise LightningError if vLLM is not installed, ConfigError if the settings cannot work.
 
-    `alone`: if there is no room for a trainer, vLLM takes all GPUs, and a trainer needs others.
+    `alone`: if there is no room for a trainer, warn and give vLLM all GPUs; a trainer then needs others.
     """
     model = require_model(config)
     check_base_model(config)
@@ -173,7 +173,7 @@ def without_tools(config: Config) -> str | None:
 
 
 def other_port(config: Config) -> str | None:
-    """Return a warning if the proxy expects vLLM on this machine at another port than the one it starts on."""
+    """Return a warning if the proxy expects vLLM on this machine at a port other than vllm.port."""
     upstream, port = config.policy_upstream, config.vllm.port
     addresses = [urlsplit(url) for url in upstream.published_to] if upstream is not None else []
     here = [address.port for address in addresses if address.hostname in LOOPBACK]
@@ -204,7 +204,7 @@ def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
 def parsers_of(model: str, extra_args: Sequence[str]) -> tuple[list[str], str | None]:
     """Return vLLM's parser options for a Hugging Face id or a directory, and a warning if vLLM will refuse tools.
 
-    Options that `vllm.extra_args` sets are kept.
+    Options that `vllm.extra_args` sets are not returned.
     """
     given = {argument.partition("=")[0] for argument in extra_args}
     tool, reasoning = _known(Path(model))

@@ -107,8 +107,8 @@ class Demo(Trial):
     async def ended(self, api: ApiClient) -> None:
         """Show steps, answers and the curve.
 
-        Return when the held-out answers were good twice in a row, when the newest rollouts, as many as several steps
-        take, were all dropped (for equal rewards, for example), or at a collapse.
+        Return when the held-out answers were good twice in a row, when the newest rollouts, enough for PERFECT_STEPS
+        steps, were all dropped (for equal rewards, for example), or when training has collapsed.
         """
         bar, several = self.view.bar("training steps", self._steps), PERFECT_STEPS * STEP_ROLLOUTS
         good, next_look = 0, 0

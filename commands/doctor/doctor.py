@@ -107,7 +107,7 @@ class Report:
         self._as_json, self._stops = as_json, stops
 
     async def check(self, name: str, probe: Awaitable[str], fix: str) -> Check:
-        """Run a probe, which returns what it found if all is well. Doubt is a warning; others are failures."""
+        """Run a probe, which returns what it found if all is well. A Doubt is a warning; other errors are failures."""
         outcome: Outcome = "failed"
         mend: str | None = fix
         try:
@@ -230,7 +230,7 @@ async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
     try:
         policy = await api.policy()
     except ProxyNotThere:
-        start = "start it with `lightning-proxy serve`; `up` starts it once vLLM answers"
+        start = "start the proxy with `lightning-proxy serve`; `up` starts it once vLLM answers"
         elsewhere = "" if store.may_be_there else f"; if it is already running, {ELSEWHERE}"
         raise Finding(f"nothing answers at {api.url}", f"{start}{elsewhere}") from None
     if not store.may_be_there:
@@ -277,7 +277,7 @@ async def probe_mode(config: Config, api: ApiClient) -> str:
 
 
 async def probe_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> str:
-    """Check that a call for the policy alias is answered and trainable. Delete it; without an admin key, discard it."""
+    """Check that a call for the policy alias is answered and trainable. Delete its rollout or leave it discarded."""
     alias, rollout, left = config.policy.alias, f"doctor-{uuid4().hex}", ""
     # Rollouts in mode eval are never trained on.
     headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
@@ -392,7 +392,7 @@ class VllmChecks:
         if not ids or not (answer.get("prompt_token_ids") or choice.get("prompt_token_ids")):
             raise Finding("the server returns no token ids", "use vLLM 0.10 or newer, for return_token_ids")
         if not len(ids) == len(logprobs) == (wanted := answer["usage"]["completion_tokens"]):
-            raise Finding(f"{len(ids)} token ids and {len(logprobs)} log-probabilities came, but usage says {wanted}")
+            raise Finding(f"{len(ids)} token ids and {len(logprobs)} log-probabilities, but usage says {wanted} tokens")
         return "the server returns token ids and log-probabilities"
 
     async def _logprobs(self) -> str:
@@ -411,7 +411,7 @@ class VllmChecks:
             raise Finding("the server returns logits, not log-probabilities")
         if (cold[common[-1]] - cold[common[0]]) / gap < 1.5:
             fix = f"{RESTART}, or add --logprobs-mode processed_logprobs"
-            raise Finding("log-probabilities are computed before temperature, so sampling uses others", fix)
+            raise Finding("log-probabilities are computed before temperature: tokens are sampled with others", fix)
         return "computed after temperature, as training needs them"
 
     async def _sampling(self) -> str:
@@ -432,7 +432,7 @@ class VllmChecks:
         )
         first, said, second = [list((await self._answer("/tokenize", **body))["tokens"]) for body in asked]
         if second[: len(first + said)] != first + said:
-            fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
+            fix = "for faster training, give vLLM a --chat-template that leaves earlier turns as they were"
             raise Doubt("a second turn changes the tokens before it: each call is trained on as its own row", fix)
         return "a second turn keeps the tokens of the first: a conversation is trained on as one row"
 

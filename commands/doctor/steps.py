@@ -76,11 +76,11 @@ Json = dict[str, Any]
 
 @contextmanager
 def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, LearnJournal]]:
-    """Create the directories and the configuration. The directories are removed at the end.
+    """Yield the second system's configuration and journal. Its directories are removed at the end.
 
-    The store is a file next to the user's, or with PostgreSQL in `policy.directory`; weights are below that directory,
-    which the policy's servers can read. `own_agent`: the user's agent is used, so the settings for agents are kept, and
-    for credit if no feature's function is named.
+    The store is a file next to the user's, or with PostgreSQL in `policy.directory`; weights are always below the
+    latter, which the policy's servers can read. `own_agent`: the user's agent is used, so the settings for agents are
+    kept, and those for credit unless they name a feature's function.
     """
     name = f"lightning-doctor-{secrets.token_hex(2)}"
     place = config.policy.directory if config.store.is_postgres else config.store.path.parent
@@ -234,13 +234,14 @@ class LearnStep:
         calls = [call for rollout in self._rollouts for call in rollout["calls"]]
         if all(call["policy_version"] is None for call in calls):
             asked = Counter(str(call["request"].get("model")) for call in calls).most_common(1)[0][0]
-            found = f"no call asks for the policy's model, so none can be trained on; most often asked for: {asked!r}"
+            found = f"no call asks for the policy's model, so none can be trained on; most common model: {asked!r}"
             raise Finding(found, f"have the agent ask for the model {self._core.config.policy.alias!r}")
         reasons = Counter(str(call["untrainable_reason"]) for call in calls if not call["trainable"])
         good = len(calls) - reasons.total()
         found = f"{good} of {len(calls)} calls have their sampled tokens and log-probabilities"
         if reasons:
-            raise (Doubt if good else Finding)(f"{found}; the others, most often: {reasons.most_common(1)[0][0]}")
+            found += f"; the most common reason for the others: {reasons.most_common(1)[0][0]}"
+            raise (Doubt if good else Finding)(found)
         return found
 
     async def _reward(self) -> str:
@@ -270,7 +271,7 @@ class LearnStep:
             dropped = Counter([(await self._api.rollout(rollout))["dropped"] for rollout in self._rewards])
             why = dropped.most_common(1)[0][0]
             alike = "sample at temperature 1, with other tasks: siblings that all answer alike teach nothing"
-            raise Finding(f"nothing to learn from, most often: {why}", alike if "equal" in str(why) else None)
+            raise Finding(f"nothing to learn from; most common reason: {why}", alike if "equal" in str(why) else None)
         self._batch = batch
         nonzero = sum(any(sample.advantages) for sample in batch.samples)
         return f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"
@@ -318,7 +319,7 @@ class LearnStep:
                 await self._loop.conclude(self._batch, self._metrics)
                 self._metrics |= await self._loop.verify_live()
         except TimeoutError:
-            fix = "the lines above say what it waits for; look at vLLM's log"
+            fix = "the lines above say what publishing waits for; look at vLLM's log"
             raise Finding(f"the new weights are not live after {PUBLISH_S:.0f} s", fix) from None
         apart = float(self._metrics.get("verify_deviations", 0.0))
         shown = f"{apart:.0f} standard deviations apart"
@@ -332,7 +333,7 @@ def likelier(groups: Sequence[tuple[Sequence[float], Sequence[float]]], seed: in
     """Return how many nats an answer gained on its siblings per point of reward, and the p-value of that.
 
     Each group has rewards and the changes of the answers' log-probabilities. The p-value is from a permutation test:
-    how often rewards shuffled among siblings do as well.
+    how often rewards shuffled among siblings do at least as well.
 
     >>> likelier([([1, 0, 1, 0], [0.5, 0.1, 0.5, 0.1])])[0]
     0.4

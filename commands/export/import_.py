@@ -50,7 +50,7 @@ class ImportedConversation:
 def import_command(config: Config, file: Path, model: str, reward: float) -> None:
     """Run `import`. Raises ConfigError, and imports nothing, if a line is not a conversation.
 
-    A conversation that is already in the store stays unchanged.
+    A conversation that was imported before stays unchanged; an interrupted import is continued.
     """
     if not math.isfinite(reward):
         raise ConfigError(f"--reward must be a finite number, got {reward}")
@@ -84,19 +84,19 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedCon
         except (InvalidRequest, ValueError) as error:
             raise ConfigError(f"{file}, line {number}: {error}") from None
         except Exception as error:  # a file of others may have anything at any place
-            what = f"it is not a conversation: {type(error).__name__} {str(error)[:200]}"
+            what = f"it is not a conversation ({type(error).__name__} {str(error)[:200]})"
             raise ConfigError(f"{file}, line {number}: {what}") from None
 
 
 def _read(line: str, model: str, reward: float) -> ImportedConversation:
-    """Read a line; ValueError or InvalidRequest if it is not a conversation."""
+    """Read a line. Raise ValueError or InvalidRequest if it is not a conversation."""
     row = loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-        raise ValueError("it is not an object with `messages`")
+        raise ValueError("it is not an object with a list of `messages`")
     messages = [_message(message, i) for i, message in enumerate(row["messages"], 1)]
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and row["messages"][i].get("weight") != 0]
     if not answers or answers[0] == 0:
-        raise ValueError("no assistant message follows another message")
+        raise ValueError("it needs an assistant message with `weight` not 0, but not as the first message")
     mode = row.get("mode") or "train"
     if mode not in get_args(Mode):
         raise ValueError(f"`mode` must be train or eval, got {str(mode)[:50]!r}")
@@ -125,7 +125,7 @@ def _message(message: Any, place: int) -> Json:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"message {place}: `role` must be one of {', '.join(ROLES)}")
     if not isinstance(message.get("content"), str | list | None):
-        raise ValueError(f"message {place}: `content` must be text or a list")
+        raise ValueError(f"message {place}: `content` must be a string, a list or null")
     kept = {name: value for name, value in message.items() if name not in ("weight", "tool_calls")}
     made = []
     for i, call in enumerate(message.get("tool_calls") or ()):

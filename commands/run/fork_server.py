@@ -1,11 +1,11 @@
 """A server that imports modules once and forks agent programs: `python fork_server.py GUARD [SCRIPT MODULE…]`.
 
-With a SCRIPT, the agent's own interpreter runs it, so it uses only the standard library. `GUARD` is core/guard.py: each
-program has its own guard. The server writes {"ready": true}, then reads a JSON object per line: {"id", "argv", "cwd",
-"env", "log"} starts a program with the file `log` as its stdout and stderr, {"kill": id} ends one. With a SCRIPT, the
-program is that script, run in the fork; without one, it is the command `argv`. Answers are {"id", "started": true}, and
-{"id", "code"} at the program's end; a negative code is the signal that killed the program. When the server's stdin
-closes, it ends all programs and itself.
+With a SCRIPT, the agent's own interpreter runs this file, so only the standard library is used. `GUARD` is the path of
+core/guard.py: each program has its own guard. The server writes {"ready": true}, then reads a JSON object per line:
+{"id", "argv", "cwd", "env", "log"} starts a program with the file `log` as its stdout and stderr; {"kill": id} ends it.
+With a SCRIPT, the program is that script, run in the fork; without one, it is the command `argv`. Answers are {"id",
+"started": true}, and {"id", "code"} at the program's end; a negative code is the signal that killed the program. When
+the server's stdin closes, it ends all programs and itself.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Observer:
         return True
 
     def opened(self, rollout_ids: Sequence[str], sibling_of: str | None) -> None:
-        """Note that these were opened, as siblings of an earlier rollout or as a new group."""
+        """Note that these rollouts were opened, as siblings of an earlier rollout or as a new group."""
 
     def ended(self, rollout: Json) -> None:
         """Note that the rollout's program ended. Its reward may still be awaited."""
@@ -38,7 +38,7 @@ class PolicyCollapsed(LightningError):
 
 
 class Backlog(Observer):
-    """Opens no group that would leave more than `limit` opened rollouts out of the live weights.
+    """Allows no group that would leave more than `limit` opened rollouts out of the live weights.
 
     A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it has ended
     and nobody will reward it, when the trainer will not take it, or when the version of the step that took it is live.
@@ -109,7 +109,7 @@ def _is_waited_for(rollout: Json, published: int) -> bool:
 
 
 class OverBudget(LightningError):
-    """A run stopped before its last task. Rollouts that had started were finished, and no more were started."""
+    """The budget stopped a run before its last task. Rollouts that had started were finished; none was added."""
 
     exit_code = 3
 
@@ -155,7 +155,7 @@ class Budget(Observer):
     def require(self) -> None:
         if self.left_out and self._unpriced:
             raise OverBudget(
-                f"--budget: {self._unpriced} calls have no known cost (see `costs --by model`): give the "
+                f"--budget: {self._unpriced} calls have no known cost (see `costs --by model`); give the "
                 f"model a price in `prices`. No more rollouts were started; {self.spent:.4g} USD are known to be spent"
             )
         if self.left_out:

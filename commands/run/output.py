@@ -75,7 +75,7 @@ class ProgramLog:
 
 @asynccontextmanager
 async def piped(path: Path, redact: Redact | None) -> AsyncIterator[Path]:
-    """Yield a named pipe: what programs write to it goes to the log. At the end, reads what is left in the pipe."""
+    """Yield a named pipe: what programs write to it goes to the log. At the end, read what is left in the pipe."""
     loop, log = asyncio.get_running_loop(), ProgramLog(path, redact)
     with TemporaryDirectory(prefix="lightning-output-") as directory:
         pipe = Path(directory) / "pipe"

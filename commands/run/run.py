@@ -35,7 +35,7 @@ class RolloutResult:
 
     `answers` maps each requested model to the policy versions that answered, in order. A version is None for a model
     outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, whatever their status.
-    `named`: rewards with other names, such as the seats of a game. `usd`: the cost of its calls.
+    `named`: rewards with names other than `reward`, such as the seats of a game. `usd`: the cost of its calls.
     """
 
     rollout_id: str
@@ -61,7 +61,7 @@ class RolloutResult:
 def require_success(results: Sequence[RolloutResult]) -> None:
     """Raise LightningError, with the first program's reason, if every program failed."""
     if all(result.failed for result in results):
-        raise LightningError(f"every program failed, the first with {results[0].reason}")
+        raise LightningError(f"every program failed; first failure: {results[0].reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class _TaskRun:
         return group
 
     async def work(self, task: Task, rollout: OpenRollout) -> None:
-        """Run the program, end its rollout unless a posted reward will, wait for an awaited reward, and report it."""
+        """Run the program, end its rollout unless a posted reward will, and report the result and any awaited reward."""
         name = rollout.rollout_id
         try:
             code, reason = await self.run_program(task, rollout)

@@ -38,7 +38,7 @@ class RunTimedOut(LightningError):
 
 class Runner(Protocol):
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
-        """Run the program once and return its exit code, negative for a signal. Cancelling the call kills it.
+        """Run the program once and return its exit code, negative for a signal. Cancelling kills the program.
 
         `log` gets its stdout and stderr. After `limit_s`, its process group gets SIGTERM, then SIGKILL, and RunTimedOut
         is raised. Raises ServerDied if the machine or one of our processes goes away, LightningError if no run can
@@ -60,7 +60,7 @@ class ServedRunner(ABC):
 
     The child's first line says that it is ready, or {"failed": why}. It then gets a request with an `id` for each run,
     or {"kill": id}. Its reports are {"id", "started"}, {"id", "code"}, {"id", "lost": why}, {"say": what} for a person,
-    or {"failed": why}, which fails all runs. If it dies, the next run starts another one.
+    or {"failed": why}, which fails all runs. If it dies, the next run starts a new one.
     """
 
     name = "server"
@@ -102,7 +102,7 @@ class ServedRunner(ABC):
                 self._send({"kill": name})
                 with suppress(ServerDied):
                     await run.ended
-                raise RunTimedOut("the program was ended") from None
+                raise RunTimedOut("the program exceeded its time limit and was stopped") from None
             except asyncio.CancelledError:
                 self._send({"kill": name})
                 raise
@@ -176,7 +176,7 @@ class ServedRunner(ABC):
 class LocalRunner(ServedRunner):
     """Starts the command for each run. With `modules`, forks `python script.py …` after importing them once.
 
-    Raise ConfigError if there is no such program or script, or if `modules` are given for another kind of command.
+    Raises ConfigError if there is no such program or script, or if `modules` are given for another kind of command.
     """
 
     def __init__(

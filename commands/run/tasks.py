@@ -25,7 +25,7 @@ class Task:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Read all tasks of a file, skipping empty lines. A ConfigError names the file, the line and the problem."""
+    """Read all tasks of a file, skipping empty lines. Raises ConfigError with the file, the line and the problem."""
     tasks = [_task(line, f"{path}:{number}") for number, line in lines(path)]
     if not tasks:
         raise ConfigError(f"{path} has no tasks")

@@ -48,7 +48,7 @@ class ChildDied(LightningError):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A program to keep running. `health_url` answers 200 once it is healthy; None: as soon as it runs.
+    """A program to keep running. It is healthy once `health_url` answers with 200; None: as soon as it runs.
 
     `may_end`: exit code 0 is not a failure; then `done` is printed. `restarts`: how often it is restarted within
     `RESTARTS_S` when it dies. If a `vital` program dies more often, or any program ends with exit code 2 (a wrong
@@ -102,7 +102,7 @@ class Child:
             await self.process.wait()
 
     async def stop(self, say: Callable[[str], None]) -> None:
-        """Send SIGINT, then SIGTERM after half of `grace_s`. At its end, kill the program and all that it started."""
+        """Send SIGINT, then SIGTERM after half of `grace_s`. When the program or `grace_s` ends, kill what is left."""
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(TimeoutError, ProcessLookupError):
                 if self.running:
@@ -174,7 +174,7 @@ class Supervisor:
         return child
 
     async def wait_healthy(self, child: Child) -> None:
-        """Wait until the child's health URL answers 200. Raise ChildDied if it ends, LightningError on timeout."""
+        """Wait until the child's health URL answers with 200. Raise ChildDied if it ends, LightningError on timeout."""
         spec, began = child.spec, time.monotonic()
         self._say(f"waiting for {spec.name}")
         tell_at = began + STILL_S
@@ -227,7 +227,7 @@ class Supervisor:
 
 
 def make_directory(path: Path, option: str) -> Path:
-    """Create the directory if needed and return its absolute path. A ConfigError names the option."""
+    """Create the directory if needed and return its absolute path. Raises ConfigError with the option's name."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -274,7 +274,7 @@ def reason(log: Path, begin: int = 0) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line that is not empty, without vLLM's process prefix; "" if there is none."""
+    """Return the last line that is neither empty nor a warning, without vLLM's process prefix; "" if there is none."""
     try:
         text = _read_from(log, max(0, log.stat().st_size - NEWEST_BYTES))
     except OSError:  # it is being started
@@ -305,7 +305,7 @@ def require_free_port(host: str, port: int, key: str) -> None:
         key = key.replace("port", "host")  # unknown, or not this machine: no other port would help
     held = f": process {holder[0]} ({holder[1][:100]}) listens there" if holder else ""
     instead = f"{'stop it, or ' * bool(holder)}choose another {key}"
-    raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}){held}: {instead}")
+    raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}){held}; {instead}")
 
 
 def _why_not_bound(host: str, port: int) -> OSError | None:

@@ -92,7 +92,7 @@ async def running_system(
 
 
 def check_addresses(config: Config) -> None:
-    """Raise LightningError unless the ports are free and the first vLLM upstream is at the port of the vLLM started."""
+    """Raise LightningError unless the ports are free and the first vLLM upstream is at vllm.port."""
     upstream = config.policy_upstream
     if upstream is None or urlsplit(upstream.urls[0]).port != config.vllm.port:
         wrong = f"upstreams: the first of kind vllm must be at port {config.vllm.port}, as vllm.port says"

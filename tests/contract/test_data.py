@@ -166,7 +166,7 @@ def test_what_goes_out_comes_in_as_the_same_conversations_and_once(filled: Proxy
 def test_a_wrong_line_is_named_and_nothing_is_imported(tmp_path: Path) -> None:
     wrong: list[tuple[Json | str, str]] = [
         ("{", "line 2: "),
-        ({"prompt": "a"}, "line 2: it is not an object with `messages`"),
+        ({"prompt": "a"}, "line 2: it is not an object with a list of `messages`"),
         ({"messages": [GO]}, "line 2: no assistant message"),
         ({"messages": [GO | {"role": "robot"}]}, "line 2: message 1: `role` must be"),
         (PLAIN | {"reward": 10**400}, "line 2: `reward` is not a finite number"),

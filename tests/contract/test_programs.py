@@ -170,7 +170,7 @@ def test_a_program_that_fails_or_cannot_be_started_ends_its_rollout_as_failed(ru
     }
     runs.tasks(*({"task_id": runs.task, "does": does} for does in ways))
     code, _, told = runs.run("--group-size", "1", "--concurrency", "1")
-    assert code == 1 and "every program failed, the first with exit code 1: ValueError" in " ".join(told.split()), told
+    assert code == 1 and "every program failed; first failure: exit code 1: ValueError" in " ".join(told.split()), told
     ended = [(one["status"], one["reason"], one["reward"]) for one in reversed(runs.rollouts())]
     assert ended == [("failed", reason, None) for reason in ways.values()]
     script = runs.directory / "agent"

@@ -119,7 +119,7 @@ async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
     evaluator = e.evaluator("--fail")
     found = await e.evaluated(evaluator)
     assert found.reward is None and "\n" not in found.error
-    assert found.error.endswith("every program failed, the first with exit code 1: no such tool"), found.error
+    assert found.error.endswith("every program failed; first failure: exit code 1: no such tool"), found.error
     assert [found.error in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]
     assert (await e.evaluated(evaluator), await e.best()) == (found, None)
 
