@@ -159,7 +159,7 @@ class _TaskRun:
         return group
 
     async def work(self, task: Task, rollout: OpenRollout) -> None:
-        """Run the program, end its rollout unless a posted reward will, wait for any due reward, and report the result."""
+        """Run the program, end its rollout unless a posted reward will, wait for any due reward, report the result."""
         name = rollout.rollout_id
         try:
             code, reason = await self.run_program(task, rollout)
