@@ -1,4 +1,4 @@
-"""Adds `environments`; and `--environment`, with its arguments, to `run`, `eval`, `optimize` and `experiment`."""
+"""Adds the command `environments`, and `--environment` with arguments to `run`, `eval`, `optimize`, `experiment`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., Non
 
 
 def _stand_in(name: str, environment: str, arguments: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `name` that `environment` replaces. Raise ConfigError if both or neither are given."""
+    """Return what `environment` replaces in the arguments. Raises ConfigError if any conflict or are missing."""
     from ...core.errors import ConfigError
     from .source import experiment_of, source_of
 

@@ -42,7 +42,7 @@ class EnvironmentTasks(NamedTuple):
 
 
 def source_of(environment: str, arguments: str | None, defaults: dict[str, Any]) -> EnvironmentTasks:
-    """Make the tasks. `defaults` apply where arguments are missing. Raise ConfigError if there are no such tasks."""
+    """Make an environment's tasks; `defaults` are for missing arguments. Raises ConfigError if there are no tasks."""
     kind, colon, name = environment.partition(":")
     if not (colon and name):
         raise ConfigError(f"--environment must be KIND:NAME, as in reasoning_gym:gcd; got {environment!r}")
@@ -59,7 +59,7 @@ def source_of(environment: str, arguments: str | None, defaults: dict[str, Any])
 
 
 def experiment_of(file: Path, environment: str, arguments: str | None, alias: str) -> Path:
-    """Return the path of a copy of an experiment file, with the environment's program and its tasks of both splits."""
+    """Copy an experiment file, add the environment's program and tasks of both splits, and return the copy's path."""
     given = read_yaml(file)
     if both := sorted({"tasks", "held_out", "agent", "preload"} & given.keys()):
         raise ConfigError(f"{file}: with --environment, leave out {', '.join(both)}")
@@ -86,7 +86,7 @@ def _given(arguments: str | None) -> dict[str, Any]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write the file atomically: another command may be reading or writing it."""
+    """Write the file atomically: another command may be reading or writing the same one."""
     file.parent.mkdir(exist_ok=True)
     with written(file) as part:
         part.write_text(text)
@@ -110,11 +110,11 @@ class KindsEnvironment:
 
     @property
     def is_there(self) -> bool:
-        """Whether this installation has made it, for the current requirements."""
+        """Whether this installation of lightning-proxy has installed it, with the current requirements."""
         return self._stamp.is_file() and self._stamp.read_text() == self._needs
 
     def install(self, further: Sequence[str]) -> None:
-        """Create or update the environment; keep its tasks. LightningError has the last line of venv or pip."""
+        """Create or update the environment; keep its tasks. Raises LightningError if venv or pip fails."""
         wanted = [*self.requires, *further]
         typer.echo(f"installing into {self.directory}, with dependencies: {', '.join(wanted)}")
         self._stamp.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ class KindsEnvironment:
         self.finish()
 
     def finish(self) -> None:
-        """Write our files, once the packages are installed."""
+        """Write this project's files, once the packages are installed."""
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         ours = self.directory / "lib" / version / "site-packages/lightning_proxy"
         ours.unlink(missing_ok=True)
@@ -136,10 +136,10 @@ class KindsEnvironment:
         self._stamp.write_text(self._needs)
 
     def ask(self, *what: str, given: str = "") -> list[str]:
-        """Return the lines that the kind's program prints for the input `given`. ConfigError if that fails."""
+        """Return the lines that the kind's program prints for the input `given`. Raises ConfigError if it fails."""
         if not self.is_there:
             do = f"lightning-proxy environments {self.kind} --install"
-            raise ConfigError(f"{self.kind} is not installed in {self.directory}; run `{do}`")
+            raise ConfigError(f"{self.kind} is not installed in {self.directory}, or is out of date; run `{do}`")
         code, printed, said = asyncio.run(self._asked(what, given.encode()))
         if code:
             raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {code}'}")
@@ -148,7 +148,7 @@ class KindsEnvironment:
         return printed.splitlines()
 
     async def _asked(self, what: Sequence[str], given: bytes) -> tuple[int, str, str]:
-        """The program's exit code, output and errors. The program ends if we do."""
+        """The program's exit code, output and errors. The program ends when this process does."""
         env = {name: value for name, value in os.environ.items() if name != ROLLOUT}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process, lifeline = await start_guarded(*self.program, *what, grace_s=GRACE_S, env=env, **pipes)

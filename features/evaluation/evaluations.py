@@ -47,7 +47,7 @@ ENOUGH = 8  # rollouts of training by which a version is judged, if any version 
 class HeldOut:
     """An evaluation of a version on held-out tasks: the mean reward over tasks, with its 95 % interval.
 
-    `difference`: to the first evaluated version's mean, paired by task; null for that version. `ended_at`: null while
+    `difference`: from the first evaluated version's mean, paired by task; null for that version. `ended_at`: null while
     the evaluation runs; `error`: why it has no result. `step`: the training step that made the version.
     """
 
@@ -111,7 +111,7 @@ class Evaluations:
         return {row["version"] for row in await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})}
 
     async def best(self) -> Best | None:
-        """Return the version with the best held-out reward, or else the newest not clearly worse in training."""
+        """Return the version with the best held-out reward, or the newest not clearly worse in training, or None."""
         servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]  # the few that have files
         stored = await self.read(OF_VERSIONS, versions=dumps(servable))
         if servable == [0] and not stored:

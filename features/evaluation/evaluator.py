@@ -56,7 +56,7 @@ class Evaluator:
             stopped.cancel()
 
     async def _evaluate(self, live: PolicyVersion) -> None:
-        """Store the result, or why there is none: problems with held-out tasks do not stop training."""
+        """Evaluate a version. Store the result, or why there is none: a failed evaluation does not stop training."""
         version, step = live.version, live.step or 0
         await self.evaluations.begin(version, step)
         log.info("policy version %d is being evaluated on held-out tasks", version)

@@ -16,7 +16,7 @@ from .evaluations import LAST, Best, Evaluations, HeldOut
 
 
 class PolicyEvaluation(BaseModel):
-    """`best`: the best version. `evaluation`: the latest evaluation."""
+    """`best`: the best version that can be served. `evaluation`: the latest. Both are null for restricted keys."""
 
     best: Best | None
     evaluation: HeldOut | None

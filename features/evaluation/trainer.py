@@ -19,8 +19,8 @@ class EvaluatingPlugin(TrainerPlugin):
     metrics = group(
         "eval",
         ("eval_reward", "reward", "mean reward of held-out tasks"),
-        ("eval_low", "reward", "lower end of its 95 % interval"),
-        ("eval_high", "reward", "upper end of its 95 % interval"),
+        ("eval_low", "reward", "lower end of the mean reward's 95 % interval"),
+        ("eval_high", "reward", "upper end of the mean reward's 95 % interval"),
         ("eval_step", "number", "the step that made the evaluated version"),
     )
 

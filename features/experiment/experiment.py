@@ -79,7 +79,7 @@ class Experiment(Work):
 
 @dataclass(frozen=True, slots=True)
 class LessonPlan:
-    """One variant with one seed. `made_with`: what must not change once it has a result."""
+    """One variant with one seed. `made_with`: what must not change once the lesson has a result."""
 
     variant: str
     seed: int
@@ -98,7 +98,7 @@ class LessonPlan:
 
 
 def read_experiment(file: Path, config: Path | None) -> Experiment:
-    """Read the file. `config`: the configuration if the file names none. ConfigError has a line for each wrong key."""
+    """Read the file. `config`: used if the file names none. Raises ConfigError with a line for each wrong key."""
     try:
         found = Experiment.model_validate({"config": config} | read_yaml(file))
     except ValidationError as error:
@@ -108,7 +108,7 @@ def read_experiment(file: Path, config: Path | None) -> Experiment:
 
 
 def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
-    """Return all lessons, ordered by seed, then variant. ConfigError names the variant and the wrong key."""
+    """Return all lessons, by seed, then variant, in the file's order. Raises ConfigError if a variant cannot be run."""
     base = read_config(experiment.config)
     config_of(deepcopy(base), path=experiment.config)
     shared = experiment.model_dump(mode="json", exclude={"config", "seeds", "variants"}, exclude_none=True)
@@ -134,7 +134,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         keys = {*flat(changes), *OWN}
         for variable, key in variables():
             if hidden := next((one for one in sorted(keys) if f"{one}.".startswith(f"{key}.")), None):
-                raise ConfigError(f"the variable {variable} would override {hidden}: unset it")
+                raise ConfigError(f"the variable {variable} would override {hidden}; unset it")
         if own := next((one for one in OWN if one in flat(changes)), None):
             raise ConfigError(f"{own}: each run has its own; leave it out")
         require_model(config)
@@ -147,7 +147,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         upstream = config.policy_upstream
         urls = upstream.urls if upstream is not None and not upstream.servers else ()
         if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:
-            raise ConfigError("upstreams: each run starts one vLLM: leave out replicas, and use the port of vllm.port")
+            raise ConfigError("upstreams: each run starts one vLLM; leave out replicas, and use the port of vllm.port")
         if config.run.proxy_url is not None:
             raise ConfigError("run.proxy_url: each run has its own proxy; leave it out")
         if rollouts is not None and rollouts % config.trainer.group_size:
@@ -158,7 +158,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
 
 
 def _files(experiment: Experiment, config: Config) -> dict[str, str]:
-    """Hashes of the task files, of files in the agent's command line, and of files with the user's functions."""
+    """Hashes of the task files, of files named in the agent's command line, and of files with the user's functions."""
     own = [name for _, name in own_functions(config.trainer)] + [config.rewards.function or ""]
     words = [*experiment.agent, *(name.rpartition(":")[0] for name in own)]
     files = [experiment.tasks, experiment.held_out, *map(Path, words)]
@@ -230,7 +230,7 @@ def say(what: str, lesson: str = "") -> None:
 async def run_lessons(
     plan: Experiment, lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env]
 ) -> list[str]:
-    """Run the lessons without a result, one per slot at a time, and save results. Return the names of failed ones."""
+    """Run the lessons without a result, one per slot at a time. Save results; return the names of failed lessons."""
     left = iter([lesson for lesson in lessons if lesson.name not in results])
     failed: list[str] = []
 
@@ -253,7 +253,7 @@ async def run_lessons(
 
 
 def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
-    """Return the finished lessons' results. ConfigError if one is unreadable, or its settings or files have changed."""
+    """Return finished lessons' results. Raises ConfigError if one is unreadable, or settings or files have changed."""
     results: dict[str, Json] = {}
     for lesson in lessons:
         if not lesson.result.is_file():
@@ -270,14 +270,14 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
         ]
         if changes:
             raise ConfigError(
-                f"{lesson.name} is finished, but with different settings: {'; '.join(changes)}. Restore them, "
+                f"{lesson.name} is finished, but with different settings or files: {'; '.join(changes)}. Restore them, "
                 f"choose another --dir, or remove {lesson.result} to run it again"
             )
     return results
 
 
 def gpus_of(jobs: int) -> list[Env]:
-    """Return the environment variables of each job, which divide the GPUs, if there are any, among jobs."""
+    """Return each job's environment variables. Several jobs divide the GPUs, if there are any, among them."""
     gpus = list(cards()) if jobs > 1 else []
     if gpus and len(gpus) < jobs:
         raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs at least one")
@@ -330,7 +330,7 @@ def lines(results: Sequence[Json]) -> list[list[str]]:
 def few_seeds(results: Sequence[Json]) -> str | None:
     seeds = Counter(one["variant"] for one in results)
     few = [f"{name} has {count}" for name, count in seeds.items() if count < SEEDS]
-    why = "their intervals are too narrow, and with one seed they are over tasks only"
+    why = "the intervals of these variants are too narrow, and with one seed they are over tasks only"
     return f"fewer than {SEEDS} seeds ({', '.join(few)}): {why}" if few else None
 
 
@@ -366,7 +366,7 @@ def write(results: Sequence[Json], directory: Path) -> None:
 
 
 def commit() -> str | None:
-    """Return the working directory's commit, with `-dirty` if it has local changes; None outside a checkout."""
+    """Return the working directory's commit, with `-dirty` if files have changed; None without a checkout or git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -375,7 +375,7 @@ def commit() -> str | None:
 
 
 class Lesson(Trial):
-    """Runs a lesson in its folder, after emptying it."""
+    """Empties a lesson's folder, and runs the lesson there."""
 
     def __init__(self, plan: Experiment, lesson: LessonPlan, env: Env, say: Callable[[str], None]) -> None:
         super().__init__(plan, lesson.directory, say, env)

@@ -1,1 +1,1 @@
-"""Code for a kind's own environment. It imports only the kind's packages, `client/` and the standard library."""
+"""Code that runs in a kind's own Python. It imports only the kind's packages, `client/` and the standard library."""

@@ -1,4 +1,4 @@
-"""Prepares a process for third-party code. Run as a script, it clears variables, then starts the kind's Python."""
+"""Prepares a process for third-party code. Run as a script, it clears variables and starts the kind's Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SET = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
 
 
 def alone() -> None:
-    """Keep only the environment variables above and LC_*, and add SET: third-party code must not see a user's keys."""
+    """Keep only variables in KEPT, a rollout's and LC_*; add SET. Third-party code must not see a user's keys."""
     kept = KEPT | OF_ROLLOUT if ROLLOUT in os.environ else KEPT
     for name in os.environ.keys() - kept:
         if not name.startswith("LC_"):
@@ -34,7 +34,7 @@ def alone() -> None:
 
 @contextmanager
 def own_folder() -> Iterator[None]:
-    """Work in an empty folder, also as HOME. An episode's is next to its task file: it is removed even after a kill."""
+    """Run the block in an empty folder, also as HOME. A rollout's is removed with its task file, after a kill, too."""
     task = os.environ.get(TASK_FILE)
     place = task and Path(task).parent
     with tempfile.TemporaryDirectory("-environment", dir=place, ignore_cleanup_errors=True) as folder:

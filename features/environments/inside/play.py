@@ -92,7 +92,7 @@ class Wrong(Exception):
 
 
 class Arguments:
-    """The arguments of `tasks`. Keys of our own are taken out; the others, in `left`, go to the environment."""
+    """The arguments of `tasks`. Keys used here are taken out; the others, in `left`, go to the environment."""
 
     def __init__(self, given: Json) -> None:
         self.left = dict(given)
@@ -100,20 +100,20 @@ class Arguments:
         self.seed = self.take("seed", 0)
         self.split = self.take("split", "train")
         if self.split not in SPLITS or self.tasks < 1:
-            raise Wrong(f"split must be {' or '.join(SPLITS)}, and tasks at least 1")
+            raise Wrong(f"split must be {' or '.join(SPLITS)}, tasks at least 1; got {self.split!r}, {self.tasks}")
         sampling = {"temperature": 1.0, "max_tokens": 1024} | self.take("sampling", {})
         # In each task's line, for the program that plays it.
         self.shared: Json = {"model": self.take("model", "policy"), "sampling": sampling}
 
     def take(self, key: str, default: Any) -> Any:
-        """Take a key and return its value. Raise Wrong if its type differs from the default's (None: any type)."""
+        """Remove a key; return its value or the default. Raises Wrong if the types differ (default None: any type)."""
         value, kind = self.left.pop(key, default), type(default)
         if default is not None and type(value) is not kind:
             raise Wrong(f"{key} must be of type {kind.__name__}, such as {default!r}; got {value!r}")
         return value
 
     def has(self, text: str) -> bool:
-        """Return whether the question belongs to this split. Its hash decides, so no question is in both splits."""
+        """Return whether the task that `text` identifies is in this split. The hash decides: no task is in both."""
         return (int(digest(text), 16) % HELD_OUT == 0) == (self.split == "held_out")
 
 

@@ -57,7 +57,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Play to the end. Seat N is named `player-N` if the policy plays it, `opponent-N` if a program or other model."""
+    """Play to the end. Seat N is named `player-N` if the policy plays it, or else `opponent-N`."""
     game = _made(task["game"], task["settings"])
     game.reset(num_players=task["players"], seed=task["seed"])
     program, rng = _program(task["opponent"]), random.Random(task["seed"])
@@ -88,7 +88,7 @@ def _agent(player: int, task: Json) -> str:
 
 
 def _ask(run: Rollout, player: int, task: Json, seen: str) -> str:
-    """Return a model's move. Moves of other models than the policy are recorded but never trained on."""
+    """Return a model's move. Moves of models other than the policy are recorded but never trained on."""
     agent, model = _agent(player, task), _model(player, task)
     before = [{"role": "system", "content": task["system"]}] if task["system"] else []
     messages = [*before, {"role": "user", "content": seen}]
@@ -105,7 +105,7 @@ def _program(opponent: str) -> Callable[[str, int, random.Random], str] | None:
     if not (colon and file.endswith(".py")):
         return None
     if not (HERE / file).is_file() or name not in (found := runpy.run_path(str(HERE / file))):
-        raise Wrong(f"opponent: there is no function {name} in {HERE / file}")
+        raise Wrong(f"opponent: there is no file {HERE / file} with a function {name}")
     return found[name]
 
 
@@ -139,7 +139,7 @@ def _made(name: str, settings: Json) -> Any:
 
 
 def _fetch_nothing(wanted: str | list[str], **_: Any) -> bool:
-    """Stand in for nltk.download, which games call when they are imported."""
+    """Stand in for nltk.download, which games call on import. Raises Wrong if data must be downloaded first."""
     import nltk
 
     for one in [wanted] if isinstance(wanted, str) else wanted:

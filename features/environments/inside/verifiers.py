@@ -1,4 +1,4 @@
-"""The kind `verifiers`: tasksets of verifiers, played by its own harnesses. Each of its seats is one of our agents."""
+"""The kind `verifiers`: tasksets of verifiers, played by its own harnesses. Each seat is an agent of the rollout."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def names() -> Iterator[tuple[str, str]]:
 def tasks(name: str, given: Arguments) -> Iterator[Json]:
     """Yield tasks of a taskset, shuffled by the seed if their number is finite.
 
-    `env`: as verifiers' own `[env]`: {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "docker"}}}, for
-    example. Other keys go to the taskset.
+    `env`: verifiers' own `[env]`, such as {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "docker"}}}.
+    Other keys go to the taskset.
     """
     from verifiers.v1.utils.loaders import load_taskset
 
@@ -96,7 +96,7 @@ async def _episode(task: Json, run: Rollout) -> Any:
 
 
 def _config(env: Json, run: Rollout | None = None) -> Any:
-    """verifiers' configuration. By default, the taskset's harness (`null` for `bash`) is a process on this machine."""
+    """verifiers' configuration. By default, the taskset's harness (`null`, not `bash`) runs on this machine."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import EnvConfig
     from verifiers.v1.env import Env

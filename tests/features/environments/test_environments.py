@@ -317,7 +317,7 @@ async def until(is_so: Callable[[], bool]) -> None:
         ([], "needs --tasks FILE and a program after `--`, or --environment KIND:NAME"),
         ([*LARGER, '{"players": 3}'], "cannot be played by 3 players: The number of players has to be 2, received 3"),
         ([*LARGER, '{"seat": 2}'], "textarena: seat must be 0 to 1: this game of Larger-v0 has 2 players; got 2"),
-        ([*LARGER, '{"opponent": "gone.py:play"}'], "textarena: opponent: there is no function play in "),
+        ([*LARGER, '{"opponent": "gone.py:play"}'], "textarena: opponent: there is no file "),
     ],
     ids=str,
 )
