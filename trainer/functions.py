@@ -1,6 +1,6 @@
-"""Loads the functions that `trainer.credit`, `baseline`, `loss` and `context_loss` name, from features and users.
+"""Loads the functions that `trainer.credit`, `baseline`, `loss` and `context_loss` name: a feature's or a user's.
 
-They run in the trainer's process. An error in one is reported in one line, with the setting and the line in its file.
+They run in the trainer's process. A function's error is reported on one line, with the setting and the line number.
 """
 
 from __future__ import annotations

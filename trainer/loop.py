@@ -33,7 +33,7 @@ UNPUBLISHED = -1  # in place of a policy version: the trainer's weights were not
 
 
 def moved_nothing(metrics: Mapping[str, Any]) -> bool:
-    """Return whether a step did not change the weights: it was skipped, or its learning rate was 0 (warm-up)."""
+    """Return whether a step did not change the weights: it was skipped, or its learning rate was 0."""
     return bool(metrics.get("skipped")) or metrics.get("lr") == 0
 
 
@@ -41,8 +41,8 @@ class TrainingLoop:
     """Trains on the store's rollouts and publishes new weights. Killed at any moment, it resumes from the last step.
 
     Without a `publisher`, weights stay with the trainer. `order` sorts the groups; by default the longest waiting come
-    first. `base` is the policy version that the trainer's weights build on; `live` is the version that answers agents,
-    usually the same.
+    first. `base` is the policy version that the trainer's weights build on, usually the live one. After a
+    collapse it is UNPUBLISHED.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class TrainingLoop:
         self._at = 0  # the step after which the trainer has these weights
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
-        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no complete group is left.
+        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no step is possible now.
 
-        If the store cannot be written or the training engine is down, wait for it, then continue as after a restart.
+        While the store or the training engine is unavailable, wait; then continue as after a restart.
         """
         while not stop.is_set():
             try:
@@ -100,7 +100,7 @@ class TrainingLoop:
             await self._hooks.evaluate(stop, self.verify_live)
 
     async def _train_when_due(self, once: bool) -> bool:
-        """Take a step if one is possible now. Return False if there is nothing to do. `once` ignores the schedule."""
+        """Take a step if one is due; `once` ignores the schedule. Return False if there is nothing to do now."""
         publisher, waits_for = self._publisher, None
         if publisher is not None:
             await self.follow_live_version()
@@ -131,8 +131,8 @@ class TrainingLoop:
     async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
         """Take one step. Return False if too few rollouts are ready.
 
-        `fewer`, `since`: as in `Collector.next_batch`. Raises Stopped if the trainer is stopped while something is
-        missing; the next start takes or finishes the step.
+        `fewer`, `since`: as in `Collector.next_batch`. Raises Stopped if the trainer is stopped while the step waits,
+        for example for disk space; the next start takes or finishes the step.
         """
         started = time.perf_counter()
         batch = await self.collector.next_batch(self.base, fewer=fewer, since=since)
@@ -147,7 +147,7 @@ class TrainingLoop:
         return True
 
     async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> None:
-        """Commit, publish and report a step with the trainer's current weights. Raises what `train_once` does."""
+        """Commit and report a step. Publish the weights unless the step left them unchanged or a collapse was seen."""
         await self._commit(batch.step, metrics)
         self._at = batch.step
         if metrics["skipped"]:
@@ -162,7 +162,7 @@ class TrainingLoop:
     async def _version_of_weights(self) -> int | None:
         """The version of the trainer's weights, `base`; None if a later step moved them and was not published.
 
-        Only the newest step that moved weights counts, if it started from `base`: others built on another version.
+        Only the newest step that moved weights matters, and only if it started from `base`. None without a publisher.
         """
         steps = await self._store.steps.newest(LINE)
         moved = next((s for s in steps if not moved_nothing(s.metrics) and "collapse" not in s.metrics), None)
@@ -172,7 +172,7 @@ class TrainingLoop:
     async def _step(self, batch: Batch) -> dict[str, Any]:
         """Take the optimizer step once the live version is verified. Return its metrics and the monitor's.
 
-        Raises Stopped, or PublishError if the live version does not verify; then no weight has moved.
+        Raises Stopped, or PublishError if the live version fails verification; then no weight has moved.
         """
         trainer, metrics = self._trainer, dict[str, Any](reward_by_task=batch.tasks)
 
@@ -190,13 +190,13 @@ class TrainingLoop:
             log.warning("step %d: %s", batch.step, left_out)
         for name, what in trainer.warnings.items():
             if what != metrics.get("skipped_because"):  # which is logged as an error
-                log.warning("step %d: %s: %s", batch.step, name, what)
+                log.warning("step %d (%s): %s", batch.step, name, what)
         signs = {} if self._publisher is None else await self._monitor.of_step(self.base, metrics)
         warnings = trainer.warnings | signs.get("warnings", {})
         return metrics | signs | ({"warnings": warnings} if warnings else {})
 
     async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write the checkpoint. Once it is complete on disk, one row makes the step count. Raises Stopped."""
+        """Write the checkpoint. Once it is complete on disk, mark the step as trained in the store. Raises Stopped."""
         checkpoint, started = self._checkpoints / str(step), time.perf_counter()
 
         async def save() -> None:
@@ -211,7 +211,7 @@ class TrainingLoop:
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
         """Make the trainer's weights live if no other version was made live. Raises Stopped.
 
-        PublishError ends the trainer. The step is committed, so the next start publishes it again.
+        A PublishError ends the trainer. The step is committed, so the next start tries again to publish it.
         """
         publisher, started = self._publisher, time.perf_counter()
         if publisher is None:
@@ -236,7 +236,7 @@ class TrainingLoop:
     # After a start --------------------------------------------------------------------------------------------------
 
     async def resume(self, stop: asyncio.Event | None = None) -> None:
-        """Clean up after a killed trainer: release claimed rollouts, load the last checkpoint, publish it if needed."""
+        """Start, also after a kill: release claimed rollouts, load the last checkpoint, and publish it if needed."""
         self._stop = stop or self._stop
         if released := await self._store.steps.release_unfinished():
             log.warning("step %s was not finished: its rollouts will be used again", released[0])
@@ -258,7 +258,7 @@ class TrainingLoop:
             await self._finish_publishing(self._publisher, last)
 
     async def _take_over(self, step: Step | None, base: int) -> None:
-        """Load the weights after `step`. Remember those that vLLM serves: verification compares new ones with them."""
+        """Continue from the weights after `step` (None: untrained). Remember the served ones for later verification."""
         publisher, live = self._publisher, await self._store.versions.live()
         checkpoint, served = self._of_step(step), None
         if not checkpoint.is_dir():
@@ -306,7 +306,7 @@ class TrainingLoop:
     # What is live, and others may have changed ----------------------------------------------------------------------
 
     async def verify_live(self, *, idle: bool = False) -> Mapping[str, Any]:
-        """Verify the live version if it is not verified yet. Return what `Publisher.verify_live` returns."""
+        """Verify the live version if it is not verified yet. Return the verification's metrics, if there was one."""
         if self._publisher is None:
             return {}
         return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop, idle=idle)

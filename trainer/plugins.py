@@ -1,6 +1,6 @@
-"""What a feature adds to the trainer: methods, metrics, an engine, and hooks that are named after what happens.
+"""What a feature adds to the trainer: methods, metrics, an engine, and hooks.
 
-This module and the features' `trainer` modules are imported too early for torch, so they import it inside functions.
+This module and the features' `trainer` modules are imported before torch is needed, so functions import it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TrainerHooks:
 
     `guide` adds guidance to a step's samples, such as a teacher's log-probabilities. `publisher` decides whether and
     how new weights go live. `tune` trains in place of the loop. `sift` excludes calls of a rollout, or gives them a
-    negative advantage. `evaluate` runs between steps: it awaits its second argument to verify the live version, and
+    negative advantage. `evaluate` runs between steps: it calls its second argument to verify the live version, and
     stops once the event is set. `keep` returns versions that must keep their files.
     """
 
@@ -105,7 +105,7 @@ class TrainerPlugin:
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        """Yield the hooks. Close what was opened at the block's end, after the last step."""
+        """Yield the hooks. At the block's end, after the last step, close what was opened."""
         yield NO_HOOKS
 
 
@@ -125,7 +125,7 @@ def check(config: Config, run: Run) -> None:
 
 @asynccontextmanager
 async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-    """Open plugins in order and close them in reverse. Raise ConfigError if two have the same hook."""
+    """Open plugins in order, yield their hooks, and close them in reverse. Raises ConfigError if two have one hook."""
     async with AsyncExitStack() as stack:
         hooks = NO_HOOKS
         for plugin in plugins:

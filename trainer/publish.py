@@ -48,7 +48,7 @@ class Publisher:
     def __init__(
         self, config: PolicyConfig, store: Store, swap: Swap, trainer: TrainingEngine, name: str | None = None
     ) -> None:
-        """`name`: the prefix of adapter names, by default the alias."""
+        """`name`: the prefix of adapter names, by default `policy.alias`."""
         self.vllm = swap.vllm
         self._config, self._store, self._swap, self._trainer = config, store, swap, trainer
         self._name = name or config.alias
@@ -64,7 +64,7 @@ class Publisher:
 
         Return `version` and the metrics of the verification. The version is verified first, except merged
         weights on the only server: `verify_live` does that later. Raises Superseded if another version was made live;
-        PublishError, with `base` live again, if vLLM does not serve the weights; Stopped if `stop` is set meanwhile;
+        PublishError, with `base` live, if vLLM does not serve the weights; Stopped if `stop` is set meanwhile;
         VllmFault, and abandons the version, if vLLM answers with an internal error `FAULTS` times; TrainingUnavailable,
         and forgets the version, if the training service is down.
         """
@@ -164,10 +164,10 @@ class Publisher:
     async def verify_live(
         self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
     ) -> Mapping[str, Any]:
-        """Verify version `base` if it is live, has merged weights and is not verified yet. Return the metrics.
+        """Verify version `base` if it is live, has merged weights and is not verified yet.
 
-        `samples_of` returns the rows of rollouts. With `idle`, do nothing while more answers are needed and expected.
-        Raises what `publish` does, except Superseded.
+        Return the verification's metrics, if there was one. `samples_of` returns the rows of rollouts. With `idle`, do
+        nothing while more answers are needed and expected. Raises what `publish` does, except Superseded.
         """
         live = await self._store.versions.live()
         if live.version != base or live.verified or not live.publish == self._swap.mode == "merged":
@@ -231,7 +231,7 @@ class Publisher:
         return None
 
     async def late(self, base: int) -> Step | None:
-        """Return the last step if publishing its weights, which build on version `base`, was postponed until now."""
+        """Return the last step if publishing its weights, which build on version `base`, was postponed and is due."""
         return None
 
     # The mode, files and old versions -------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Publisher:
             await self._remove(version)
 
     async def _forget_unfinished(self) -> None:
-        """Undo an attempt to publish. The next reuses the version number, because staleness counts version numbers."""
+        """Undo an attempt to publish. The next attempt reuses the number, because staleness counts version numbers."""
         for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.forget_unfinished(version.version)
             await self._delete(version)
@@ -270,7 +270,7 @@ class Publisher:
         await self._delete(version)
 
     async def prune(self, keep: Set[int]) -> None:
-        """Remove versions except the newest, live and candidate ones, ones in `keep`, and adapters of running rollouts.
+        """Remove versions, except the newest, live and candidate ones, those in `keep`, and adapters of running rollouts.
 
         Versions that never went live (`promotion.mode: gated`) do not count among the newest; the last of them is kept.
         """

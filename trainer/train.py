@@ -1,4 +1,4 @@
-"""Runs the trainer: the core's loop, or a feature's replacement of it."""
+"""Runs the trainer: the core's loop, or a feature's replacement for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .step.trainer import LightningTrainer
 
 
 async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_chat: AsChat | None = None) -> None:
-    """Train until `stop` is set, on the configured store and vLLM, unless a feature takes the run.
+    """Train on the configured store and vLLM until `stop` is set or the run is done, unless a feature does the run.
 
     `as_chat` turns recorded requests of other APIs into the chat requests that vLLM received for them.
     """
@@ -36,7 +36,7 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_
         if await plugin.train(run, stop):
             return
     if config.policy_upstream is None:
-        raise ConfigError("upstreams: the trainer needs one of kind vllm")
+        raise ConfigError("upstreams: the trainer needs an upstream of kind vllm")
     is_file = not config.store.is_postgres
     with only_trainer(config.policy.directory, config.store.path if is_file else None):
         async with opened(config.store) as database:
@@ -54,7 +54,7 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_
 
 
 async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
-    """Decide how weights are published, if no process has yet, and return what loads them into the policy's vLLM."""
+    """Decide how weights are published and return what loads them into the policy's vLLM."""
     return Swap(store, VllmFleet.of(config, session), await decide(config, store, "trainer"), config.policy.directory)
 
 
@@ -68,7 +68,7 @@ async def _train(core: TrainerCore, hooks: TrainerHooks, stop: asyncio.Event, as
 
 
 def follow(config: Config) -> None:
-    """Repeat the work of the leading process until it ends. All other processes of a launcher run this."""
+    """Repeat the leading process's work until that process ends. All other processes of a launcher run this."""
     engine = engine_of(config, plugins_of(config))
     assert isinstance(engine, LightningTrainer)
     engine.processes.follow(engine)
@@ -76,7 +76,7 @@ def follow(config: Config) -> None:
 
 @asynccontextmanager
 async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> AsyncIterator[TrainingEngine]:
-    """Create the engine. Close it after the block; `end` it before, unless the block raises."""
+    """Yield a new engine. After the block, `end` it unless the block raised, and then `close` it."""
     check_functions(config.trainer)
     check_gradients(config.trainer)
     engine = await asyncio.to_thread(engine_of, config, plugins)

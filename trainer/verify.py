@@ -1,4 +1,4 @@
-"""Verifies that vLLM serves the published weights, by its log-probabilities or, if unclear, by names and files."""
+"""Verifies that vLLM serves the published weights, by log-probabilities or, if these prove nothing, names and files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WeightEvidence:
     def add(self, served: Iterable[float], new: Iterable[float], old: Iterable[float]) -> None:
         """Add an answer: its tokens' log-probabilities as served, under the new weights and under the old ones.
 
-        Weights that would not sample a token count as `FAR` away: due to rounding, filters such as top_p exclude a few.
+        Weights that would not sample a token count as `FAR` away: rounding makes top_p and the like exclude a few.
         """
         for value, by_new, by_old in zip(served, new, old, strict=True):
             self._from_new.append(abs(min(value - by_new, FAR)))
@@ -64,7 +64,7 @@ class WeightEvidence:
 
     @property
     def deviations(self) -> float:
-        """Return how clearly answers come from the new weights (negative: from the old ones; 0: both are the same)."""
+        """Return in standard deviations how clearly answers come from the new weights (negative: from the old ones)."""
         nearer = [old - new for new, old in zip(self._from_new, self._from_old, strict=True)]
         spread = math.hypot(*nearer)
         return sum(nearer) / spread if spread > 0 else 0.0
@@ -93,7 +93,7 @@ class WeightEvidence:
 
 
 class Verification:
-    """Verifies that vLLM serves a policy version, the trainer's current weights. Raises PublishError if it does not.
+    """Verifies that vLLM serves a policy version that has the trainer's current weights, or raises PublishError.
 
     vLLM continues the prompts of a few `samples`. It is not asked for prompt_logprobs, which crash vLLM 0.32 on a CPU
     with LoRA enabled. `seen`: the ids of the rollouts that `by_agents` has looked at.
@@ -116,7 +116,7 @@ class Verification:
     def metrics(self) -> dict[str, Any]:
         """Return the step's metrics of the verification, the worst over adapters and servers. Empty until it is done.
 
-        `verify_deviations` counts adapters that the step did not move only if it moved none.
+        `verify_deviations` includes an adapter that the step did not move only if the step moved no adapter.
         """
         if not self._found:
             return {}
@@ -130,7 +130,7 @@ class Verification:
     async def load(self, stop: asyncio.Event) -> None:
         """Load the version's adapters and verify them. If vLLM restarts, it has forgotten them: load them again."""
         await self._swap.unload(self.version)  # adapters of this name from another store, perhaps
-        restarts, restarted, waits = 0, True, "verifying the published weights waits"
+        restarts, restarted, waits = 0, True, "the verification of the published weights waits"
         while restarts < VERIFY_RESTARTS:
             if restarted:
                 await self._swap.load(self.version)
@@ -145,7 +145,7 @@ class Verification:
             await before_retry(stop)
         raise PublishError(
             f"vLLM restarted {VERIFY_RESTARTS} times while policy version {self.version.version} was being verified "
-            "(its log may say why); the previous version stays live"
+            "(vLLM's log may say why); the previous version stays live"
         )
 
     async def _has_adapters(self) -> bool:
@@ -159,7 +159,7 @@ class Verification:
         await self._swap.vllm.ask(self.on)
 
     async def on(self, server: VllmServer) -> None:
-        """Verify one server: each adapter by its own samples, if it has any."""
+        """Verify one server: each adapter by its own samples, or by all samples if it has none."""
         base = await server.base_model() if self._swap.mode == "merged" else str(self.version.served_model)
         for adapter, model in {DEFAULT_ADAPTER: base, **self.version.adapters}.items():
             samples = [sample for sample in self._samples if sample.adapter == adapter] or self._samples
@@ -196,7 +196,7 @@ class Verification:
         return True
 
     async def _ask(self, server: VllmServer, model: str, adapter: str, samples: Sequence[Sample]) -> WeightEvidence:
-        """Sample until the evidence is clear, or cannot become so. Raise PublishError if other weights answer."""
+        """Sample until the evidence is or cannot become clear. Raises PublishError if other weights answer."""
         count = self._config.verify_samples
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts, tokens = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)], VERIFIED_TOKENS
@@ -212,7 +212,7 @@ class Verification:
             if tokens == VERIFIED_TOKENS and not evidence.difference <= self._tolerance:  # NaN fails too
                 raise PublishError(
                     f"vLLM does not serve the weights that were published as {model}: its log-probabilities differ "
-                    f"from the trainer's by {evidence.difference:.4g} on average (policy.verify_tolerance is "
+                    f"from the trainer's by {evidence.difference:.4g} on average (policy.verify_tolerance allows "
                     f"{self._tolerance:g}); the previous version stays live, or goes live again"
                 )
             if not evidence.may_become_clear:
@@ -227,7 +227,7 @@ class Verification:
         return tolerance(self._engine.settings, self._config)
 
     async def _check_names(self, server: VllmServer, model: str, adapter: str, evidence: WeightEvidence) -> str:
-        """Check the server's label (merged weights), or an adapter's name and files, because answers prove nothing.
+        """Check the server's label (merged weights), or an adapter's name and files, when answers prove nothing.
 
         Return what was checked. Raises PublishError if the check fails.
         """
@@ -239,7 +239,7 @@ class Verification:
             path = Path(str(self.version.path)) / ("" if adapter == DEFAULT_ADAPTER else adapter)
             roots = [entry.get("root") for entry in await server.models() if entry["id"] == model]
             if roots != [str(path)]:
-                raise PublishError(f"vLLM serves {model} from {roots}, not from {path}")
+                raise PublishError(f"vLLM must serve {model} from {path}, but the directories it reports are {roots}")
             ours, written = self._engine.adapter(adapter), await in_thread(load_file, path / ADAPTER_FILE)
             if written.keys() != ours.keys() or not all(torch.equal(written[k], w.cpu()) for k, w in ours.items()):
                 raise PublishError(f"{path} does not hold the trainer's weights")
