@@ -80,7 +80,7 @@ def _sync(path: Path) -> None:
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
-    """Return every key of `trainer` and of features by its dotted name, with the policy's model and adapters."""
+    """Return all values of `trainer` and of features by dotted name, and the policy's model and adapters."""
     keys: Saved = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     for name, section in (("trainer", trainer), *((section.name, section) for section in trainer.sections)):
         keys |= _flat(name, section)
@@ -143,7 +143,7 @@ def read_state(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, A
     if other := shapes.items() ^ wanted.items():
         name = min(other)[0]
         raise ConfigError(
-            f"the checkpoint {path} has weights of another shape: {name} is {shapes.get(name, 'missing')} in the "
+            f"the checkpoint {path} does not fit the configuration: {name} is {shapes.get(name, 'missing')} in the "
             f"checkpoint and {wanted.get(name, 'missing')} in the configuration; restore the earlier values of "
             "policy.model, policy.adapters, trainer.weights, trainer.lora_rank and trainer.lora_targets"
         )
@@ -162,7 +162,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _flat(prefix: str, section: Section) -> Saved:
-    """The values of a section by dotted name, without secret keys."""
+    """The values of a section by dotted name, without any `api_key`."""
     found: Saved = {}
     values = section.model_dump(mode="json")
     for name, value in section:

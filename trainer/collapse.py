@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 class Drop(NamedTuple):
     """The fall of the mean reward from `before` to `after`, with `compared` rollouts or tasks on each side.
 
-    `share`: the drop relative to the mean's height above the lowest reward. Scaling rewards does not change `sigmas`.
+    `share`: the drop relative to what `before` is above the lowest reward. Scaling rewards does not change `sigmas`.
     """
 
     sigmas: float = 0.0
@@ -75,7 +75,7 @@ class Drop(NamedTuple):
 
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
-    """Return a sign for the clearest drop of the reward along `line` (newest version first). `scored`: oldest first."""
+    """Return a sign for the clearest reward drop along `line` (newest version first) if any. `scored`: oldest first."""
     drops: list[tuple[int, Drop]] = []
     for newest in (n for n in SPLITS if n < len(line)):
         before, after = ([one for one in scored if one.version in part] for part in (line[newest:], line[:newest]))
@@ -88,7 +88,7 @@ def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseC
         collapsed = config.action != "warn" and sigmas >= config.reward_stop and fallen.share >= config.min_drop
         what = (
             f"the reward fell from {fallen.before:.3g} to {fallen.after:.3g} with policy version {since} "
-            f"({sigmas:.1f} sigmas, {fallen.compared} compared with {fallen.compared})"
+            f"({sigmas:.1f} sigmas, {fallen.compared} rollouts or tasks on each side)"
         )
         if sigmas >= WARN:
             signs.append((collapsed, sigmas, Sign("reward", what, since, collapsed)))
@@ -104,8 +104,8 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
     That makes the test symmetric, so that rare rewards raise no alarm.
 
     Rollouts of a group are alike, so the variance is at least that between groups: the cluster-robust variance (Liang &
-    Zeger 1986, Biometrika 73:13), where a group is the rollouts of one task that began with one version. It is 0 where
-    there are too few groups to tell.
+    Zeger 1986, Biometrika 73:13), where a group is the rollouts of one task that began with one version. It is ignored
+    if there are too few groups to tell.
     """
     first, second = list[float](), list[float]()
     of_alone = of_alike = between = 0.0
@@ -176,7 +176,7 @@ def step_signs(steps: Sequence[Measured], config: CollapseConfig) -> list[Sign]:
         if streak:
             (_, value, allowed), since = streak[0], streak[-1][0]
             in_a_row = f"{len(streak)} steps in a row" if len(streak) > 1 else "in the last step"
-            what = f"{words} is {value:.3g}, over {allowed:.3g} ({in_a_row})"
+            what = f"{words} is {value:.3g}, over the limit of {allowed:.3g} ({in_a_row})"
             signs.append(Sign(name, what, since, config.action != "warn" and len(streak) >= STEPS))
     return signs
 
@@ -185,7 +185,7 @@ def step_signs(steps: Sequence[Measured], config: CollapseConfig) -> list[Sign]:
 
 
 class Monitor:
-    """Monitors one training loop for collapse. All its state is in the store, so a restart changes nothing."""
+    """Monitors one training loop for collapse. What it finds is in the store, so a restart loses nothing."""
 
     def __init__(self, config: TrainerConfig, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._rules, self._store, self._clock, self._config = Rules.of(config), store, clock, config.collapse

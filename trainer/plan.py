@@ -59,9 +59,9 @@ Needs = dict[str, float]  # by what they are for
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A configuration with the sizes that are planned, and the GPUs that vLLM and the trainer see (none: all).
+    """A configuration with the sizes that are planned, and the GPUs that vLLM and the trainer see (empty: all).
 
-    With GPUs, `vllm` and `trainer` have the GiB that each takes of one of its `cards`; without a plan these are empty.
+    With GPUs, `vllm` and `trainer` have the GiB that each takes on one of its `cards`; without a plan these are empty.
     """
 
     config: Config
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def shared(self) -> bool:
-        """Return whether vLLM and the trainer take memory of the same GPU."""
+        """Return whether vLLM and the trainer take memory on the same GPU."""
         return bool(self.vllm) and not {*self.vllm_devices}.isdisjoint(self.trainer_devices)
 
 
@@ -85,8 +85,8 @@ def make_plan(
     """Return the plan with the longest context that fits `gpus` (default: this machine's).
 
     An `offline` trainer has the machine to itself, and so does one that publishes to another machine; so does vLLM if
-    not `trained`, or if a service takes the steps. A base model `sharded` over several GPUs gets no plan; on a CPU only
-    the size of a pass is planned. Raises ConfigError if the model cannot be trained or does not fit.
+    not `trained`, or if a service takes the steps. A base model of unknown size or `sharded` over GPUs gets no plan;
+    on a CPU only the size of a pass is planned. Raises ConfigError if the model cannot be trained or does not fit.
     """
     gpus = cards() if gpus is None else gpus
     about = (model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None) or {}
@@ -232,8 +232,8 @@ def pass_memory(
 
     With checkpointing, each layer's input is kept, and one layer at a time is computed again. `width`: bytes of an
     activation. In a layer, norms (including per-head norms) keep their input in float32 (a copy if activations are
-    narrower), each adapted module keeps its input, and the MLP keeps four times its width. With `full`, a pass without
-    checkpointing keeps all weights in bfloat16, and ends with two copies of the head's gradient.
+    narrower), each adapted module keeps its input, and the MLP keeps four times its width. With `full`, a pass ends
+    with two copies of the head's gradient, and without checkpointing keeps a bfloat16 copy of all weights.
     """
     copies = 2 * shape.hidden * (width < FLOAT32) + shape.attention + shape.keys
     layer = width * (5 * shape.hidden + 3 * shape.attention + 2 * shape.keys + 4 * shape.mlp) + FLOAT32 * copies

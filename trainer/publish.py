@@ -270,7 +270,7 @@ class Publisher:
         await self._delete(version)
 
     async def prune(self, keep: Set[int]) -> None:
-        """Remove versions, except the newest, live and candidate ones, those in `keep`, and adapters of running rollouts.
+        """Remove versions except the newest, live and candidate ones, those in `keep` and adapters of running rollouts.
 
         Versions that never went live (`promotion.mode: gated`) do not count among the newest; the last of them is kept.
         """

@@ -46,12 +46,12 @@ class RolloutRewards:
 
     @property
     def total(self) -> float:
-        """Return the rollout's return: its posted rewards plus the automatic ones."""
+        """Return the rollout's return: `posted` (None counts as 0) plus the automatic rewards."""
         return (self.posted or 0.0) + math.fsum(self.air.values())
 
     @property
     def sum(self) -> float:
-        """Return the sum of all rewards: the rollout's own and its calls'."""
+        """Return the sum of all rewards: the rollout's own, its calls' and the automatic ones."""
         return (self.final or 0.0) + math.fsum(self.calls.values()) + math.fsum(self.air.values())
 
     def of_call(self, call_id: str) -> float:
@@ -98,7 +98,7 @@ class Sibling:
 class Sampling:
     """How vLLM turned a model's logits into the distribution that an answer was sampled from.
 
-    Every field except `temperature` is neutral by default. `allowed` None: all tokens. `stop_tokens` are the request's;
+    The default of every field has no effect. `allowed` None: all tokens. `stop_tokens` are the request's;
     `min_tokens` forbids them at first. `grammar` is vLLM's structured outputs, as JSON.
     """
 
@@ -146,7 +146,7 @@ class Guidance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One training row of one rollout. Every list is as long as `token_ids`.
+    """One training row of one rollout. Fields with a value per token are as long as `token_ids`.
 
     `mask[i]` is 1 where the policy sampled `token_ids[i]` and 0 for context; there `logprobs` and `advantages` are 0.0.
     `temperatures[i]` is the sampling temperature of the call that token i belongs to (1.0 for context).
@@ -174,7 +174,7 @@ class Sample:
         guidance = self.token_ids if self.guidance is None else self.guidance.logprobs
         lists = (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures, guidance)
         if len({*map(len, lists)}) != 1:
-            raise ValueError(f"sample of {self.rollout_id}: its lists of a value per token differ in length")
+            raise ValueError(f"sample of {self.rollout_id}: its lists of values per token differ in length")
         if self.mask and self.mask[0]:
             raise ValueError(f"sample of {self.rollout_id}: its first token is marked as sampled, but has no context")
 

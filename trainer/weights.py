@@ -42,7 +42,7 @@ class TrainedWeights:
 
     A sample's `adapter` says which set it trains. `model` is the bare language model. A weight that several modules
     share counts once. If the sets are `sharded`, each process has a part of them, and all processes must call these
-    methods together; `keeps` says whether this one keeps and writes what is gathered.
+    methods together; `keeps` says whether this process keeps and writes what is gathered.
     """
 
     def __init__(self, model: Any, config: TrainerConfig, policy: PolicyConfig, processes: Processes) -> None:
@@ -190,7 +190,7 @@ class TrainedWeights:
         """Write what vLLM loads. `directory` appears atomically, with a marker file; no weight in memory changes.
 
         With `merged` it is a full model, with any default adapter merged in. Otherwise it has the adapter `default`,
-        and each other adapter in a sub-directory with its name. Raises LightningError if there is no adapter.
+        and each other adapter in a sub-directory with its name. Raises LightningError if no adapter is trained.
         """
         if not merged and not self._is_lora:
             raise LightningError("with trainer.weights: full, there is no adapter to write")
@@ -266,9 +266,9 @@ def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
 
 
 def language_targets(model: PreTrainedModel) -> list[str]:
-    """Return the linear modules in the layers of the language model, without experts, routers and other towers.
+    """Return the names of the linear modules in the language model's layers, except in experts and routers.
 
-    They are named by their last part if no other module of the model has that last part. ConfigError if there are none.
+    Only the last part of each is returned if no other linear module has one of these. Raises ConfigError if none exist.
     """
     modules, decoder = dict(model.named_modules()), model.get_decoder()
     language = next((f"{name}." for name, module in modules.items() if module is decoder and name), "")
@@ -280,14 +280,14 @@ def language_targets(model: PreTrainedModel) -> list[str]:
     }
     if not chosen:
         raise ConfigError(
-            f"trainer.lora_targets: no attention or MLP was found in {type(model).__name__}; name its modules"
+            f"trainer.lora_targets: no linear layers were found in {type(model).__name__}; name the modules here"
         )
     last = {linear[name][-1] for name in chosen}
     return sorted(last if all(name in chosen for name, parts in linear.items() if parts[-1] in last) else chosen)
 
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model with its own architecture on the CPU; the trainer moves it to its device."""
+    """Load a model with its own architecture on the CPU; the trainer moves the model to its device."""
     names = AutoConfig.from_pretrained(path).architectures or [""]
     architecture = getattr(transformers, names[0], AutoModelForCausalLM)
     model = architecture.from_pretrained(path, dtype=dtype)

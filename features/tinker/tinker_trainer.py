@@ -293,7 +293,7 @@ class TinkerTrainer:
         of_fresh = numbers_of([*compress(samples, fresh)], [*compress(logprobs, fresh)], weights, config)
         metrics["sampler_difference"] = nats_apart(of_fresh["kl"])
         if not math.isfinite(metrics["loss"]):
-            self.skipped_because = f"the loss is not finite over {some_rollouts([s.rollout_id for s in samples])}"
+            self.skipped_because = f"the loss is not finite for {some_rollouts([s.rollout_id for s in samples])}"
         elif of_fresh["trained_tokens"] >= SAMPLER_TOKENS:
             self.skipped_because = wrong_sampler(of_fresh["kl"], self._tolerance)
             self.warnings = {"sampler": self.skipped_because} if self.skipped_because else {}

@@ -52,7 +52,7 @@ async def test_a_step_and_a_collapse_are_said_everywhere_until_a_version_is_made
         view = UpView(console)
         telling = asyncio.create_task(print_steps(system.config.store, view.step, view.say))
         await asyncio.sleep(0.3)  # until the first look, which shows nothing
-        what = "the reward fell from 0.9 to 0.1 with policy version 1 (7.2 sigmas, 64 compared with 64)"
+        what = "the reward fell from 0.9 to 0.1 with policy version 1 (7.2 sigmas, 64 rollouts or tasks on each side)"
         collapse = asdict(Collapse("reward", what, time.time(), (await store.versions.live()).live_at, 0))
         metrics = STEP | {"warnings": {"reward": what}, "collapse": collapse}
         await store.steps.trained(await store.steps.claim([], 0), None, metrics)

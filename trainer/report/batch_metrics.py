@@ -40,7 +40,7 @@ class Seen:
 
     @property
     def groups(self) -> int:
-        """Return the number of tasks that were read. Rollouts without a task are not a group."""
+        """Return the number of tasks with rewards. Rollouts without a task are in no group."""
         return sum(task_id is not None for task_id in self.rewards)
 
     def reward(self, task_id: str | None, reward: float | None) -> None:
@@ -91,7 +91,7 @@ class Seen:
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the number of rows, and the advantages of the trained tokens, each token counted once (as in verl)."""
+    """Return the number of rows, and the mean, spread and positive share of the trained tokens' advantages."""
     advantages = [value for sample in samples for value in compress(sample.advantages, sample.mask)] or [0.0]
     return {
         "samples": float(len(samples)),
@@ -102,5 +102,5 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
-    """Return the staleness of the rollouts that are trained on, in policy versions."""
+    """Return the mean and greatest staleness of the rollouts that are trained on, in policy versions."""
     return {"staleness_mean": fmean(staleness or [0]), "staleness_max": float(max(staleness, default=0))}

@@ -161,5 +161,5 @@ def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return a step's numbers, without its rewards by task."""
+    """Return those of a step's metrics that are numbers, not texts or rewards by task."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}

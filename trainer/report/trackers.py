@@ -72,14 +72,14 @@ class Trackers:
             self._file.write_text(json.dumps(self._run))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Send the last step's numbers under their `metric_schema` tags. A failure is only logged."""
+        """Send the last step's numbers under their `metric_schema` tags. A failure to send them is only logged."""
         self.begin()
         numbers = {f"train/{tag}": value for tag, value in by_tag(metrics).items()}
         for tracker in self.trackers:
             try:
                 tracker.log(numbers, step=self.step)
             except Exception as error:
-                log.warning("step %d did not reach %s: %s", self.step, tracker.name, _one_line(error))
+                log.warning("the metrics of step %d did not reach %s: %s", self.step, tracker.name, _one_line(error))
 
     def close(self) -> None:
         """Let the trackers finish their files."""

@@ -74,7 +74,7 @@ class TrainingEngine(Protocol):
         """Write a checkpoint. `directory` appears atomically."""
 
     def load(self, directory: Path) -> int:
-        """Resume exactly from what `save` wrote; returns the step it was written after."""
+        """Resume from what `save` wrote. Return the number of the step that it was written after."""
 
     def end(self) -> None:
         """Let the other processes end. Not called after an error: they must see that as a failure."""

@@ -177,7 +177,7 @@ class Answers:
 
 
 def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
-    """Return [start, end) of each answer: an unbroken run of sampled tokens with one advantage."""
+    """Yield [start, end) of each answer: an unbroken run of sampled tokens with one advantage."""
     end = 0
     for (sampled, _), tokens in groupby(zip(sample.mask, sample.advantages, strict=True)):
         start, end = end, end + len(list(tokens))
@@ -206,7 +206,7 @@ def loss_inputs(
 def policy_loss(given: LossInputs) -> Tensor:
     """Return the weighted sum of the tokens' terms, by `loss_type` or by the user's own `loss`.
 
-    Raise ConfigError if the user's function returns a shape other than (A, L).
+    Raises ConfigError if the user's function fails or does not return an (A, L) tensor.
     """
     if given.config.loss is None:
         return given.total(LOSSES[given.config.loss_type][0](given))
@@ -216,12 +216,12 @@ def policy_loss(given: LossInputs) -> Tensor:
         terms = function(given)
     if not isinstance(terms, torch.Tensor) or terms.shape != given.mask.shape:
         shape = tuple(given.mask.shape)
-        raise ConfigError(f"{OWN_LOSS} {name}: a tensor of shape {shape} is needed, one number per token")
+        raise ConfigError(f"{OWN_LOSS} {name}: it must return a tensor of shape {shape}, one number per token")
     return given.total(terms)
 
 
 def masked_tokens(loss: Tensor, given: LossInputs) -> Tensor:
-    """Return (A, L): tokens with an advantage but no gradient from a user's loss. ConfigError if the loss has none."""
+    """Return (A, L): tokens with an advantage but no gradient. Raises ConfigError if the whole loss has no gradient."""
     return (given.advantages != 0) & (_gradient(OWN_LOSS, given.config.loss, loss, given.logprobs) == 0)
 
 
@@ -230,7 +230,7 @@ def _gradient(setting: str, name: str | None, loss: Tensor, logprobs: Tensor) ->
     if found[0] is None:
         of = "given.logprobs; given.ratios and given.sampled_logprobs carry none" if setting == OWN_LOSS else "logprobs"
         raise ConfigError(
-            f"{setting} {name}: it has no gradient, so nothing would be learned: compute it from the policy's "
+            f"{setting} {name}: it has no gradient, so nothing would be learned; compute it from the policy's "
             f"log-probabilities ({of})"
         )
     return found[0]
@@ -337,5 +337,5 @@ def context_loss(logprobs: Tensor, samples: Sequence[Sample], results: int, conf
     with faults(CONTEXT_LOSS, name):
         added = function(logprobs[rows, columns], results, config)
     if not isinstance(added, torch.Tensor) or added.shape:
-        raise ConfigError(f"{CONTEXT_LOSS} {name}: a scalar tensor is needed")
+        raise ConfigError(f"{CONTEXT_LOSS} {name}: it must return a scalar tensor")
     return added

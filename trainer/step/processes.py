@@ -29,7 +29,7 @@ class Pass(NamedTuple):
 
 
 class Processes:
-    """A single process. Several processes override these methods (`distributed.ranks.Ranks`).
+    """A single process. For several, `distributed.ranks.Ranks` overrides these methods.
 
     Process 0 leads: only it talks to the store and to vLLM. If the model is `sharded`, all processes must make the same
     number of passes.
@@ -65,7 +65,7 @@ class Processes:
         return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     def follow(self, trainer: object) -> None:
-        """Repeat the work of process 0 until it ends."""
+        """Repeat the work of process 0 until that process ends. Raises ConfigError without the feature `distributed`."""
         raise ConfigError("this process is one of several, which needs the feature `distributed`")
 
     def end(self) -> None:

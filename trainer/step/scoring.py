@@ -88,20 +88,20 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
     """Raise ConfigError unless all layers have full or sliding-window attention, with a window that holds a sample."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if others := kinds - {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"policy.model: {sorted(others)} layers; only full or sliding-window attention is supported")
+        raise ConfigError(f"policy.model: {sorted(others)} is not supported, only full or sliding-window attention")
     if (window := _window(config)) and window < max_tokens:
         raise ConfigError(f"trainer.max_sample_tokens: {max_tokens} is over the model's attention window of {window}")
 
 
 def longest_sample(config: PreTrainedConfig, wanted: int | None) -> int:
-    """Return the largest sample length within `wanted` (None: the attention window) and the model's context."""
+    """Return the longest sample that `wanted` (None: the attention window) and the model's context allow, in tokens."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     limits = [wanted, context] if wanted else [context, _window(config)]
     return min((limit for limit in limits if limit), default=DEFAULT_SAMPLE)
 
 
 def _window(config: PreTrainedConfig) -> int | None:
-    """The size in tokens of the sliding window that some layers have."""
+    """The size in tokens of the sliding window that some layers have; None if no layer has one."""
     text = config.get_text_config()
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
     window: int | None = getattr(text, "sliding_window", None) if slides else None
@@ -134,7 +134,7 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
 
 
 class _Tokens(NamedTuple):
-    """(K,) next tokens and temperatures, and where tokens were sampled if more than a temperature shaped them."""
+    """(K,) next tokens and temperatures, and how the tokens were sampled if not by temperature alone."""
 
     labels: Tensor
     temperatures: Tensor
@@ -170,8 +170,8 @@ def _scores_and_slopes(
 ) -> tuple[Tensor, Tensor]:
     """Score a chunk and compute the gradients at once, since each score depends on its own row's hidden state alone.
 
-    Each score is returned as a linear function of the hidden state with that slope. The slopes of the entropies cost
-    one more pass through the head.
+    Each score is returned as a linear function of the hidden state with its gradient as the slope.
+    The slopes of the entropies cost one more pass through the head.
     """
     states = hidden.detach().requires_grad_()
     logprobs, entropies = _scores(model, states, tokens, entropy_gradient)

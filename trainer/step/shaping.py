@@ -28,7 +28,7 @@ _KEPT_GRAMMARS = 100  # compiled, each may take megabytes
 class SampledPlace(NamedTuple):
     """How a token was sampled, after which prompt and partial answer, and what a grammar allowed there.
 
-    `allowed` is (1, V/32) bits. It has no row if the grammar could not be replayed up to there.
+    `allowed` is (1, V/32) bits; None without a grammar; without a row if the grammar could not be replayed up to there.
     """
 
     sampling: Sampling
@@ -53,7 +53,7 @@ class Shaper:
         self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
 
     def places(self, samples: Sequence[Sample], places: Sequence[tuple[int, int]]) -> list[SampledPlace | None]:
-        """Return where the tokens at (row, column) were sampled; None for tokens sampled by temperature alone."""
+        """Return how each token at (row, column) was sampled; None for tokens sampled by temperature alone."""
         answers: dict[tuple[int, int], tuple[Ints, Tensor | None]] = {}
         found: list[SampledPlace | None] = []
         for row, column in places:
@@ -122,7 +122,7 @@ class Shaper:
         return masks
 
     def _compile(self, grammar: str) -> Any:
-        """Compile a grammar: vLLM's structured outputs as JSON. None if it cannot be compiled."""
+        """Compile a grammar: vLLM's structured outputs as JSON. None if xgrammar is missing or refuses the grammar."""
         if not is_installed():
             return None
         import xgrammar

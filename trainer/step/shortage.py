@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def make_what_fits(
     passes: Sequence[Pass], make: Callable[[Pass], Numbers], parameters: Sequence[nn.Parameter]
 ) -> Numbers:
-    """Run the passes, up to one with a loss that is not finite, and return their numbers.
+    """Run the passes, but stop at a loss that is not finite. Return their numbers.
 
     A pass that fails has already added to the gradients. So when memory runs out, all passes run again: the failed
     one as two halves, and the others in parts that are no larger. The largest come first, so that little work is lost.
@@ -55,7 +55,7 @@ def _fitting(one: Pass, shortage: Numbers) -> list[Pass]:
 
 
 def _halved(one: Pass, shortage: Numbers) -> list[Pass]:
-    """The halves of a pass that does not fit; nothing for a single sample. `shortage` counts it."""
+    """The halves of a pass that does not fit; nothing for a single sample. `shortage` counts both cases."""
     samples = one.micro_batch.samples
     if len(samples) == 1:
         shortage.too_large += (samples[0].rollout_id,)

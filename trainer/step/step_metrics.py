@@ -220,7 +220,7 @@ def fault_of_loss(rollout_ids: Sequence[str], given: LossInputs) -> str:
     for name, values in parts.items():
         if bad := [one for one, row in zip(rollout_ids, values, strict=True) if not row.isfinite().all()]:
             return f"{name} are not finite in {some_rollouts(bad)}"
-    return f"the loss is not finite over {some_rollouts(rollout_ids)}"
+    return f"the loss is not finite for {some_rollouts(rollout_ids)}"
 
 
 def some_rollouts(rollout_ids: Sequence[str]) -> str:

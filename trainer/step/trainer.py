@@ -151,7 +151,7 @@ class LightningTrainer:
             norms = [self.processes.clip(one, self.settings.max_grad_norm) for one in sets]
             metrics.grad_norm = math.hypot(*norms)  # on a GPU this waits for the backward passes
             if not math.isfinite(metrics.grad_norm):
-                numbers.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
+                numbers.fault = f"the gradient is not finite for {some_rollouts([s.rollout_id for s in samples])}"
         self.warnings = metrics.warnings(self._tolerance)
         reasons = [numbers.fault, self.warnings.get("sampler")]
         if not metrics.grad_norm:
@@ -217,7 +217,7 @@ class LightningTrainer:
         return StepTotals(weights, sum(sample.trained_tokens for sample in own), results)
 
     def _pass(self, one: Pass, totals: StepTotals, version: int | None) -> Numbers:
-        """Add a pass's gradients; unless sharded, none if the loss is not finite. A pass that does not count adds 0."""
+        """Add a pass's gradients: 0 if it does not count; unless sharded, none if the loss is not finite."""
         samples, config = one.micro_batch.samples, self.settings
         answers, reference = Answers.of(samples, self.device), None
         if config.kl_coef or config.kl_metric:
@@ -380,13 +380,13 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """Return AdamW without weight decay. One kernel call cannot update sharded and unsharded parameters together."""
+    """Return AdamW without weight decay. Sharded parameters are a separate group: no kernel call can update both kinds."""
     groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
     return torch.optim.AdamW([{"params": group} for group in groups if group], weight_decay=0.0, fused=True)
 
 
 def _on_meta(value: Any) -> Any:
-    """Return nested tensors as meta tensors; numbers keep their values."""
+    """Return nested tensors as meta tensors; 0-dimensional ones keep their values."""
     if isinstance(value, dict):
         return {key: _on_meta(inner) for key, inner in value.items()}
     return value.to("meta") if value.dim() else value

@@ -191,5 +191,5 @@ def test_what_a_pass_adds_is_shared_by_all_tokens_of_the_steps_results(tmp_path:
         return float(context_loss(torch.ones(2, 11), rows, 22, config))
 
     assert [added("echo"), added("own:twice"), added("own:twice", ROWS[2:])] == pytest.approx([-0.1 * 11 / 22, 1, 0])
-    with pytest.raises(ConfigError, match=r"context_loss .*own\.py:many: a scalar tensor is needed"):
+    with pytest.raises(ConfigError, match=r"context_loss .*own\.py:many: it must return a scalar tensor"):
         added("own:many")

@@ -147,7 +147,7 @@ def test_a_metric_over_its_bound_warns_and_after_some_steps_collapses(name: str,
     assert step_signs(steps(name, below, over, over, over), CONFIG) == []
     (once,) = step_signs(steps(name, over, below, over, over), CONFIG)
     assert (once.name, once.since, once.collapsed) == (name, 9, False)
-    assert f"is {over:.3g}, over {below:g} (in the last step)" in once.what
+    assert f"is {over:.3g}, over the limit of {below:g} (in the last step)" in once.what
     (again,) = step_signs(steps(name, over, over, over, below), CONFIG)
     assert (again.since, again.collapsed) == (7, True) and "3 steps in a row" in again.what
 
@@ -246,7 +246,7 @@ async def test_a_version_that_fails_is_found_from_rewards_alone_and_stays_found(
     found = await monitor.look()
     assert found is not None and (found.sign, found.go_back_to) == ("reward", 0)
     # Of 1, 1, 1 and five 0 the variance is 15/56, times 4 / 2; fallen by 3 / 2: 12 of 8 tasks, by the root of 30/7.
-    what = "the reward fell from 0.75 to 0 with policy version 1 (5.8 sigmas, 32 compared with 32)"
+    what = "the reward fell from 0.75 to 0 with policy version 1 (5.8 sigmas, 32 rollouts or tasks on each side)"
     assert found.story.startswith(what)
     assert "`lightning-proxy policy promote 0`" in found.story
     assert await run.monitor().look() == found == await run.store.steps.collapse()
@@ -377,7 +377,7 @@ async def test_a_version_whose_files_are_gone_is_nothing_to_go_back_to(
         await run.store.versions.forget_files(version)
     said = await run.monitor().of_step(len(kls), {"kl": 2.0, "skipped": 0.0})
     assert (said["collapse"]["sign"], said["collapse"]["go_back_to"]) == ("kl", back_to)
-    assert said["collapse"]["what"].endswith("is 2, over 1 (3 steps in a row)")
+    assert said["collapse"]["what"].endswith("is 2, over the limit of 1 (3 steps in a row)")
 
 
 async def test_clipped_sequences_are_no_sign(run: Run) -> None:

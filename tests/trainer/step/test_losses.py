@@ -38,7 +38,7 @@ def test_a_skipped_step_says_what_was_not_finite_and_where(directory: Path) -> N
     assert trained.step(batch(1))["skipped"] == 1.0
     handle.remove()
     why = str(trained.skipped_because)
-    assert why.startswith("the gradient is not finite over rollouts 0-0, 0-1, ") and why.endswith("and 10 more")
+    assert why.startswith("the gradient is not finite for rollouts 0-0, 0-1, ") and why.endswith("and 10 more")
     assert trained.step(Batch(2, tuple(others), ()))["skipped"] == 0.0 and trained.skipped_because is None
 
 
@@ -52,7 +52,7 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_products(directory: Path) -> 
 
 def test_a_wrong_loss_is_named(directory: Path, tmp_path: Path) -> None:
     for i, (body, told) in enumerate((
-        ("given.logprobs.sum()", r"a tensor of shape \(\d+, \d+\) is needed, one number per token"),
+        ("given.logprobs.sum()", r"it must return a tensor of shape \(\d+, \d+\), one number per token"),
         ("given.nothing", r"it raised AttributeError: .*nothing.* \(line 1\)"),
         ("-given.ratios * given.advantages", r"it has no gradient, .* given\.ratios .* carry none"),
         ("(-given.ratios * given.advantages).requires_grad_()", r"it has no gradient, .*"),
