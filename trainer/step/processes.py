@@ -65,7 +65,7 @@ class Processes:
         return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     def follow(self, trainer: object) -> None:
-        """Repeat the work of process 0 until that process ends. Raises ConfigError without the feature `distributed`."""
+        """Repeat the work of process 0 until that ends. Raises ConfigError without the feature `distributed`."""
         raise ConfigError("this process is one of several, which needs the feature `distributed`")
 
     def end(self) -> None:
