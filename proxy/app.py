@@ -54,7 +54,7 @@ CORE = (
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the proxy as an app. Its parts open when it starts. `heard_by`: listeners to calls. Raises ConfigError."""
+    """Return the proxy as an app. `heard_by`: listeners to calls. Raises ConfigError if a plugin cannot run."""
     plugins = plugins_of(config)
     control = _control_api(config, plugins, (*CORE, status.health), heard_by)
     described = control.openapi
@@ -185,7 +185,7 @@ _HURRIED = frozenset({"/reward", "/rollouts", "/readyz", "/metrics"})  # what ag
 
 
 class Dispatch:
-    """Sends data-path requests to the relay, if any, others to FastAPI. Without keys, it refuses foreign web pages."""
+    """Sends data-path requests to the relay, if any, others to FastAPI. Refuses foreign pages if no key is needed."""
 
     def __init__(self, control: FastAPI) -> None:
         self._control = control

@@ -50,7 +50,7 @@ def plugins_of(config: Config) -> list[ProxyPlugin]:
         for route in (route for router in plugin.routers for route in router.routes):
             if not isinstance(route, AgentRoute) or not route.path.startswith(f"/plugins/{name}/"):
                 raise ConfigError(
-                    f"plugins: {name}: its routes must begin with /plugins/{name}/ and be in a router with "
+                    f"plugins: the routes of {name} must begin with /plugins/{name}/ and be in a router with "
                     "route_class=AgentRoute"
                 )
         plugins.append(OthersPlugin(name, plugin))

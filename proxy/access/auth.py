@@ -32,7 +32,7 @@ class Caller:
     """The sender of a request. `rollout`: the rollout that its key was made for, if any.
 
     `forward_authorization`: upstreams without a configured key get the sender's own. `key_id`: the id of the stored
-    key, its own or the one that opened its rollout. `own`: it sees and rewards only rollouts opened with that key.
+    key, its own or the one that opened its rollout. `own`: the caller sees and rewards only rollouts of that key.
     `evidence`: its rewards count in the test of a new version. `name`: the name of its key in the log.
     """
 
@@ -58,7 +58,7 @@ class Caller:
 
     @property
     def sender(self) -> Sender:
-        """Return who rewards and ends rollouts, for the store."""
+        """Return this caller in the store's form, as one who rewards and ends rollouts."""
         return Sender(self.key_id, self.own, self.evidence)
 
     @property
@@ -93,9 +93,9 @@ class Caller:
         if name.rollout_id != of.rollout_id:
             raise Forbidden(f"this key is for rollout {of.rollout_id!r} only")
         if name.task_id not in (None, of.task_id):
-            raise Forbidden(f"a rollout's own key cannot change its task, which is {of.task_id!r}", param="task_id")
+            raise Forbidden(f"a rollout's own key cannot change the rollout's task, {of.task_id!r}", param="task_id")
         if name.mode not in ("train", of.mode):
-            raise Forbidden(f"a rollout's own key cannot change its mode, which is {of.mode!r}", param="mode")
+            raise Forbidden(f"a rollout's own key cannot change the rollout's mode, {of.mode!r}", param="mode")
         return name
 
 
@@ -153,7 +153,7 @@ class Keys:
                 failing = True
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller of a request, or raise Unauthorized. `headers` have lower-case names."""
+        """Return the caller. `headers` have lower-case names. Raises Unauthorized if a key is needed but not valid."""
         # Wherever the clients of OpenAI, Anthropic and Azure put them.
         bearer = headers.get("authorization", "")
         keys = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
@@ -171,7 +171,7 @@ class Keys:
         return self._anybody
 
     async def require(self, caller: Caller, rollout_ids: Iterable[str]) -> None:
-        """Raise Forbidden if a rollout's key is used beyond its rollout, NotFound for rollouts of other tenants."""
+        """Raise Forbidden if a rollout's key is used beyond its rollout, NotFound for what the caller may not see."""
         wanted = {*rollout_ids}
         if caller.rollout_id is not None and wanted != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
@@ -210,9 +210,9 @@ class Keys:
 
 
 def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Refuse what a web page could send: a foreign Origin or host name. Called only while no key is needed.
+    """Raise Forbidden for what a web page could send: a foreign Origin or host name. Called while no key is needed.
 
-    Raises Forbidden. https://owasp.org/www-community/attacks/DNS_Rebinding
+    https://owasp.org/www-community/attacks/DNS_Rebinding
     """
     if (header := foreign(headers)) is not None:
         raise Forbidden(
@@ -222,7 +222,7 @@ def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def credentials(headers: Mapping[str, str]) -> str:
-    """Return what identifies the sender of a request. Different senders never share a rollout that they do not name."""
+    """Return the keys in a request's headers. Requests with different keys share no rollout that they do not name."""
     return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
 
 

@@ -84,7 +84,7 @@ class Limiter:
             self._running -= not reads
 
     def spend(self, end: CallEnd, request_bytes: int) -> None:
-        """Count the tokens of an ended call: by its usage, or else its token ids, or else an estimate."""
+        """Count the tokens of an ended call: from its usage, or else its token ids, or else an estimate."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
 
@@ -92,7 +92,7 @@ class Limiter:
 def _tokens(end: CallEnd, request_bytes: int) -> float:
     """The number of tokens in prompt and answer.
 
-    A streamed answer may have no usage. Without token ids either, `BYTES_A_TOKEN` bytes count as a token.
+    Without usage (in a stream, say) or token ids, `BYTES_A_TOKEN` bytes of an answered call count as a token.
     """
     if (counted := used(end.usage)) is not None:
         return counted.input + counted.output

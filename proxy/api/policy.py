@@ -110,7 +110,7 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
 async def get_steps(
     request: ControlRequest, cursor: Cursor = None, limit: Limit = 40, brief: bool = False
 ) -> dict[str, Any]:
-    """The last training steps, newest first, with all their metrics (docs/step-metrics.md), a page at a time.
+    """The last training steps, newest first, with their metrics (docs/step-metrics.md), a page at a time.
 
     A page has the steps before the step given as `cursor`. With `brief`, the rewards by task are left out.
     """
@@ -127,7 +127,7 @@ class TaskSide(MeanReward):
 
 @dataclass
 class ComparedTask:
-    """A task of both versions. Sampled `tokens` per rollout and `latency_ms` per call are means, only with `costs`."""
+    """A task that both versions had. With `costs`: the mean sampled `tokens` per rollout and `latency_ms` per call."""
 
     task_id: str
     a: TaskSide
@@ -138,9 +138,9 @@ class ComparedTask:
 class Compared:
     """A comparison of two versions on the tasks that both had. Each task counts once, however many rollouts it has.
 
-    `rollouts_a`, `rollouts_b`: the rollouts of the mode with a task, in common or not, that are rewarded or failed an
-    evaluation, which counts as 0.
-    `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` shows it.
+    `rollouts_a`, `rollouts_b`: the version's rollouts in `mode` that have a task, common or not, and a reward. A failed
+    evaluation counts as a reward of 0.
+    `difference`: how far `b` is above `a`, with its 95 % `interval` by the bootstrap over tasks, as `eval` shows it.
     The means, `difference` and `interval` are null if there is no common task.
     """
 
@@ -196,12 +196,12 @@ async def rollback(request: ControlRequest) -> dict[str, Any]:
 
 def _swap(p: Parts) -> Swap:
     if p.swap is None:
-        raise Conflict(f"{NO_SERVER}: there are no policy versions to serve")
+        raise Conflict(f"{NO_SERVER}, so no policy version can be served")
     return p.swap
 
 
 def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> Compared:
-    """Return the comparison: how far `b` is above `a`, as a mean over tasks, paired.
+    """Return the comparison: how far `b` is above `a`, as the mean of the differences on common tasks.
 
     Without a mode, `eval` rollouts are compared if both versions have some for a common task, else `train` rollouts.
     """

@@ -1,4 +1,4 @@
-"""Admits requests to the control API before it reads their bodies, gives them the proxy's parts, sends answers."""
+"""Admits requests to the control API before reading their bodies, gives them the proxy's parts, and sends answers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ OwnKey = Annotated[str | None, Depends(_own_key)]
 
 
 async def json_response(value: Any) -> Response:
-    """Return a JSON response, encoded in a thread as for the store: FastAPI is slow, and fails at lone surrogates.
+    """Return a JSON response, encoded in a thread as for the store: FastAPI is slow, and fails on lone surrogates.
 
     It is sent in parts. Each part is sent when the one before has left, and then freed.
     """
@@ -121,7 +121,7 @@ async def json_response(value: Any) -> Response:
 
 
 class AgentRoute(APIRoute):
-    """A route for any key, even a rollout's own if that may reward. The key must be allowed to see the path's rollout.
+    """A route for any key, even a rollout's own if that may reward. A rollout in the path must be visible to the key.
 
     The handler may take a `ControlRequest`. What the handler returns, records included, is encoded unchanged; the
     response model is only for the OpenAPI document.
@@ -183,7 +183,7 @@ class AgentRoute(APIRoute):
 
 
 class UserRoute(AgentRoute):
-    """A route that accepts a rollout's own key only if it is about that rollout."""
+    """A route that accepts a rollout's own key only if the path names that rollout."""
 
     lets_in = "users"
 
@@ -201,7 +201,7 @@ def require_may_reward(caller: Caller) -> None:
 
 
 class _UntilSent(Response):
-    """A response. Its request counts as running until all of it is sent; its memory loan shrinks part by part."""
+    """A response whose request counts as running until all parts are sent. The memory loan shrinks with each part."""
 
     def __init__(self, response: Response, loan: Loan, held: ExitStack) -> None:
         self._response, self._loan, self._held = response, loan, held

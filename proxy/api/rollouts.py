@@ -86,7 +86,7 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
         await p.keys.require(caller, [body.sibling_of])
         task_id = (await p.store.rollouts.get(body.sibling_of)).task_id
         if body.task_id not in (None, task_id):
-            why = f"sibling_of: the task of this rollout is {task_id!r}, not {body.task_id!r}"
+            why = f"sibling_of names a rollout of task {task_id!r}, but task_id is {body.task_id!r}"
             raise Unprocessable(why, param="sibling_of")
         body.task_id = task_id
     await p.router.require(body.policy_version, body.model)
@@ -108,7 +108,7 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
 
 
 def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[ProxyPlugin, BaseModel]]:
-    """The fields that plugins add to the body, checked by their models. Raises RequestValidationError."""
+    """The plugins' fields in the body, checked. Raises RequestValidationError if one is invalid or unknown."""
     given, found = dict(body.model_extra or {}), list[tuple[ProxyPlugin, BaseModel]]()
     try:
         for plugin in plugins:
@@ -131,9 +131,9 @@ def _metadata(p: Parts, body: RolloutsBody) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRollout(Rollout, Summary):
-    """A listed rollout. `words` adds the first words of its first request and last answer, its model, key and latency.
+    """A listed rollout. `words=true` adds first words of its first request and last answer, its model, key and latency.
 
-    `awaits_reward`: as in `GET /rollouts/{id}`. `last_call`, with `words`: the status of its last call.
+    `awaits_reward`: as in `GET /rollouts/{id}`. `last_call`, with `words=true`: the status of its last call.
     """
 
     awaits_reward: bool
@@ -162,7 +162,7 @@ class RolloutQuery(BaseModel):
 async def list_rollouts(request: ControlRequest, query: Annotated[RolloutQuery, Query()]) -> dict[str, Any]:
     """Rollouts, newest first, a page at a time.
 
-    `since` is a Unix time, `text` is searched for in requests and answers, `prefix` is the beginning of an id, and
+    `since` is a Unix time, `text` is searched for in requests and answers, `prefix` is how a rollout's id begins, and
     `key` a key's name. With one of these, or with a reward, version, step or model, a request searches only some of the
     rollouts: the page may be short; follow `next_cursor` for more. `words` adds first words, model, key and latency.
     """
@@ -187,7 +187,7 @@ class RolloutDetail(BaseModel):
     """A rollout's fields, with its calls in order (`calls`) and their number (`call_count`).
 
     `events`: what the agent posted between calls, each with the `seq` of the next call. `awaits_reward`:
-    `rewards.function` or another rewarder has not scored it yet.
+    `rewards.function` or another rewarder has not scored the rollout yet.
     """
 
     rollout_id: str
@@ -232,10 +232,10 @@ async def get_transitions(request: ControlRequest, rollout_id: PathId, requests:
 
 
 class CreditedCall(BaseModel):
-    """How the newest step with this rollout trained on a call; fields are null if the step assigned no credit.
+    """How the newest step with this rollout trained on a call. Fields from `step` on are null if none assigned credit.
 
-    `row`: the index of its training row in the rollout. `placed`: `first` in its rollout; `merged` into a row; `drift`,
-    `edited`, `repeated`, `adjoining` or `new`: why it opened a new row; otherwise the reason that it is in no row.
+    `row`: the index of its training row in the rollout. `placed`: `first` in its rollout, `merged` into a row, or
+    why it opened a new row: `drift`, `edited`, `repeated`, `adjoining` or `new`; otherwise why it is in no row.
     """
 
     call_id: str
@@ -259,7 +259,7 @@ class TrainingRow(BaseModel):
 
 
 class TrainingRows(BaseModel):
-    """`group`: the rollouts that this one was or will be compared with, and itself (at most 256, oldest first)."""
+    """`group`: this rollout and its siblings, compared with it or not (at most 256, oldest first)."""
 
     rollout_id: str
     task_id: str | None
@@ -272,7 +272,7 @@ class TrainingRows(BaseModel):
 
 @router.get("/{rollout_id}/rows", response_model=TrainingRows)
 async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any]:
-    """How the rollout was trained on: the credit of each call, its siblings and its rows.
+    """How the rollout was trained on: its siblings, its rows, and the credit for each call.
 
     Siblings that the caller may not see are left out. Supervised fine-tuning assigns no credit.
     """
@@ -353,7 +353,7 @@ class EndBody(Body):
 
 @router.post("/{rollout_id}/end")
 async def end_rollout(request: ControlRequest, rollout_id: PathId, body: EndBody) -> Rollout:
-    """End a rollout without a reward."""
+    """End a rollout without posting a reward."""
     p, reason = request.parts, body.reason
     redacted = reason and p.redactor.text(reason)
     return await p.store.rollouts.end(rollout_id, body.status, redacted, request.caller.sender)
@@ -460,7 +460,7 @@ class TaskSeen:
 
 
 class TaskPage(Page[TaskSeen]):
-    """`of_newest`: how many rollouts were read."""
+    """`of_newest`: how many of the newest rollouts were read."""
 
     of_newest: int
 

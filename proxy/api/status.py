@@ -54,14 +54,14 @@ class Verified:
 
 
 class Status(BaseModel):
-    """`rollouts`: counts by mode and status. `waiting`: complete rollouts that no step has taken yet.
+    """`rollouts`: counts by mode and status. `waiting`: how many complete rollouts no step has taken yet.
 
     `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `unrewarded`: how many of
-    the newest 200 are completed but have no reward that counts; `other_rewards`: how many unrewarded ones got a reward
+    the newest 200 are completed but have no reward that counts; `other_rewards`: how many of these got a reward
     with another name, by name. `untrainable`: how many of the policy's newest 200 calls cannot be trained on, by
-    reason. `publishing`: why new weights cannot reach the policy's server. `standstill`: nothing was learned from the
-    newest rollouts. `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards is trusted. `plugins`: the
-    configured plugins. `verified`: how the live version was verified. `recent`: the newest calls, at most 500.
+    reason. `publishing`: why new weights cannot reach the policy's server. `standstill`: why nothing was learned from
+    the newest rollouts. `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards is trusted. `plugins`:
+    the configured plugins. `verified`: how the live version was verified. `recent`: figures for the newest 500 calls.
     `per_step`: how many rollouts a training step takes. For a key that sees only its own rollouts, `untrainable` and
     `plugins` are empty, and `per_step`, `standstill`, `uncounted`, `collapse`, `verified` and `recent` are null.
     """
@@ -149,14 +149,14 @@ async def verified(store: Store) -> Verified:
 
 @health.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """Answer 200: the process is running."""
+    """Answer with 200: the process is running."""
     return {"status": "ok"}
 
 
 class Ready(BaseModel):
     """`down`: watched servers that do not answer or lack the live version. `retention`: why the store is too large.
 
-    `publish`: the trainer publishes in another mode than this proxy serves.
+    `publish`: set if the trainer publishes in another mode than this proxy serves.
     """
 
     status: Literal["ready", "degraded", "not ready"]
@@ -170,7 +170,7 @@ class Ready(BaseModel):
 
 @health.get("/readyz", response_model=Ready, responses={503: {"model": Ready}})
 async def readyz(request: Request) -> Response:
-    """Answer 200 if a call for the alias would be answered and recorded, else 503 with the reason."""
+    """Answer with 200 if a call for the alias would be answered and recorded, else with 503 and the reason."""
     p: Parts = request.app.state.parts
     checks, warnings = {"store": "ok", "upstream": "ok"}, dict[str, str | None]()
     try:

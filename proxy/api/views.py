@@ -1,7 +1,7 @@
 """Turns records into the control API's JSON, where the fields of the two differ. These are pure functions.
 
 `transitions` turns a rollout into transitions of a Markov decision process. `among_decisions` drops calls that are not
-decisions, and gives the others the text shared with them. `words_in` finds the first words of question and answer.
+decisions, and copies what later calls share with them. `words_in` finds the first words of question and answer.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _state(call: ModelCall) -> dict[str, Any]:
 
 
 def among_decisions(calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Return the calls that are decisions, rewritten so that short ones refer only to these."""
+    """Return the calls that are decisions, rewritten so that short ones refer only to other decisions."""
     left_out = {call.call_id: call for call in calls if not call.is_decision}
     return [_shortened(call, left_out) for call in calls if call.is_decision]
 
@@ -144,7 +144,7 @@ def _shortened(call: ModelCall, left_out: dict[str, ModelCall]) -> ModelCall:
 
 
 def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None) -> tuple[Fields, Fields | None]:
-    """The fields of a short call and their reference, moved from its parent to its parent's parent."""
+    """The fields of a short call, and the reference to its parent, changed to refer to the parent's parent."""
     own, before, shared = dict(own), parents_of or {}, dict[str, Any]()
     for name, count in of.items():
         if name == "call_id":

@@ -71,7 +71,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
-    """The position of the item that `item` continues: one of its type and index, or the last, if a text of its type."""
+    """The position of the one that `item` continues: of the same type and index, or the last, if a text of its type."""
     if not isinstance(item, dict):
         return None
     alike, places = (item.get("type"), item.get("index")), range(len(items))

@@ -270,7 +270,7 @@ def fragments(text: str) -> Iterator[str]:
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text after the last `</think>`, or all of it. If the prompt opens thoughts, models write only this."""
+    """Return the text after the last `</think>`, or all of it. Models write no `<think>` if the prompt ends with it."""
     return text.rpartition("</think>")[2].strip()
 
 

@@ -211,7 +211,7 @@ def test_a_plugin_that_cannot_run_is_one_line(tmp_path: Path, install: Install) 
         (
             "their",
             OTHERS,
-            "their: its routes must begin with /plugins/their/ and be in a router with route_class=AgentRoute",
+            "the routes of their must begin with /plugins/their/ and be in a router with route_class=AgentRoute",
         ),
     ):
         if body is not None:

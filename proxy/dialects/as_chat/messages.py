@@ -227,7 +227,7 @@ class MessagesTranslator(Translator):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """The whole answer. A tool input that is not an object (cut off, say) is put where Anthropic suggests."""
+        """The whole answer. A tool input that is no object (cut off, say) is wrapped in one, as Anthropic suggests."""
         stream = MessagesStream()
         for event in events:
             stream.take(b"", event)

@@ -64,7 +64,7 @@ def _items(given: Json) -> Sequence[Json]:
 
 
 def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
-    """Return chat messages for the `earlier` items, then a request's. Raises Untranslatable if chat cannot hold one."""
+    """Return the chat messages for `earlier` items and a request. Raises Untranslatable if chat cannot express one."""
     items = [*earlier, *_items(given)]
     known = {item.get("id"): item for item in items if item.get("type") != "item_reference"}
     try:
