@@ -162,8 +162,8 @@ class RolloutQuery(BaseModel):
 async def list_rollouts(request: ControlRequest, query: Annotated[RolloutQuery, Query()]) -> dict[str, Any]:
     """Rollouts, newest first, a page at a time.
 
-    `since` is a Unix time, `text` is searched for in requests and answers, `prefix` is how a rollout's id begins, and
-    `key` a key's name. With one of these, or with a reward, version, step or model, a request searches only some of the
+    `since` is a Unix time, `text` is searched for in requests and answers, `key` is a key's name, and `prefix` is how a
+    rollout's id begins. With any filter but `prefix`, status, task, agent and mode, a request searches only some of the
     rollouts: the page may be short; follow `next_cursor` for more. `words` adds first words, model, key and latency.
     """
     store, sees = request.parts.store, request.caller.sees
@@ -444,7 +444,7 @@ class TaskSeen:
     """A task among the newest rollouts. `mean` to `max` are over the rewards of its rollouts.
 
     `rewarded`: how many have a reward. `solved`: `never` if each reward is the lowest that any task got, `always` if
-    each is the highest. `recent`: the newest 32 rollouts that have a reward, oldest first; `at` is Unix time.
+    each is the highest; null if unknown. `recent`: the newest 32 rewarded rollouts, oldest first; `at` is Unix time.
     """
 
     task_id: str

@@ -40,7 +40,7 @@ class Verified:
     `deviations`: by how many standard deviations the servers' answers matched the new weights rather than the old ones;
     null if not recorded. `difference`: the answers' distance from the trainer's log-probabilities, in nats. `by`:
     what was compared instead if answers were inconclusive. `probed_at`: when the proxy last compared an answer with the
-    version's first one, or stored the first (Unix time); `problem`: how they differed.
+    version's first one, or stored the first (Unix time); `problem`: how these answers differed.
     """
 
     version: int

@@ -76,7 +76,7 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
 
     A state is what the model was shown, an action its entire answer. The last call's transition carries the rollout's
     own reward. A request that the client repeated counts once, as its last call. An action that the agent
-    posted is a tool transition without a call; its state is the one that the same agent posted last.
+    posted is a tool transition without a call; its state is the last one that this agent posted before.
 
     Short calls (`ModelCall.request_of`) have short states.
     """

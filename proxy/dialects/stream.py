@@ -106,7 +106,7 @@ class Transcript:
         return self._garbage or self.failure
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to send now. The last event and all after it stay in `held`; feed no more after that.
+        """Return the bytes to send now. The last event and all that follows stay in `held`.
 
         If the stream is rewritten, raises UpstreamUnreachable for an event longer than any plausible one.
         """

@@ -70,7 +70,7 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
     try:
         items = [known[item["id"]] if item.get("type") == "item_reference" else item for item in items]
     except KeyError:
-        raise Untranslatable("an item refers to an unknown item") from None
+        raise Untranslatable("an item_reference names an unknown item") from None
     messages = messages_of(items)
     if instructions := given.get("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
