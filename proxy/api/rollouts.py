@@ -55,9 +55,9 @@ admins = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=AdminRoute
 class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties": False}):
     """Opens `n` sibling rollouts of one task. With `n: 0`, only checks that the version or model is available.
 
-    `policy_version` or `model`: what answers for the policy's alias instead of the live version. Without `may_reward`,
-    the rollouts' keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as a failed
-    one that a new attempt replaces.
+    `policy_version` or `model`: what answers for the policy's alias instead of the live version. `may_reward: false`:
+    their keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as a failed one
+    that a new attempt replaces.
     """
 
     task_id: Id | None = None

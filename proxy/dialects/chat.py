@@ -1,6 +1,6 @@
 """POST /v1/chat/completions and /v1/completions: the fields that the proxy adds for vLLM, and removes from answers.
 
-Field names are vLLM 0.32's. It sends null in fields that were not requested, unless a comment says otherwise.
+Field names are vLLM 0.32's. vLLM sends null in fields that were not requested, unless a comment says otherwise.
 """
 
 from __future__ import annotations
