@@ -75,7 +75,7 @@ def all_rewarders(config: Config, database: Database | None = None) -> list[Rewa
 
 
 async def check(config: Config) -> None:
-    """Raise ConfigError if a rewarder cannot work, or if its reward's name has no weight."""
+    """Raise ConfigError if a rewarder cannot work, or if rewards with a name of their own have no weight."""
     found = all_rewarders(config)
     for rewarder in found:
         is_named = isinstance(rewarder, ModelRewarder) and (rewarder.config.name or len(found) > 1)
