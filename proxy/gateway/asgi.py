@@ -43,7 +43,7 @@ _ONCE = frozenset([
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """Return headers by lower-case name. Raises InvalidRequest for repeated `_ONCE` headers, bad Transfer-Encoding."""
+    """Return headers by lower-case name. Raises InvalidRequest for repeated `_ONCE` ones or a bad Transfer-Encoding."""
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
@@ -116,7 +116,7 @@ class Reply:
 
 
 class Bodies:
-    """Reads the bodies of a process's requests. A body that arrives with its head, as most do, takes no `memory`."""
+    """Reads the bodies of a process's requests. A body that arrives in one piece, as most do, takes no `memory`."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self.limit = int(config.max_body_mb * 1_000_000)
@@ -124,7 +124,7 @@ class Bodies:
         self._seconds = config.body_timeout_s
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
-        """Return the body. `loan` holds the memory of a body in pieces. Raises LightningError, ClientDisconnected."""
+        """Return the body. `loan` holds the memory of a body in pieces. Raises LightningError or ClientDisconnected."""
         length, now = headers.get("content-length", ""), asyncio.get_running_loop().time
         self._require_size(int(length) if length.isdecimal() else 0)
         body, seen, end, slow_at = bytearray(), 0, now() + self._seconds, now() + SLOW_S
@@ -237,7 +237,7 @@ class Loan:
 
 
 async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> bytes:
-    """Return the decoded body, held by `loan`. Raises UnsupportedMediaType, TooLarge, InvalidRequest, Overloaded."""
+    """Return the decoded body, held by `loan`. Raises UnsupportedMediaType, TooLarge, InvalidRequest or Overloaded."""
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
     if len(layers) > MOST_LAYERS or not _UNPACKERS.keys() >= {*layers}:
         known = f"gzip, deflate or zstd, at most {MOST_LAYERS} in all"

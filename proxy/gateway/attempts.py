@@ -1,4 +1,4 @@
-"""Gets a call answered: writes its request for an upstream, sends it, retries, and moves on to fallbacks."""
+"""Gets a request answered: writes it for an upstream, sends it, retries, and moves on to fallbacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
 
 
 class Target(NamedTuple):
-    """An attempt: where the request goes and in what form. `sent`: its JSON. `translated`: into a chat request."""
+    """An attempt: where the request goes, and its form. `sent` is its JSON. `translated`: whether it is now a chat."""
 
     route: Route
     request: Request
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
 @dataclass(eq=False)
 class Attempts:
-    """The attempts to get a call answered: `async with attempts as answer`. `target`: the current, or final, one."""
+    """The attempts to get a request answered: `async with attempts as answer`. `target`: the current or last one."""
 
     upstreams: Upstreams
     first: Route
@@ -71,17 +71,17 @@ class Attempts:
     async def __aenter__(self) -> Answer:
         """The first answer that is neither 429 nor a server error, or else the last upstream's answer or error."""
         for following in self.first.fallbacks:
-            why = "it is down"
+            why = f"upstream {self.upstream.name} is down"
             try:
                 if not self.upstreams.health.is_down(self.upstream):
                     self._answer = await self._ask_with_retries()
                     if self._answer.status != 429 and self._answer.status < 500:
                         return self._answer
                     self._answer.release()
-                    why = f"it answered {self._answer.status}"
+                    why = f"upstream {self.upstream.name} answered with HTTP {self._answer.status}"
             except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
                 why = error.message
-            log.warning("upstream %s: %s; the call goes to %s", self.upstream.name, why, following.upstream.name)
+            log.warning("%s; the request goes to upstream %s", why, following.upstream.name)
             self.target = self._target(following)
         self._answer = await self._ask_with_retries()
         return self._answer
@@ -90,7 +90,7 @@ class Attempts:
         self._answer.release()
 
     async def _ask_with_retries(self) -> Answer:
-        """The answer of the target's upstream, with retries as long as they may help."""
+        """The target's answer. Retries while a new server loads the version, and without additions that are refused."""
         joins, opened = JOIN_TRIES, None if self.fell_back else self.open_first
         opened = opened or partial(self.upstreams.open, self.upstream)
         while True:
@@ -121,7 +121,7 @@ class Attempts:
         return attempt not in accepted or target.injection.is_named_in(await answer.read())
 
     def _target(self, route: Route, *, plain: bool = False) -> Target:
-        """The attempt for a route. `plain`: without additions and, unless it continues a response, untranslated."""
+        """The attempt for a route. `plain`: without additions and, unless a response is continued, untranslated."""
         request, body, chat = self.request._replace(servers=route.servers), self.body, self.chat
         injects, injection = route.upstream.kind == "vllm" and not plain, Injection()
         model = {} if route.model is None else {"model": route.model}
@@ -142,7 +142,7 @@ class Attempts:
 
 
 def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
-    """The request with the body `sent`, in the agent's own bytes if possible, so that numbers keep their digits."""
+    """The request with the body `sent`, in the agent's bytes (and digits) if possible. Forms keep all but `model`."""
     changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
     if not changed:
         return request
@@ -173,7 +173,7 @@ class Upstreams:
         self.health = Health(self.session)
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
-        """Return an answer once its headers arrive. Retries up to `retries` times if the upstream is down or busy."""
+        """Return the answer once its headers arrive. Retries up to `retries` times if the upstream is down or busy."""
         if (upstream := self._opened.get(config.name)) is None:
             vouching = self.vouching.get(config.name, {})
             http = partial(HttpUpstream, session=self.session, health=self.health, vouching=vouching)
@@ -206,7 +206,7 @@ class Upstreams:
 
 
 def _retry_after_s(answer: Answer) -> float | None:
-    """The seconds that Retry-After asks for, as a number or a date; None if it cannot be read."""
+    """The seconds that Retry-After asks for, as a number or a date; None if the header is missing or invalid."""
     at = answer.retry_after
     with suppress(ValueError):
         return float(at) if at.isdecimal() else max(parsedate_to_datetime(at).timestamp() - time.time(), 0.0)
@@ -219,6 +219,6 @@ def is_form(body: bytes) -> bool:
 
 
 def form_model(body: bytes) -> re.Match[bytes] | None:
-    """Return a match of a form's field `model`; group 1 is its value."""
+    """Return a match of a form's field `model`, with its value as group 1; None if there is no such field."""
     at = body.find(_FORM_NAME)
     return None if at < 0 else _FORM_VALUE.match(body, at + len(_FORM_NAME))

@@ -43,13 +43,13 @@ AT_ONCE_S = 0.1  # then the agent gets the part of a non-streamed answer that ha
 
 
 def model_of(body: dict[str, Any]) -> str | None:
-    """Return the model that a body names; None if it names none or has the wrong type."""
+    """Return the model that a body names; None if there is none or it is not a string."""
     model = body.get("model")
     return model if isinstance(model, str) else None
 
 
 def harness_of(headers: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the context that Claude Code or Codex gives in headers, for `ModelCall.harness`; None without them.
+    """Return the context that Claude Code or Codex gives in headers, for `ModelCall.harness`; None if there is none.
 
     Claude Code gives each sub-agent an id; the main agent has the session's id. Codex gives each agent a thread id.
     """
@@ -155,7 +155,7 @@ class Gateway:
                     raise
 
     async def _rollout(self, question: Question) -> tuple[RolloutName, Conversation | None]:
-        """The named rollout; or else, with its conversation, the one that the request continues, or a new one."""
+        """The rollout that the request names or else continues, or a new one; and the conversation, if it was used."""
         name = question.name
         if self.unnamed is None or name.named or not question.recorded:
             return name, None
@@ -237,7 +237,7 @@ class CallUnderWay:
         return f"upstream {self.attempts.upstream.name}"
 
     async def record_start(self) -> None:
-        """Record the call's start, unless the call is not recorded. Return once it is durable."""
+        """Record the start of the call, if it is to be recorded, and return once the start is durable."""
         if self.question.recorded:
             question, known = self.question, self.conversation
             also = [] if known is None else start_statements(self._start, known)
@@ -320,9 +320,9 @@ class CallUnderWay:
         return chat if chat and self.attempts.target.translated else self.question.dialect
 
     async def record_end(self, status: CallStatus = "ok", error: str | None = None) -> None:
-        """Record the call's end; return once durable. Only the first end counts, and a cancellation does not undo it.
+        """Record the call's end; return once it is durable. Only the first end counts; cancellation does not undo it.
 
-        An `ok` call ends as `error` if its answer contains one, as `cancelled` if the agent left, or as `incomplete`
+        An `ok` call ends as `error` if its answer has an error, as `cancelled` if the agent left, or as `incomplete`
         if its response goes on in the background.
         """
         if self._committed is None:
@@ -336,7 +336,7 @@ class CallUnderWay:
         await asyncio.shield(self._committed)
 
     async def failed(self, error: BaseException) -> None:
-        """Record the failure. Unless it is a cancellation, show it: as an error, or by not finishing a begun answer."""
+        """Record the failure. Unless it is a cancellation, answer with it, or leave a begun answer unfinished."""
         status: CallStatus = "error"
         if not isinstance(error, Exception):
             status, why, limit_s = "cancelled", "the agent disconnected", self.gateway.finish_s
@@ -398,7 +398,7 @@ class CallUnderWay:
             sent, limiter = len(question.request.body), question.limiter
             gateway.ended(self._start, end, question.headers, limiter, sent, recorded=question.recorded)
         except Exception:  # the record is there, and the agent shall have its answer
-            log.exception("call %s: the work after its end failed", end.call_id)
+            log.exception("call %s: processing its end failed", end.call_id)
 
     def _head(self, answer: Answer, *, keep_length: bool = False) -> list[Header]:
         return [*answer.headers(keep_length=keep_length), *self._headers()]
@@ -424,7 +424,7 @@ def end_of(
     sent: dict[str, Any],
     version: int | None,
 ) -> CallEnd:
-    """Return how a call ended, from its answer. `sent`: the request that the model saw. `version`: of the policy."""
+    """Return how a call ended, from its answer. `sent`: what the model was sent. `version`: the policy's, if any."""
     unkept = transcript and transcript.unkept
     response, tokens = (transcript.response(), transcript.tokens) if transcript and not unkept else (None, Tokens())
     reason = NOT_THE_POLICY if status == "ok" and version is None else None

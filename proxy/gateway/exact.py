@@ -51,7 +51,7 @@ class AsText(Exception):
 
 
 class ExactTokens:
-    """Sends prompts to the policy as exact tokens if possible. `count` is called with the outcome of each call."""
+    """Sends prompts to the policy as exact tokens if possible. `count` is called with each outcome."""
 
     def __init__(self, upstreams: Upstreams, history: History, count: Callable[[Outcome], None]) -> None:
         self.upstreams, self.history, self.count = upstreams, history, count
@@ -90,7 +90,7 @@ class ExactCall:
     outcome: Outcome | None = None
 
     async def open(self, request: Request) -> Answer:
-        """Return the upstream's answer to `sent`, like `Upstreams.open`. A second attempt sends text."""
+        """Send the request as `Upstreams.open` does, but as exact tokens if possible. A second attempt sends text."""
         open_upstream = partial(self.exact.upstreams.open, self.upstream)
         if self.outcome is None:
             try:
@@ -109,7 +109,7 @@ class ExactCall:
         return await open_upstream(request)
 
     def ended(self, end: CallEnd) -> None:
-        """Count the outcome of a call whose record is committed, and keep its tokens for the calls that continue it."""
+        """Count the outcome of a recorded call. If it was answered, keep its tokens for the calls that continue it."""
         if self.outcome is None or end.fallback is not None:  # it did not reach the upstream, or another answered
             return
         if self.prompt and end.status == "ok" and [*end.prompt_token_ids] != self.prompt:
@@ -122,7 +122,7 @@ class ExactCall:
             self.exact.history.add(end.rollout_id, end.call_id, turn)
 
     async def _exact_prompt(self, request: Request) -> list[int]:
-        """The exact tokens of the request; raises AsText."""
+        """The request's prompt as exact tokens. Raises AsText if that is not possible."""
         if not is_supported(self.chat):
             raise AsText("unsupported")
         turn = await earlier_turn(self.exact.history, self.start.rollout.rollout_id, self.chat)
@@ -138,7 +138,7 @@ class ExactCall:
         return prompt
 
     async def _rendered(self, request: Request, body: bytes) -> list[int]:
-        """The tokens of a chat request's messages, as the server that answers this call renders them; raises AsText."""
+        """The tokens of a chat request's messages, rendered by this call's server. Raises AsText if that fails."""
         render = request._replace(path=RENDER, query=b"", sent=None).with_body(body)
         try:
             status, raw = await self.exact.upstreams.ask(self.upstream, render)
@@ -153,7 +153,7 @@ class ExactCall:
         return ids
 
     async def _closing(self, request: Request) -> list[int]:
-        """The tokens that the template adds after an answer. Found once per upstream and options; raises AsText."""
+        """The tokens that the template adds after an answer, with these options. Raises AsText if rendering fails."""
         options = {"chat_template_kwargs": self.sent.get("chat_template_kwargs")}
         key, closings = f"{self.upstream.name} {dumps(options)}", self.exact.closings
         if key not in closings:
@@ -167,7 +167,7 @@ class ExactCall:
 
 
 async def earlier_turn(history: History, rollout_id: str, chat: Json) -> TokenTurn:
-    """Return the turn that a supported request continues, now the newest. Raise AsText if it can continue none."""
+    """Return the turn that a supported request continues, and mark it as the newest. Raises AsText if none fits."""
     messages = chat["messages"]
     if all(message.get("role") != "assistant" for message in messages):
         raise AsText("first")

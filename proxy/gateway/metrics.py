@@ -37,7 +37,7 @@ _GAUGES: dict[str, tuple[str, ...]] = {
 
 
 class Metrics:
-    """The counts of one app. All workers of a proxy share them; several apps in one process do not."""
+    """The metrics of one app. All workers of a proxy share them; several apps in one process do not."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -147,7 +147,7 @@ class RecentCalls:
 
 
 def parent_of(request: Json, recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:
-    """Return the recent call that shares the most leading messages with the request, and their number."""
+    """Return the recent call, if any, that shares the most leading messages with the request, and their number."""
     messages, parent, most = conversation(request), None, 0
     for call in reversed(recent):
         before = conversation(call.request)
@@ -187,7 +187,7 @@ class History:
     """Keeps the answered calls of recently used rollouts. Others, and other workers' calls, are read from the store."""
 
     def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
-        """`chat_of` returns a recorded call's chat request; without it there are no turns."""
+        """`chat_of` returns a recorded call's chat request; without it, calls from the store become no turns."""
         self._calls = store.calls
         self._chat_of: ChatOf = chat_of or (lambda _call, _known: None)
         self._kept = RolloutMemory[Answered](memory)

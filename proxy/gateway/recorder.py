@@ -2,9 +2,9 @@
 
 A plain call takes four statements: ROLLOUT_SEEN and CALL_START first, CALL_END and ROLLOUT_CALL_ENDED at its end.
 Large requests, retries, tool calls and unnamed rollouts add more. `start` returns when its statements are committed;
-the future that `end` returns is done when the end's are. If too many records wait, further calls wait too.
+the future that `end` returns is done when the end's are committed. If too many records wait, new calls wait.
 
-`GroupCommit` writes many records in one commit. Records that arrive during a commit wait for the next; none is dropped.
+`GroupCommit` writes many records in one commit. Records that arrive during a commit wait for the next.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class GroupCommit:
             raise StoreUnavailable(self._ended)
 
     def put(self, statements: Sequence[Statement], size: int) -> asyncio.Future[None]:
-        """Return a future that is done when the record is durable, or fails with StoreUnavailable."""
+        """Queue a record. The returned future is done when the record is durable, or fails with StoreUnavailable."""
         entry = Entry(statements, size, asyncio.get_running_loop().create_future())
         if self._ended is None:
             self._waiting.append(entry)
@@ -372,7 +372,7 @@ def _readable(row: Json) -> Json:
 
 
 def _resolve(group: Sequence[Entry], error: StoreUnavailable | None = None) -> None:
-    """Set the futures of a group's records to the outcome of its commit."""
+    """Resolve the futures of these records: as committed, or as failed with `error`."""
     for entry in group:
         if not entry.done.done():  # cancelled: the agent left, and nobody waits any more
             entry.done.set_result(None) if error is None else entry.done.set_exception(error)

@@ -122,7 +122,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_any(body: bytes) -> dict[str, Any]:
-    """Return an unrecorded body's JSON object, or a form's `model`; {} for any other body."""
+    """Return the JSON object in an unrecorded request's body, or a form's `model`; {} if there is neither."""
     if is_form(body):
         match = form_model(body)
         return {} if match is None else {"model": match[1].decode(errors="replace")}
@@ -255,7 +255,7 @@ class Relay:
             await reply.send(answer.status, answer.headers(keep_length=False), raw)
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
-        """Forward a request unrecorded: to the upstream of the response in its path, or else of the model in its body.
+        """Forward a request unrecorded: to the upstream that gave the response in its path, or the one for its model.
 
         The end of a background response, and the items of a compacted conversation, are recorded on the way.
         """

@@ -1,7 +1,7 @@
 """Decides which upstream, model and policy version a call goes to, and checks that vLLM serves the live version.
 
 A server's label for its weights proves nothing. So `Watch` also sends each server the same prompt with the same seed:
-when it starts, when another version goes live, and daily. This detects wrong weights, but not a version one step off.
+when it comes up, when another version goes live, and daily. This detects wrong weights, but not a version one step off.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PolicyRouter:
         self._store, self._watch, self._choose = store, watch, choose
 
     async def route(self, rollout: RolloutName, model: str | None, *, recorded: bool = False) -> Route:
-        """Return where a call goes. Raises NotServed, UpstreamTimeout.
+        """Return where a call goes. Raises NotServed or UpstreamTimeout if neither the policy nor a fallback is ready.
 
         The alias reaches the live version or, with adapters, the one that the rollout began with (`pin`). A rollout may
         have been opened for another model (`opened_for`). While two versions are compared, `choose` decides for
@@ -122,16 +122,16 @@ class PolicyRouter:
             raise NotFound(f"no upstream serves the model {model!r}; add it to an upstream's `models`", param="model")
 
     async def _require_version(self, number: int) -> None:
-        """Load the version next to the live one. Raise Conflict if it cannot be served, NotFound if it is unknown."""
+        """Load a version in addition to the live one. Raises Conflict if that is impossible, NotFound if unknown."""
         version, live = await self._store.versions.get(number), await self._store.versions.live_now()
         if version.version == live.version:
             return None
         if self._watch is None:
-            why = "no upstream is of kind vllm: there are no policy versions"
+            why = "no upstream is of kind vllm, so only the live policy version can be requested"
         elif self._watch.swap.mode == "merged":
             why = (
-                f"policy version {number} is not served: with policy.publish: merged, only the live version "
-                f"{live.version} is; promote {number} first (`eval --promote` does so, and undoes it at its end)"
+                f"policy version {number} is not served: with merged weights, only the live one can be served; "
+                f"promote {number} first (`eval --promote` does so, and makes {live.version} live again when it ends)"
             )
         elif not self._policy.pin_rollouts:
             why = "with policy.pin_rollouts: false only the live version answers"
@@ -155,7 +155,7 @@ class PolicyRouter:
         return self._named.get(model or "", self._first)
 
     def _fallbacks(self, upstream: UpstreamConfig, model: str | None, renamed: str | None = None) -> Iterator[Route]:
-        """The upstream's fallbacks, each once and followed by its own, except those without a name for the model."""
+        """The upstream's fallbacks, each once, followed by its own. Omits litellm ones that do not name the model."""
         left, seen = [*upstream.fallbacks], set[str]()
         while left:
             other = self._upstreams[left.pop(0)]
@@ -202,7 +202,7 @@ class Watch:
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def current(self) -> Wanted:
-        """Return the versions that vLLM should serve, even while it is down. Raises NotServed, UpstreamTimeout."""
+        """Return the versions that vLLM should serve, even while it is down. Raises NotServed or UpstreamTimeout."""
         if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()
@@ -256,7 +256,7 @@ class Watch:
             self.health.report(self.upstream.name, url, None if why is None else str(why))
 
     async def _problems(self) -> Problems:
-        """Repair servers; return why some lack the live version. Calls wait for repairs only if no other has it."""
+        """Repair servers; return their problems. Calls wait for repairs only if no server has the live version."""
         pinned = await self.swap.store.versions.pinned(time.time() - PINNED_S)
         if len(self.swap.vllm.servers) == 1:  # while it gets new weights, its calls are paused, then continue
             return await self.swap.restore(pinned)
@@ -274,14 +274,14 @@ class Watch:
         return problems
 
     def _mend(self, pinned: set[int]) -> asyncio.Task[Problems]:
-        """Repair servers while calls continue. The next check shows which repairs failed."""
+        """Repair servers while calls continue; return the task. The next check shows which repairs failed."""
         if self._mending is None or self._mending.done():
             self._mending = asyncio.create_task(self.swap.restore(pinned))
             self._mending.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._mending
 
     async def _probe(self, server: VllmServer) -> None:
-        """Probe a server that is due, and compare its answer with the first answer of the live version."""
+        """Probe a server if it is due, and compare its answer with the live version's first answer, if there is one."""
         url, versions, merged = server.base_url, self.swap.store.versions, self.swap.mode == "merged"
         if self.health.problems.get((self.upstream.name, url), "not seen yet") is not None:
             self._probed.pop(url, None)
@@ -322,9 +322,9 @@ class Watch:
 
 
 def difference(first: list[Any], again: list[Any]) -> float:
-    """Return the mean absolute difference of two answers' log-probabilities, up to where the tokens differ.
+    """Return the mean absolute difference of two answers' log-probabilities, up to the first token that differs.
 
-    It is infinite if no candidate token is in both answers at some place, and NaN if an answer is empty.
+    It is infinite if, at one of these tokens, the answers share no candidate, and NaN if an answer is empty.
     """
     found: list[float] = []
     for (token, before), (other, now) in zip(first, again, strict=False):

@@ -1,8 +1,8 @@
-"""Changes how uvicorn handles HTTP/1, tells answers that the server is stopping, and limits connections.
+"""Changes how uvicorn handles HTTP/1, marks unfinished answers when the server stops, and limits connections.
 
 Trailers are dropped: they come after the headers have been acted on. WebSockets are refused. Other upgrades are
-ignored, as some clients ask for HTTP/2 with every request. A connection holds a file, and a call one more, so
-connections without a request may hold only some.
+ignored, because some clients ask for HTTP/2 with every request. Each connection uses an open file, and each call one
+more, so the number of connections without a request is limited.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Connections:
             connections.pop(connection, None)
 
     def move(self, connection: ServerProtocol, to: dict[ServerProtocol, None]) -> None:
-        """Note a connection's state, and close surplus ones without a request."""
+        """Note a connection's state, and close surplus connections that have no request."""
         self.lost(connection)
         to[connection] = None
         allowed = max(min(self._room // 4, MOST_SILENT, self._room - FILES_OF_A_CALL * len(self.at_work)), 1)
@@ -155,7 +155,7 @@ class _Joining:
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. In HTTP/1.0, closing the connection ends answers without length; a reset aborts it."""
+    """A request and its answer. An HTTP/1.0 answer without a length ends with the connection; a reset aborts it."""
 
     _has_length = True
 

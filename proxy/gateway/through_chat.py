@@ -31,14 +31,14 @@ from .upstream import Request, Route
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
-UNKNOWN_PREVIOUS = "the server's own route cannot find previous_response_id: send the entire conversation"
+UNKNOWN_PREVIOUS = "the server's own route cannot find previous_response_id, so send the entire conversation"
 NOT_AS_CHAT = "the request cannot use the chat route, which gives token ids"
 
 _NOT_NOW = frozenset({401, 403, 429})  # it refused this request; it may accept the next one
 
 
 class ChatDecision(NamedTuple):
-    """How a request goes upstream: through the chat route, or unchanged; then `reason` may say why."""
+    """How a request goes upstream: through the chat route, or unchanged, in which case `reason` may say why."""
 
     chat: Translator | None = None
     reason: str | None = None
@@ -53,7 +53,7 @@ class ChatRoute:
         self.history = History(store, self.chat_of if config.token_continuity == "exact" else None)
 
     async def decide(self, endpoint: str, request: Request, body: Json, rollout_id: str, route: Route) -> ChatDecision:
-        """Return how a request goes upstream. Raise NotFound for an unknown previous response, or InvalidRequest."""
+        """Return how a request goes upstream. Raises NotFound or InvalidRequest for an unusable previous response."""
         previous = body.get("previous_response_id") if endpoint == "responses" else ""
         previous = previous if isinstance(previous, str) else ""
         continued = self.history.known(rollout_id).exchanges.get(previous)
@@ -134,6 +134,6 @@ class Templates:
             if not any(status in _NOT_NOW or status >= 500 for status, _ in answers):
                 return learn(dict(zip(PROBES, answers, strict=True)))
         except LightningError as error:  # the call itself will fail in the same way
-            log.info("upstream %s: its chat template cannot be probed: %s", name, error.message)
+            log.info("the chat template of upstream %s cannot be probed: %s", name, error.message)
         del self._asked[name]
         return Template()

@@ -1,7 +1,7 @@
 """Finds the rollout of a request that names none: the rollout with the conversation that the request continues.
 
-The index is written in the same commit as the call's record, so it survives restarts and all workers share it. Named
-rollouts cost nothing here.
+The index is written in the same commit as the call's record, so it survives restarts and all workers share it. Calls
+that name their rollout are not indexed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _FORCED = ("required", "any")  # what `tool_choice` is where the model has to ca
 class Conversation:
     """A request that names no rollout: its atoms, and the state after each of them.
 
-    `size`: its bytes; large requests are handled in a thread. `within`: its key, task and mode; other conversations
-    with the same messages may differ in these.
+    `size`: of the request, in bytes; large ones are handled in a thread. `within`: its key, task and mode; other
+    conversations with the same messages may differ in these.
     """
 
     def __init__(self, caller: str, name: RolloutName, request: Json, size: int = 0) -> None:

@@ -79,7 +79,7 @@ class Request(NamedTuple):
         return self._replace(pieces=pieces) if is_large else self._replace(body=b"".join(pieces), pieces=())
 
     def with_members(self, members: bytes) -> Request:
-        """Return the request with the members of a JSON object appended to its own (non-empty) body."""
+        """Return the request with a JSON object's members appended to its body, which must be a non-empty object."""
         *before, last = self.pieces or (self.body.rstrip(),)
         return self.with_body(*before, memoryview(last)[:-1], b"," + members[1:])
 
@@ -113,7 +113,7 @@ class Answer(ABC):
 
     @property
     def at_end(self) -> bool:
-        """Return whether the body has ended and nothing is left to read."""
+        """Return whether nothing is left to read; False if that is not known yet."""
         return False
 
     async def piece(self) -> bytes:
@@ -263,7 +263,7 @@ class HttpUpstream(Upstream):
         }
 
     async def open(self, request: Request) -> HttpAnswer:
-        """Send the request to the server with the rollout's prefix cache, or to the next one that can be reached."""
+        """Send the request to the rollout's server, which may have cached its prefix, or to the next reachable one."""
         allowed = request.servers or self._config.urls
         if len(self._config.urls) == 1:
             return await self._open(self._config.urls[0], request)
@@ -371,7 +371,7 @@ class HttpAnswer(Answer):
     __del__ = release
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the upstream's headers without hop-by-hop ones and a decoded body's encoding; with redirects to us."""
+        """Return the upstream's headers without hop-by-hop and outdated ones; redirects within it lead back to us."""
         message, mask = self._message, self._mask
         headers = [(name.lower(), value) for name, value in message.raw_headers]
         dropped = _HOP_BY_HOP.union(_named_by_connection(headers))
@@ -425,6 +425,6 @@ def _url(base_url: str, path: str, query: bytes) -> URL:
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
-    """The error for an answer that broke off, with keys masked: aiohttp's errors may quote received data."""
+    """The error for a request or answer that broke off. Masks keys: aiohttp's errors may quote received data."""
     text = KeyMask(*upstream.masked).once(why_it_failed(error).encode()).decode()
     return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text}")

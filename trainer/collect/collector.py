@@ -80,10 +80,10 @@ class Collector:
         self._looks_at = 0.0
 
     async def next_batch(self, base: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
-        """Claim the rollouts of the next step, which starts from version `base`; None while there are too few.
+        """Claim the rollouts of the next step, which starts from version `base`. Returns None while there are too few.
 
         A step takes `tasks_per_step` groups. It takes fewer with `fewer`, or once the first one has waited for
-        `group_timeout_s`. With `since` (Unix time), only groups that have waited since then or longer count. Raises
+        `group_timeout_s`. With `since` (Unix time), only groups that have waited since then are taken. Raises
         UpstreamUnreachable or UpstreamTimeout, and claims nothing, if a grammar is needed and vLLM is down.
         """
         while groups := await self.waiting.next(fewer=fewer, since=since):
@@ -203,7 +203,7 @@ class Collector:
         try:
             made = self._rows([call for call, _ in taught], [one.advantage for _, one in taught], rollout)
         except (ValueError, OverflowError) as error:
-            reason = f"its rows cannot be built: {error}"
+            reason = f"its rows cannot be built ({error})"
             log.warning("rollout %s is not trained on: %s", rollout.rollout_id, reason)
             take.drop(reason, [rollout])
             return
@@ -272,7 +272,7 @@ class Collector:
             rewards = [reward for of_task in take.seen.rewards.values() for reward in of_task]
             mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
             dropped = take.counts["rollouts_dropped"]
-            log.warning("no step: nothing to learn from %d rollouts%s: %s", dropped, mean, reasons)
+            log.warning("nothing can be learned from %d rollouts%s: %s", dropped, mean, reasons)
         found = await self._store.waiting.standstill(self._config.rollouts_per_step)
         if found is not None and STANDSTILL not in self._logged:
             self._logged.add(STANDSTILL)
@@ -296,7 +296,7 @@ class Collector:
         return self._unrewarded
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        """Return rows without advantages. While vLLM is down, only requests show how rollouts were sampled."""
+        """Return the rollouts' rows, with advantages of 0. While vLLM is down, sampling is read from requests alone."""
         found: list[Sample] = []
         for rollout in rollouts:
             with suppress(NotFound):  # deleted meanwhile
@@ -336,14 +336,14 @@ class Collector:
         return STALE if base - _oldest_version(trained, base) > self._config.max_staleness else None
 
     def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:
-        """The calls of trained agents. Answers of other agents appear only as context in their prompts."""
+        """The calls of trained agents. Other agents' answers appear only as context, in these calls' prompts."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
 
 def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
     """A reason why a rollout with advantages has nothing to train on; others may apply as well."""
     if not_followed:
-        return f"no trainable calls, most often: {not_followed.most_common(1)[0][0]}"
+        return f"no trainable calls; the most common reason is this: {not_followed.most_common(1)[0][0]}"
     reasons = {
         "rows_too_long": "longer than trainer.max_sample_tokens or the model's context",
         "calls_other_tokens": "another model sampled tokens that this model does not have",

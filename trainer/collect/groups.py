@@ -28,7 +28,7 @@ class WaitingGroups:
         self._tasks: dict[str | None, list[Group]] = {}
 
     async def next(self, *, fewer: bool, since: float | None) -> list[Group]:
-        """Return the groups of the next step, in order; empty while there are too few (`Collector.next_batch`)."""
+        """Return the groups of the next step, in order; an empty list while there are too few (`next_batch`)."""
         groups, now = await self._look(self._config.rollouts_per_step), time.time()
         ready = [group for group in groups if self._is_complete(group) or self._has_waited(group, now)]
         found: list[Group] = []
@@ -47,14 +47,14 @@ class WaitingGroups:
         return sum(group.rewarded for group in found), min((group.oldest for group in found), default=None)
 
     def why_none(self) -> str | None:
-        """Return what the next step lacks, once the rollouts seen at the last look have waited too long."""
+        """Return what the next step lacks; None if the rollouts seen at the last look have not waited for long."""
         found = [group for group in chain(*self._tasks.values()) if not group.late]
         if not found or time.time() - min(group.oldest for group in found) < STANDS_S:
             return None
         return what_is_missing(found, self._config)
 
     def forget(self, groups: Iterable[Group]) -> None:
-        """Forget these groups. Rollouts of them that remain count as changed and are read again."""
+        """Forget these groups. Their remaining rollouts count as changed, and are read again."""
         for group in groups:
             if group in (known := self._tasks.get(group.task_id, [])):
                 known.remove(group)
@@ -78,7 +78,7 @@ class WaitingGroups:
         return [*chain(*self._tasks.values()), *([lone] if lone else [])]
 
     def _is_complete(self, group: Group) -> bool:
-        """Whether nothing is awaited: enough have ended, a step took the siblings, or each is compared on its own."""
+        """Whether no rollout is awaited. Without a task, `group_size` are enough, or one to compare with earlier."""
         if group.pool is None:
             return self._config.compares_with_earlier or group.ended >= self._config.group_size
         return group.complete
@@ -117,7 +117,7 @@ class Schedule:
         return self._config.when != "continuous"
 
     async def waits_for(self) -> str | None:
-        """Return the reason why the next step must wait; None if it may begin now."""
+        """Return what the next step waits for; None if it may begin now."""
         if not self.in_rounds:
             return None
         config, now = self._config, time.time()
@@ -135,7 +135,7 @@ class Schedule:
 
 
 def full_groups(groups: Sequence[Group]) -> int:
-    """Count the groups that a step can take: all siblings have ended."""
+    """Count the groups that await no more siblings, without those that a step has taken in part."""
     return sum(not group.late and group.complete for group in groups)
 
 

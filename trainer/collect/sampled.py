@@ -47,7 +47,7 @@ class Sampled:
         self._warned = False
 
     async def look(self, calls: Iterable[ModelCall]) -> None:
-        """Ask vLLM how trainable calls were sampled. Raise UpstreamUnreachable if it is down and a grammar needs it."""
+        """Ask vLLM how trainable calls were sampled. If vLLM is down, raises its error only if a grammar needs it."""
         for call in calls:
             if call.trainable and (key := self._key(call)) not in self._known and (known := await self._ask(call)):
                 self._known[key] = known
@@ -60,7 +60,7 @@ class Sampled:
         return None if isinstance(known, str) else known
 
     def why_not(self, call: ModelCall) -> str | None:
-        """Return why its sampling excludes the call; None if it does not, or if another reason does."""
+        """Return why the call is left out because of how it was sampled; None if that is not the reason."""
         if not call.trainable:
             return call.untrainable_reason if is_not_followed(call.untrainable_reason) else None
         known = self._of(call)
@@ -70,7 +70,7 @@ class Sampled:
         return self._known.get(self._key(call)) or _by_request(call)
 
     async def _ask(self, call: ModelCall) -> Known | None:
-        """Ask vLLM, or read the request if vLLM has no such route. While vLLM is down: None, or raise for a grammar."""
+        """Ask vLLM, or read the request if vLLM cannot tell. While it is down, return None, or raise for a grammar."""
         if self._vllm is None:
             return _by_request(call)
         try:
@@ -115,7 +115,7 @@ def _as_rendered(rendered: Json, call: ModelCall) -> Known:
 
 def _by_request(call: ModelCall) -> Known:
     if name := constraint(call.request):
-        return f"{name}: only vLLM knows its grammar, and no vLLM with --enable-scale-out was asked"
+        return f"{name}: only vLLM knows its grammar, and no vLLM with --enable-scale-out could be asked"
     return sampling_of(call.request) or _NOT_UNDERSTOOD
 
 

@@ -15,7 +15,7 @@ NO_NAME = "no name (calls without X-Agent-Name)"
 
 
 class TrainedAgents:
-    """The agents that are trained, by name. None: all of them, treated as one."""
+    """The agents that are trained, by name; or all of them, treated as one, if `configured` is None."""
 
     def __init__(self, configured: Sequence[str] | None) -> None:
         self._trained = (OTHERS,) if configured is None else tuple(configured)

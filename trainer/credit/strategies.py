@@ -1,8 +1,8 @@
 """Assigns credit: turns the rewards of a group's rollouts into a return and an advantage for each call. Pure.
 
 A strategy is one function. It takes a group (rollouts that are compared with each other) and returns one list per
-rollout, with the advantage of each call. An advantage of 0.0 teaches nothing, and so does a group of zeros. Where
-`trainer.agents` names agents, the calls of an agent are compared with calls of the same agent only.
+rollout, with the advantage of each call. An advantage of 0.0 teaches nothing. Where `trainer.agents` names
+agents, the calls of an agent are compared with calls of the same agent only.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
     """Return the credit of each call; None for calls that are left out, and for agents that are not trained.
 
     By default, all agents count as one, and `grpo` compares the rollout's return with its siblings' (`uniform`).
-    An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
-    about it, and one baseline for agents with different returns makes training unstable (Dr. MAS, arXiv 2602.08847).
+    An agent that `trainer.agents` names is compared with itself only, in rollouts in which it made a decision: one
+    baseline for agents with different returns makes training unstable (Dr. MAS, arXiv 2602.08847).
     """
     agents = TrainedAgents(config.agents)
     roles = [[agents.role(call.agent) for call in sibling.calls] for sibling in group]
@@ -104,7 +104,7 @@ def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Values:
 
 
 def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
-    """Compute A_k = R_k - baseline of the siblings' R_k, where R_k is the discounted sum of the rewards from call k on.
+    """Compare R_k, the discounted sum of the rewards from call k on, with the siblings' R_k.
 
     Example: two rollouts have calls with rewards 1, 0 and 0, 0; their returns are 1, 0 and 0, 0. With `dr_grpo` the
     first calls get 0.5 and -0.5, the second ones 0. A call gets no credit for earlier rewards.
@@ -135,7 +135,7 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     A(rollout) compares the sums of all rewards, the calls' and the rollout's own. A(step) compares the
     discounted returns of an agent's calls that had the same state (prompt), anywhere in the group. It is 0 for a state
     that only one call had. Two rollouts with final rewards 1 and 0 and the same first prompt get 0.5 and -0.5
-    by `dr_grpo` for both parts: 1 and -1 for these calls, 0.5 and -0.5 for the others (weight 1, discount 1).
+    with `dr_grpo` for both parts: 1 and -1 for these calls, 0.5 and -0.5 for the others (weight 1, discount 1).
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     same: dict[Hashable, list[tuple[int, int]]] = {}
@@ -184,7 +184,7 @@ def _of_rollouts(group: Sequence[Sibling], values: Sequence[float]) -> Values:
 
 
 def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return the advantages that a user's function computes. Raise ConfigError if one is missing or not finite."""
+    """Return the advantages from a user's or feature's function. Raises ConfigError if one is missing or not finite."""
     function = load(CREDIT, name)
     with faults(CREDIT, name):
         found = function(group, config)
@@ -208,7 +208,7 @@ def training_rules(config: TrainerConfig) -> Rules:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A baseline for the returns of one rollout's calls: advantage = (return - shift) / scale."""
+    """What a return is compared with: advantage = (return - shift) / scale."""
 
     shift: float
     scale: float = 1.0

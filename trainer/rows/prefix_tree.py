@@ -1,6 +1,6 @@
 """Stores rows of tokens as trees, in which every shared prefix exists only once, and cuts a step into such trees.
 
-Nodes are numbered in preorder, so a subtree is an interval, and "is an ancestor of" takes two comparisons. numpy only.
+Nodes are numbered in preorder, so a subtree is an interval, and "is an ancestor of" takes two comparisons.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MEMORY_COST = 0.25  # the work that may be spent to save a node of memory
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """N unique tokens in preorder.
+    """A tree of N nodes, each with one token, in preorder.
 
     `token_ids`, `depths` and `ends` are (N,). The subtree of node i is the interval [i, ends[i]).
     `paths[r][t]` is the node of token t of row r. Rows are in the order in which they were given.
@@ -38,7 +38,7 @@ class PrefixTree:
 
 
 def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
-    """Return the tree of `rows`, in O(tokens): a sorted row shares its longest prefix with the row before it."""
+    """Return the tree of `rows`. Among sorted rows, each shares the most tokens with the row before it."""
     paths: list[Ints] = [np.empty(0, np.int64)] * len(rows)
     tokens, depths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     ends = np.empty(sum(map(len, rows)), np.int64)
@@ -57,7 +57,7 @@ def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
 
 
 def padded_tree(tree: PrefixTree, multiple: int) -> PrefixTree:
-    """Return the tree with nodes added that no other node sees, up to a multiple of `multiple`."""
+    """Return the tree, extended to a multiple of `multiple` nodes with nodes that no other node sees."""
     extra = np.arange(len(tree), -(-len(tree) // multiple) * multiple)
     zeros = np.zeros(len(extra), np.int64)
     return PrefixTree(
@@ -110,7 +110,7 @@ class TreeCost:
         return lengths + self.attention * lengths * (lengths + 1) / 2
 
     def memory(self, nodes: Ints) -> NDArray[np.float64]:
-        """Return the price of the memory that passes of this many nodes take."""
+        """Return the cost of memory for passes of this many nodes; 0 up to `comfortable`."""
         comfortable = self.max_nodes if self.comfortable is None else self.comfortable
         return np.maximum(nodes - comfortable, 0).astype(np.float64) * _MEMORY_COST
 

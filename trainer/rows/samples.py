@@ -3,8 +3,8 @@
 An answer is trained on after exactly the tokens that the model saw when sampling it. So a call joins a row only if
 its prompt begins with all of that row and goes beyond it; without tokens in between, two answers would become one. An
 agent may send an answer back that reads the same but is tokenised differently (drift). Then the sampled answer stays
-in its row, and the call opens a new row, with its own prompt as context. No answer is trained twice, and none loses
-tokens. A fork costs only what comes after it, since the prefix tree computes once what rows share.
+in its row, and the call opens a new row, with its own prompt as context. No answer is trained on twice, and none
+loses tokens. A fork costs only what comes after it, since the prefix tree computes once what rows share.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RolloutSamples:
     `calls` are in a row, `calls_merged` of them after another call. All others are left out: `calls_untrainable` have
     no usable token ids, or temperature 0; `calls_not_followed` were sampled in a way that cannot be computed again;
     `calls_ambiguous` have several answers, so the reward belongs to no single one; `calls_not_finite` have a
-    log-probability that is not finite; `calls_other_tokens` have tokens beyond the vocabulary; `rows_too_long` are over
-    the limit.
+    log-probability that is not finite; `calls_other_tokens` have tokens beyond the vocabulary; `rows_too_long` have
+    more than `max_tokens` tokens.
     """
 
     samples: tuple[Sample, ...]
@@ -160,7 +160,7 @@ def rollout_samples(
 
 
 def merge_rate(counts: Mapping[str, int]) -> float:
-    """Return the share of calls that joined a row. The first call of each rollout cannot, and does not count."""
+    """Return the share of calls that joined a row, 1.0 if none could. A rollout's first call does not count."""
     merged = counts["calls_merged"]
     could = merged + sum(counts[reason] for reason in FORKS)
     return merged / could if could else 1.0

@@ -80,7 +80,7 @@ def cannot_be_replayed(outputs: dict[str, Any]) -> str | None:
 
 
 def _foreign(schema: Any) -> Iterator[str]:
-    """The keywords that make vLLM use another grammar engine; a property with such a name counts too."""
+    """The keywords that make vLLM use another grammar engine, and properties that have the name of one."""
     if isinstance(schema, dict):
         yield from _OF_OTHER_ENGINES & schema.keys()
         if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:

@@ -54,7 +54,7 @@ async def test_that_nothing_is_learned_is_said_with_advice(traffic: Traffic, cap
         await traffic.rollout(f"r{i}", f"t{i // 2}", 1.0)
         assert await collector.next_batch(0) is None
     first, standstill = caplog.messages
-    assert first.startswith("no step: nothing to learn from 2 rollouts of mean reward 1")
+    assert first.startswith("nothing can be learned from 2 rollouts of mean reward 1")
     assert standstill.startswith("nothing was learned from the newest 6 rollouts (mean reward 1): ")
     assert "trainer.entropy" in standstill
 
