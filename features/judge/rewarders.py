@@ -92,7 +92,7 @@ LONGEST_ANSWER = 2**20
 
 
 class GivenScore(NamedTuple):
-    """One reward. `name` None: the rewarder's name; `call_id` None: for the rollout itself."""
+    """One reward. Without a `name`, it gets the rewarder's; without a `call_id`, it is for the rollout."""
 
     value: float
     comment: str | None = None

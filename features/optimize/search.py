@@ -226,7 +226,7 @@ class Search:
 
     def _add(self, version: int, task_id: str, rollout_id: str, reward: float | None, failed: bool) -> None:
         if reward is None and not failed:
-            raise LightningError(f"rollout {rollout_id} has no reward: the agent must post one before it ends")
+            raise LightningError(f"rollout {rollout_id} has no reward: the agent must post one before the rollout ends")
         self._known[version, task_id] = Score(rollout_id, self._failed_reward if reward is None else reward)
 
     async def validate(self, version: int, text: str) -> Candidate:

@@ -118,7 +118,7 @@ def tokens_of(attributes: Attributes, response: Json) -> Tokens:
 
 
 def first(attributes: Attributes, names: Iterable[str]) -> Any:
-    """Return the first of these attributes that the span has."""
+    """Return the first of these attributes that the span has; None if it has none."""
     return next((attributes[name] for name in names if attributes.get(name) is not None), None)
 
 

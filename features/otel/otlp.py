@@ -31,7 +31,7 @@ _HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span, with hexadecimal ids and times in Unix seconds. `attributes`: with its resource's and GenAI events'."""
+    """A span, with hexadecimal ids and times in Unix seconds. `attributes` include its resource's and GenAI events'."""
 
     trace_id: str
     span_id: str

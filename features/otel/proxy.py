@@ -159,7 +159,7 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
 def _rollout(span: Span) -> RolloutName:
     """The rollout that span or resource name, else the trace id. Raises InvalidRequest for a wrong id, mode or time."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
-        raise InvalidRequest("a trace id must be 16 bytes in hexadecimal, and a span id 8")
+        raise InvalidRequest("a trace id must be 16 bytes in hexadecimal, a span id 8 bytes")
     if span.started_at <= 0:
         raise InvalidRequest("the span has neither a start time nor an end time")
     ids = {name: _named(span, name) for name in ("rollout_id", "task_id", "agent_name")}

@@ -55,7 +55,7 @@ class GatedPublisher(Publisher):
             return None
         return (
             f"the gate: the trained weights are {ahead} versions ahead of the live one, and rollouts may be "
-            f"{self._max_staleness} behind (trainer.max_staleness)"
+            f"at most {self._max_staleness} behind (trainer.max_staleness)"
         )
 
     async def late(self, base: int) -> Step | None:

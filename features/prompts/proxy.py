@@ -445,7 +445,7 @@ async def rollback_prompt(request: ControlRequest, name: PathId) -> dict[str, An
     database = request.parts.store.database
     live = (await prompt_of(database, check_id(name, "name"))).live
     if not await database.write(lambda db: db.all(PROMPT_BACK, {"name": name, "version": live})):
-        raise Conflict(f"prompt {name!r}: no version older than {live} was ever live")
+        raise Conflict(f"prompt {name!r} has no version older than {live} that was ever live")
     request.caller.log_change(f"prompt {name} was rolled back")
     return await _seen(request, name)
 

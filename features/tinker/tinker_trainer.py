@@ -273,7 +273,7 @@ class TinkerTrainer:
         if not samples:
             self.skipped_because = self.left_out_because or "no trainable tokens"
         elif bad:
-            self.skipped_because = f"log-probabilities or advantages not finite in {some_rollouts(bad)}"
+            self.skipped_because = f"log-probabilities or advantages are not finite in {some_rollouts(bad)}"
         else:
             metrics |= self._gradients(samples, batch)
         metrics["forward_backward_s"] = time.perf_counter() - begun
