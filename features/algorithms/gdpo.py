@@ -3,10 +3,9 @@
     A_i = sum over names k of  w_k · (r_ik - mean_k) / (std_k + 1e-4)
 
 mean_k and std_k are over the siblings with a reward k; w_k is from `trainer.reward_weights`. The quotient is that of
-`trainer.baseline: grpo`, the default.
-Automatic rewards (`trainer.air`) count as one more name, with weight 1. The paper then divides by the standard
-deviation of A over the step. That is one factor for all tokens, which Adam cancels, so it is left out. Source: arXiv
-2601.05242; TRL's `multi_objective_aggregation: normalize_then_sum`.
+`trainer.baseline: grpo`, the default. Automatic rewards (`trainer.air`) count as one more name, with weight 1. The
+paper then divides by the standard deviation of A over the step. That is one factor for all tokens, which Adam cancels,
+so it is left out. Source: arXiv 2601.05242; TRL's `multi_objective_aggregation: normalize_then_sum`.
 
 By hand: right is 1, 1, 0, 0 and style 0, 4, 0, 4, with the weights 1 and 0.5. Their distances from the means are ±0.5
 and ±2, their standard deviations 0.577 and 2.309, so both quotients are ±0.866, whatever the range. A is

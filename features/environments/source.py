@@ -142,7 +142,7 @@ class KindsEnvironment:
             raise ConfigError(f"{self.kind} is not installed in {self.directory}, or is out of date; run `{do}`")
         code, printed, said = asyncio.run(self._asked(what, given.encode()))
         if code:
-            raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {code}'}")
+            raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'ended with exit code {code}'}")
         if said:
             typer.echo(said, err=True)
         return printed.splitlines()

@@ -89,7 +89,7 @@ class Evaluations:
         return {one.version: one for one in read}
 
     async def is_due(self, live: PolicyVersion, every_steps: int) -> bool:
-        """Return whether neither the live version nor a version of the last `every_steps` steps has been evaluated."""
+        """Return whether no evaluation of the live version, or of the last `every_steps` steps, ended or failed."""
         after = (live.step or 0) - every_steps
         return await self._db.one(DONE, {"version": live.version, "after": after}) is None
 

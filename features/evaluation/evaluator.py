@@ -96,5 +96,5 @@ class Evaluator:
                 found = {"difference": compared["difference"], "difference_low": low, "difference_high": high}
         reward = (await self._core.store.versions.rewards([version])).get(("eval", version))
         if reward is None:
-            raise LightningError("no rollout has a reward")
+            raise LightningError("no held-out rollout has a reward")
         return found | {"reward": reward.mean, "low": reward.low, "high": reward.high}

@@ -366,7 +366,7 @@ def write(results: Sequence[Json], directory: Path) -> None:
 
 
 def commit() -> str | None:
-    """Return the working directory's commit, with `-dirty` if files have changed; None without a checkout or git."""
+    """Return the working directory's commit, `-dirty` if it has local changes; None without a checkout or git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

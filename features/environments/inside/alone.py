@@ -24,7 +24,7 @@ SET = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
 
 
 def alone() -> None:
-    """Keep only variables in KEPT, a rollout's and LC_*; add SET. Third-party code must not see a user's keys."""
+    """Keep only the variables KEPT, LC_* and, in a rollout, OF_ROLLOUT; add SET. Third-party code must see no keys."""
     kept = KEPT | OF_ROLLOUT if ROLLOUT in os.environ else KEPT
     for name in os.environ.keys() - kept:
         if not name.startswith("LC_"):

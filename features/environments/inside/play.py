@@ -100,7 +100,7 @@ class Arguments:
         self.seed = self.take("seed", 0)
         self.split = self.take("split", "train")
         if self.split not in SPLITS or self.tasks < 1:
-            raise Wrong(f"split must be {' or '.join(SPLITS)}, tasks at least 1; got {self.split!r}, {self.tasks}")
+            raise Wrong(f"split must be {' or '.join(SPLITS)}, and tasks at least 1; got {self.split!r}, {self.tasks}")
         sampling = {"temperature": 1.0, "max_tokens": 1024} | self.take("sampling", {})
         # In each task's line, for the program that plays it.
         self.shared: Json = {"model": self.take("model", "policy"), "sampling": sampling}
