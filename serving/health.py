@@ -31,7 +31,7 @@ class Health:
         before = self.problems.get((upstream, url))
         if (problem is None) != (before is None):
             now = "up again" if problem is None else f"down: {problem}"
-            log.warning("upstream %s: server %s is %s", upstream, replica_name(url), now, extra=ONCE)
+            log.warning("server %s of upstream %s is %s", replica_name(url), upstream, now, extra=ONCE)
         self.problems[upstream, url] = problem
 
     def up(self, upstream: UpstreamConfig, urls: Sequence[str] = ()) -> list[str]:
@@ -63,7 +63,7 @@ class Health:
         await asyncio.gather(*(watch(*one) for one in checked))
 
     async def _problem(self, upstream: UpstreamConfig, url: str) -> str | None:
-        """The server's problem, if any. Answers other than HTTP 5xx are fine: it may need a key, or list no models."""
+        """Return the server's problem, if any. Any answer but HTTP 5xx is fine: a server may need a key."""
         limit, way = aiohttp.ClientTimeout(total=upstream.connect_timeout_s), through(upstream, url)
         try:
             async with self._session.get(
@@ -77,5 +77,5 @@ class Health:
 
 
 def replica_name(url: str) -> str:
-    """Return the URL's host, port and path, without parts that may be secret and a final `/v1`."""
+    """Return the URL's host, port and path, without a final `/v1` or parts that may be secret."""
     return shown(url).partition("://")[2].removesuffix("/v1")

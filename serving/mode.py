@@ -1,4 +1,4 @@
-"""Decides how new weights reach vLLM, for all processes on a store, and checks that they belong to `policy.model`."""
+"""Decides how new weights reach vLLM, for all processes on a store, and checks that its versions fit `policy.model`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def publish_mode(config: Config) -> PublishMode:
     """Return how new weights reach vLLM: as configured, or for `auto` as recorded in the store.
 
     If nothing is recorded, this is `lora` on a GPU, and `merged` on a CPU, where LoRA makes vLLM ten times slower. For
-    `auto`, full weights are always `merged`, and weights that a service trains `lora`. Raises ConfigError.
+    `auto`, full weights are always `merged`, and weights that a service trains `lora`. Raises ConfigError if
+    `policy.adapters` is set but `auto` means `merged`.
     """
     if config.policy.publish != "auto":
         return config.policy.publish
@@ -48,14 +49,14 @@ def publish_mode(config: Config) -> PublishMode:
     mode: PublishMode = first_value(config.store, DECIDED) or ("lora" if has_gpu() else "merged")
     if mode == "merged" and config.policy.adapters:
         raise ConfigError(
-            "policy.adapters needs policy.publish: lora; without a GPU, policy.publish: auto means merged, and merged "
-            "weights hold one adapter"
+            "policy.adapters needs policy.publish: lora; here, policy.publish: auto means merged (because the store "
+            "records it or there is no GPU), and merged weights hold one adapter"
         )
     return mode
 
 
 async def decide(config: Config, store: Store, who: str) -> PublishMode:
-    """Return the mode in which `who` publishes. Record it if configured or if none is; warn if the recorded differs."""
+    """Return the mode in which `who` publishes. Record it if configured or none is recorded; warn if another is."""
     mode = publish_mode(config)
     if mode == "merged" and config.merged_obstacle is not None:
         raise ConfigError(config.merged_obstacle)

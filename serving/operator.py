@@ -39,7 +39,7 @@ def key_file(directory: Path) -> Path:
 
 
 def operator_headers(directory: Path) -> dict[str, str]:
-    """Return the header that opens operator routes. Its key is created on first use; ConfigError if that fails."""
+    """Return the header that opens operator routes, with a new key if there is none. ConfigError if its file fails."""
     path = key_file(directory)
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
@@ -65,7 +65,7 @@ def _relay_key(key: bytes) -> bytes:
 
 
 class OperatorGuard:
-    """ASGI middleware around vLLM. It lets requests with the operator's key pass, whatever they are.
+    """ASGI middleware around vLLM. It lets every request with the operator's key pass.
 
     Other requests may use the agents' routes and read the server's state, but must not come from a foreign web page,
     unless the proxy vouches for them. The endpoint that vLLM's router matches decides what a request may do.
@@ -101,7 +101,7 @@ class OperatorGuard:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether every endpoint that the path reaches, by any method, is open to all callers; some only for reading."""
+    """Return whether every endpoint at the path, for any method, is open to all callers; some only for reading."""
     matched = [route for route in _leaves(scope["app"].routes) if route.matches(scope)[0] is not Match.NONE]
     for route in matched:
         path = getattr(route, "path", "")

@@ -57,7 +57,7 @@ class Swap:
     async def activate(
         self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
     ) -> None:
-        """Load the version into vLLM and make it live. Raise Superseded if the live one is not the `expected` one.
+        """Load the version into vLLM and make it live. Raises Superseded if a version other than `expected` is.
 
         Merged weights go to all servers at once; if that fails, requests stay frozen until `restore`.
         """
@@ -73,7 +73,7 @@ class Swap:
                 await self.vllm.ask(lambda server: server.go_on(label), loaded)
 
     async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
-        """Give the version's merged weights to one server after another. It goes live after half of them.
+        """Give the version's merged weights to one server after another. It goes live once half of them have it.
 
         For that, `check` must pass on each server of that half that stays reachable, and on at least one.
         """
@@ -141,7 +141,7 @@ class Swap:
                 log.warning("%s does not have its old weights back yet: %s", shown(server.base_url), error)
 
     async def promote(self, number: int) -> PolicyVersion:
-        """Make a version live by hand. Raise Conflict if it has no files, or its publishing failed or has not ended."""
+        """Make a version live by hand. Raises Conflict if it has no files or its publishing failed or has not ended."""
         version = await self.store.versions.get(number)
         if number and (version.path is None or version.status in ("failed", "publishing")):
             raise Conflict(f"policy version {number} cannot go live: {obstacle(version, self.mode)}", param="version")
@@ -167,9 +167,9 @@ class Swap:
         await self.vllm.ask(lambda server: server.unload_adapters(version.served_models))
 
     async def problems(self, pinned: Collection[int] = (), *, only_look: bool = True) -> Problems:
-        """Return, by server, why it lacks the live or `pinned` versions; None if it has them. Raise if all lack some.
+        """Return, by server, why it lacks the live or `pinned` versions; None if it has them.
 
-        Unless `only_look`, servers first get what they lack.
+        Unless `only_look`, servers first get what they lack. Raises one of the problems if every server has one.
         """
         self._require_mode(await self.store.versions.live())
         if self.mode == "merged":
@@ -177,7 +177,7 @@ class Swap:
         return await self.vllm.each(partial(self._mend_adapters, pinned, only_look=only_look))
 
     async def restore(self, pinned: Collection[int]) -> Problems:
-        """Give servers what they lack, and return the remaining problems. Raise if all servers have one."""
+        """Give servers what they lack, and return the remaining problems. Raises one of them if all have one."""
         async with self._locked():
             return await self.problems(pinned, only_look=False)
 
@@ -200,7 +200,7 @@ class Swap:
         await server.go_on(labels_of(version)[0])
 
     async def _label(self, server: VllmServer, version: PolicyVersion) -> str | None:
-        """The label of a server's weights; None if it has no route for labels and the store has no versions yet."""
+        """Return the label of a server's weights; None if the server has no labels, and the store no versions yet."""
         error, until = self._refused.get(server, (None, 0.0))
         if monotonic() >= until:
             self._refused.pop(server, None)
@@ -256,7 +256,7 @@ class Swap:
             )
 
     async def _weights(self, version: PolicyVersion) -> str:
-        """The directory of the version's merged weights; for version 0, the base model's, as vLLM names it."""
+        """Return the directory of the version's merged weights; for version 0, the base model's, as vLLM names it."""
         if version.version:
             return files_of(version)
         for model in await self.vllm.first(VllmServer.models):
@@ -288,7 +288,7 @@ def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:
     if version.status == "publishing":
         return "it is being published"
     if version.path is None or not Path(version.path).is_dir():
-        return "its files are gone (policy.keep_versions)"
+        return "it has no files here (they were deleted by policy.keep_versions, or it was imported)"
     return None if version.publish in (None, mode) else f"it was published as {version.publish}"
 
 
@@ -301,7 +301,7 @@ def adapters_of(version: PolicyVersion) -> dict[str, str]:
 
 
 def files_of(version: PolicyVersion) -> str:
-    """Return the directory of a version's files. NotFound if that directory, or an adapter's, is gone."""
+    """Return the directory of a version's files. Raises NotFound if that directory, or an adapter's, is gone."""
     for path in adapters_of(version).values():
         if version.path is None or not Path(path).is_dir():
             raise NotFound(f"the files of policy version {version.version} are gone: {path}")
@@ -309,6 +309,6 @@ def files_of(version: PolicyVersion) -> str:
 
 
 def labels_of(version: PolicyVersion) -> tuple[str, ...]:
-    """Return vLLM's labels for a version. Their time tells stores apart; after a start, vLLM's label is `default`."""
+    """Return vLLM's labels for a version. The time in them tells stores apart; vLLM starts with the label `default`."""
     label = f"{version.version}-{int(version.created_at * 1000)}"
     return (label,) if version.version else (label, "default")

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class VllmError(LightningError):
-    """vLLM refused a request of ours, or what it answered cannot be used."""
+    """vLLM refused our request, or its answer cannot be used."""
 
     status = 502
     type = "upstream_error"
@@ -42,7 +42,7 @@ AWAY = (UpstreamUnreachable, UpstreamTimeout)
 
 
 def operator_session() -> ClientSession:
-    """Return a session for the classes below. It closes idle connections after 4 s; vLLM would after 5 s."""
+    """Return a session for the classes below. It closes idle connections after 4 s, before vLLM does after 5 s."""
     return ClientSession(connector=TCPConnector(keepalive_timeout=4))
 
 
@@ -145,7 +145,7 @@ class VllmServer:
         return await self._complete(model, PROBE_PROMPT, asked | _PLAIN, read)
 
     async def tokens(self, model: str, text: str) -> list[int]:
-        """Return the tokens of a text; special tokens only where the text has them."""
+        """Return a string's token ids; special tokens only where the string has them."""
         asked = {"add_special_tokens": False, "return_token_ids": True}
         return await self._complete(model, text, asked, lambda choice: [*map(int, choice["prompt_token_ids"])])
 
@@ -177,7 +177,7 @@ class VllmServer:
         return await self._read("/v1/completions", lambda answer: read(answer["choices"][0]), body)
 
     async def _read(self, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """Return `read` applied to the JSON of an answer. Raise VllmError if that fails."""
+        """Return `read` applied to the JSON of an answer. Raises VllmError if that fails."""
         method = "GET" if body is None else "POST"
         text = await self._send(path, body, method)
         try:
@@ -186,7 +186,7 @@ class VllmServer:
             raise VllmError(f"the answer to {method} {path} is not vLLM's: {text[:200]}") from None
 
     async def _send(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> str:
-        """Return the text of an answer. Raise VllmError, or one of `AWAY`."""
+        """Return the text of an answer. Raises VllmError for an HTTP error, or one of `AWAY` if there is no answer."""
         base = self.base_url.rstrip("/")
         root, limit = base.removesuffix("/v1"), ClientTimeout(total=self.timeout_s, sock_connect=5)
         url = base + path.removeprefix("/v1") if path.startswith("/v1/") else root + path
@@ -207,7 +207,7 @@ Work = Callable[[VllmServer], Awaitable[T]]
 
 
 class VllmFleet:
-    """All vLLM servers of the policy. Servers that are down are left out; if any other refuses, the fleet refuses."""
+    """All vLLM servers of the policy. Servers that are down are left out; if any other refuses, its error is raised."""
 
     def __init__(
         self, session: ClientSession, urls: Sequence[str], headers: Mapping[str, str] = {}, model: str | None = None
@@ -226,7 +226,7 @@ class VllmFleet:
     async def each(
         self, work: Work[T], servers: Collection[VllmServer] | None = None
     ) -> dict[VllmServer, T | LightningError]:
-        """Do the work on all servers, or on `servers`. Return results and errors; raise if it failed everywhere."""
+        """Do the work on all servers, or on `servers`. Return results and errors; raise an error if all failed."""
 
         async def tried(server: VllmServer) -> T | LightningError:
             try:
@@ -242,7 +242,7 @@ class VllmFleet:
         return done
 
     async def ask(self, work: Work[T], servers: Collection[VllmServer] | None = None) -> dict[VllmServer, T]:
-        """Like `each`, without servers that are down. Raise the error of a server that refused."""
+        """Like `each`, but leave out servers that are down, and raise the error of a server that refused."""
         answers: dict[VllmServer, T] = {}
         for server, outcome in (await self.each(work, servers)).items():
             if not isinstance(outcome, LightningError):
@@ -261,7 +261,7 @@ class VllmFleet:
         return [*await self.ask(VllmServer.models)]
 
     async def base_model(self) -> str:
-        """Return the name under which all servers serve the base model; VllmError if they serve different ones."""
+        """Return the name under which all servers serve the base model; VllmError if the names differ."""
         names = {*(await self.ask(VllmServer.base_model)).values()}
         if len(names) > 1:
             raise VllmError(f"the replicas serve different base models: {', '.join(sorted(names))}")

@@ -93,15 +93,15 @@ class ConversationIndex(Records):
         return None if row is None else row["rollout_id"]
 
     async def longest(self, rollout_ids: Sequence[str]) -> str | None:
-        """Return the rollout with the most calls (the first, if several have as many); None without rollouts."""
+        """Return the rollout with the most calls (the first, if several have equally many); None without rollouts."""
         statement = "SELECT calls FROM rollouts WHERE rollout_id = :rollout_id"
         calls = {one: await self._db.quick(statement, {"rollout_id": one}) for one in rollout_ids}
         return max(calls, key=lambda one: (calls[one] or {"calls": 0})["calls"], default=None)
 
     async def rollout_at(self, exact: bytes, loose: bytes) -> str | None:
-        """Take an entry that waits at a point, and return its rollout; else return the last rollout that was there.
+        """Take an entry that waits at a point of a conversation, and return its rollout, else the last one there.
 
-        `loose`: the digest of the point without tool results. An entry that also matches `exact` is preferred.
+        `exact`, `loose`: the point's digests with and without tool results. Matches of `exact` are preferred.
         """
         there = await self._db.quick(CONVERSATION_AT, {"exact": exact, "loose": loose})
         assert there is not None
@@ -127,8 +127,8 @@ class ConversationIndex(Records):
         """Take one of the calls that wait under this digest and return its rollout; None if none waits.
 
         The arguments narrow the choice: to calls that also have the digest `exact`, of `rollout_id`, or that failed
-        after `since` in a running rollout. A taken call waits no more; with `keep`, it moves behind the others, and is
-        removed once the call that takes it is recorded.
+        after `since` in a running rollout. A taken call no longer waits; with `keep`, it moves behind the others, and
+        is removed once the call that takes it is recorded.
         """
         row = {"digest": digest, "exact": exact, "rollout_id": rollout_id, "since": since}
         if await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:

@@ -156,7 +156,7 @@ class Database(Reads):
     def lock(self, work: str) -> AbstractAsyncContextManager[bool]:
         """Yield whether this process got the lock for this work, which it holds until the block or the process ends.
 
-        If the connection to a server that has the lock breaks, the block is cancelled with StoreUnavailable.
+        If the connection to a server that has the lock breaks, the block is cancelled and raises StoreUnavailable.
         """
 
 
@@ -189,7 +189,7 @@ async def all_in_passing(database: Database, statement: str, params: Params) -> 
 def read(kind: type[T], row: Row, **made: Any) -> T:
     """Return the record (a dataclass or a NamedTuple) in a row, by its columns' names.
 
-    JSON lists and objects are decoded, and 0 and 1 become booleans in boolean fields. `made`: fields that are not read.
+    JSON lists and objects are decoded, and 0 and 1 become booleans in boolean fields. `made`: the other fields.
     """
     for name, decode in _columns(kind):  # type: ignore[arg-type]
         if name not in made:

@@ -81,7 +81,7 @@ class Keyring(Records):
     async def create(
         self, name: str, role: Role, limits: Limits, *, recording: bool, scope: Scope = "all", evaluator: bool = False
     ) -> tuple[str, StoredKey]:
-        """Make a key and return it; only its hash is stored. Conflict if a live key has this name."""
+        """Make a key and return it; only its hash is stored. Raises Conflict if a live key has this name."""
         key = new_key(role)
         stored = StoredKey(
             uuid4().hex[:12], hash_key(key), check_id(name, "name"), role, scope, evaluator, **asdict(limits),
@@ -94,7 +94,7 @@ class Keyring(Records):
         return key, stored
 
     async def revoke(self, name: str) -> StoredKey:
-        """Revoke a key and the rollout keys made with it. NotFound if no live key has this name."""
+        """Revoke a key and the rollout keys made with it. Raises NotFound if no live key has this name."""
         row = {"name": name, "at": time.time()}
         if (revoked := await self._db.write(lambda db: db.one(KEY_REVOKE, row))) is None:
             raise NotFound(f"no live key is named {name!r}")

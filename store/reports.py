@@ -1,4 +1,4 @@
-"""Reads what only people look at: the newest rollouts and calls, and how a rollout was trained."""
+"""Reads what only people look at: the newest rollouts and calls, and how a rollout was trained on."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Reports(Records):
 
 @dataclass(frozen=True, slots=True)
 class ComparedRollout:
-    """A rollout in a group. `advantage`: the one of its first call with credit."""
+    """A rollout in a group. `advantage`: that of its first call with credit."""
 
     rollout_id: str
     reward: float | None
@@ -154,10 +154,10 @@ class ComparedRollout:
 
 
 class Credit(Records):
-    """Reads how calls were trained. `TrainingSteps.claim` writes it."""
+    """Reads the credit of calls, which `TrainingSteps.claim` writes."""
 
     async def of(self, rollout_id: str) -> Sequence[Row]:
-        """Return the rollout's calls, in order, and how each was trained (`CallCredit`; all None if it was not).
+        """Return the rollout's calls, in order, with how each was trained on (as in `CallCredit`; None if it was not).
 
         `prompt`, `answer`: token counts.
         """

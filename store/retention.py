@@ -1,9 +1,9 @@
 """Keeps the store within `store.retention`, in steps so small that no agent notices them.
 
-Rollouts that are over are deleted, oldest first, with all their records; policy versions and the steps' metrics stay.
-A rollout with a running call, or in an unfinished or the newest step, is not over. A rollout that nobody ends is over
-after a day without a call. Rollouts that wait for the trainer are deleted like others when too old, but last when
-space is short. Old answers to Idempotency-Keys and digests of conversations are deleted too.
+Rollouts that are over are deleted when too old or when space is short, oldest first, with all their records; policy
+versions and the steps' metrics stay. A rollout with a running call, or in an unfinished or the newest step, is not
+over. A rollout that nobody ends is over after a day without a call. When space is short, rollouts that wait for the
+trainer are deleted last. Old answers to Idempotency-Keys and digests of conversations are deleted too.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Keeper:
     async def _delete(self, before: float, reason: str, waiting: bool | None = None, limit: float = 0.0) -> None:
         """Delete rollouts that were over at `before` (Unix time), oldest first, until at most `limit` bytes are used.
 
-        `waiting`: True, only rollouts that wait for the trainer; False, only others.
+        `waiting`: True for only rollouts that wait for the trainer, False for only others, None for all.
         """
         over = {"before": before, "quiet": min(before, time.time() - ABANDONED_S)}
         params = {"after": 0, "limit": LOOK, **over, **self._waiting}
@@ -169,13 +169,13 @@ async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[P
 
 
 async def over_bound(database: Database, retention: RetentionConfig) -> str | None:
-    """Return a warning if the store is larger than `store.retention.max_gib`. Ended rollouts are deleted already."""
+    """Return a warning if the store is larger than `store.retention.max_gib`."""
     used = (await read_pages(database)).used / 2**30
     if retention.max_gib is None or used <= retention.max_gib:
         return None
     return (
         f"the store holds {used:.3g} GiB, more than store.retention.max_gib ({retention.max_gib:g}): "
-        "the rest is in use by running rollouts or by the newest training step"
+        "what cannot be deleted belongs to running rollouts or the newest training step"
     )
 
 

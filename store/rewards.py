@@ -140,7 +140,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Uncounted:
-    """No trusted reward is among the newest `rewards` (their number). `story`: a text for people."""
+    """None of the newest rewards is trusted. `rewards`: their number; `story`: a text for people."""
 
     rewards: int
     story: str
@@ -168,14 +168,14 @@ class Rewards(Records):
     ) -> Answer:
         """Record all of `rewards` or none, and return one answer for each. `by`: who posts them.
 
-        A second post with the same `key` (Idempotency-Key) and body gets the first answer again. Another body is a
-        Conflict.
+        A second post with the same `key` (Idempotency-Key) and body gets the first answer again. Another body
+        raises Conflict.
         """
         work = partial(post_rewards, rewards=rewards, by=by)
         return await self._db.write(lambda db: answer_once(db, key, body, work))
 
     async def since(self, version: int, newest: int) -> list[Scored]:
-        """Return the newest ended training rollouts of this and later versions with a trusted reward, oldest first."""
+        """Return the newest ended training rollouts with a trusted reward, of this or later versions, oldest first."""
         return (await self._db.records(Scored, SINCE_VERSION, version=version, newest=newest))[::-1]
 
     async def uncounted(self) -> Uncounted | None:
@@ -224,7 +224,7 @@ class Rewards(Records):
 
 
 async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = OPERATOR) -> Answer:
-    """Record rewards in the current transaction, and return an answer for each. NotFound for an unknown id."""
+    """Record rewards in the current transaction, and return an answer for each. Raises NotFound for an unknown id."""
     rows = [asdict(one) | by._asdict() | {"at": time.time()} for one in rewards]
     ids = sorted({one.rollout_id for one in rewards})
     named = {"rollout_ids": dumps(ids), "call_ids": dumps([one.call_id for one in rewards if one.call_id])}
@@ -280,7 +280,7 @@ def _read_rules(row: Row | None) -> Rules:
 async def answer_once(
     db: Transaction, key: str | None, body: bytes, work: Callable[[Transaction], Awaitable[Answer]]
 ) -> Answer:
-    """Do `work`, or return the stored answer for the same key and body. Raise Conflict if the body differs."""
+    """Do `work`, or return the stored answer for the same key and body. Raises Conflict if the body differs."""
     if key is None:
         return await work(db)
     body_hash = hashlib.sha256(body).hexdigest()
@@ -293,6 +293,6 @@ async def answer_once(
         )
         return answer
     if row["body_hash"] != body_hash:
-        raise Conflict("this Idempotency-Key was used with another body; use a new key", param="Idempotency-Key")
+        raise Conflict("this Idempotency-Key was used for another request; use a new key", param="Idempotency-Key")
     earlier: Answer = loads(row["answer"])
     return earlier

@@ -16,7 +16,7 @@ from typing import Literal
 from ..core.errors import OtherSchema
 
 NUMBERS = "SELECT room, number FROM schema_numbers"
-WAY_OUT = "move the store and policy.directory elsewhere; the lightning-proxy that made them can export their data"
+WAY_OUT = "move the store and policy.directory elsewhere; the release that made them can export their data"
 
 # By these rules alone, in this order. TEXT is compared by its bytes, as SQLite does.
 _FOR_POSTGRES = (
@@ -49,7 +49,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
-    """Return the names in `parts` that lack tables. Raise OtherSchema for another program's database or another schema.
+    """Return the names of the `parts` without tables. Raises OtherSchema for a database of another program or schema.
 
     `tables`: the names of the database's tables; `numbers`: its schema versions, by the names in `parts`.
     """

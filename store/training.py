@@ -89,7 +89,8 @@ class Step:
 class CallCredit:
     """How a step trains on a call. `returned`: the call's return.
 
-    `row`: the index of its row in the rollout, or None. `placed`: why that row, or none (trainer/rows/samples.py).
+    `row`: the index, in the rollout, of the training row that has the call, or None. `placed`: why the call is in that
+    row or in none (trainer/rows/samples.py).
     """
 
     rollout_id: str
@@ -102,11 +103,11 @@ class CallCredit:
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """Why publishing stopped at `at` (Unix time). It resumes when somebody makes a version live.
+    """Why training and publishing stopped at `at` (Unix time). They resume when somebody makes a version live.
 
-    `sign`, `what`: the sign that was seen, by name and in words. `live_at`: when the version that was live then went
-    live. `go_back_to`: the newest earlier version that can be served, or else the oldest later one, or
-    the base model. The collapse is stored in the last step's metrics, as `collapse`.
+    `sign`, `what`: the name of the sign that was seen, and its description. `live_at`: when the version that was live
+    at the time had gone live. `go_back_to`: the newest version before the sign that can be served, or else the oldest
+    later one, or the base model. The last step's metrics store this as `collapse`.
     """
 
     sign: CollapseSign
@@ -143,9 +144,9 @@ class TrainingSteps(Records):
         groups: Sequence[Sequence[str]] = (),
         credit: Sequence[CallCredit] = (),
     ) -> int:
-        """Give rollouts to a new step and return its number. `groups`, `dropped` (undone with the step): as in `drop`.
+        """Give rollouts to a new step and return its number. `groups` and `dropped` as in `drop`.
 
-        `credit`, for the rollouts' calls, replaces the credit of an earlier step.
+        Releasing the step undoes `dropped`. `credit`, for the rollouts' calls, replaces that of an earlier step.
         """
 
         async def work(db: Transaction) -> int:
@@ -161,7 +162,7 @@ class TrainingSteps(Records):
     async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]] = ()) -> None:
         """Mark rollouts as dropped: only a reward with `retrain` offers them again. `dropped`: ids by reason.
 
-        `groups`: the ids of siblings that were compared. Some rollouts of a group may still be running.
+        `groups`: for each group, the ids of the siblings that were compared. Some of them may still be running.
         """
         await self._db.write(lambda db: _drop(db, dropped, groups, None))
 
@@ -182,12 +183,12 @@ class TrainingSteps(Records):
         return await self._db.write(work)
 
     async def end_epoch(self, step: int, metrics: dict[str, Any], offer: bool) -> None:
-        """Write an epoch's last metrics and, if `offer`, offer all trained rollouts again, in one transaction."""
+        """Replace the metrics of an epoch's last step and, if `offer`, offer trained rollouts again, in one transaction."""
         ended = (STEP_METRICS, [{"step": step, "metrics": dumps(metrics)}])
         await self._db.commit([ended, *((statement, [{}]) for statement in OFFER_ALL if offer)])
 
     async def forget_all(self) -> None:
-        """Forget all training, then, in another transaction, make the base model live. Versions lose their files."""
+        """Forget all training and where versions' files are; then, in another transaction, make version 0 live."""
         await self._db.commit([(statement, [{}]) for statement in FORGET_TRAINING])
         await self._versions.set_live(0)
 

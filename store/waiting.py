@@ -1,6 +1,6 @@
 """Finds rollouts that wait for training: rewarded and not taken by a step, in groups of siblings (`core/groups.py`).
 
-Also counts those that lack a reward, and sees when nothing is learned.
+Also counts rollouts without a reward, and notices when nothing is learned.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Waiting(Records):
         return dict(map(tuple, await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})))
 
     async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
-        """Count completed rollouts without a reward that counts, and by name those that got a reward of another name.
+        """Count completed rollouts without a reward that counts and, by its name, those with a reward that does not.
 
         Rollouts that were dropped, or await a reward function, are not counted.
         """
@@ -201,7 +201,7 @@ class Waiting(Records):
         ))  # fmt: skip
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
-        """Return rewarded rollouts that were opened before this one, newest first: of one task, or of all (None).
+        """Return rewarded rollouts opened before this one, newest first; if `task_id` is set, only those of this task.
 
         Rollouts of a key that sees only its own are compared only with each other.
         """
