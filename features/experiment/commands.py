@@ -1,4 +1,4 @@
-"""The options of `experiment`."""
+"""The command `experiment`."""
 
 from __future__ import annotations
 
