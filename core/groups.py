@@ -3,7 +3,7 @@
 Rollouts that were opened together are a group, however they end. Rollouts of a task that were opened one by one form
 groups in opening order: with `size` 2, rollouts 1, 2, 3 and 4 of a task are the groups (1, 2) and (3, 4), even if 1 and
 3 end first. Rollouts that a step has compared stay a group. A group is complete when all its rollouts, or `size` ones
-opened one by one, have ended and, if completed, have their rewards. The others are awaited for a limited time.
+opened one by one, have ended and, if completed, have their rewards. Missing ones are awaited for a limited time.
 """
 
 from __future__ import annotations

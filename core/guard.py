@@ -94,7 +94,7 @@ def end_children() -> None:
 
 
 def _killed(stat: Path) -> bool:
-    """Kill the process that /proc/PID/stat describes, and return True, if it is a child of this process."""
+    """If a /proc/PID/stat file describes a child of this process, kill the child and return True."""
     with suppress(OSError):
         if stat.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
             os.kill(int(stat.parent.name), signal.SIGKILL)

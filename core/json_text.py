@@ -62,7 +62,7 @@ def encode_as_vllm(body: Any) -> bytes:
 
 
 def as_utf8(text: bytes) -> bytes:
-    """Turn JSON in UTF-16, UTF-32 or with a byte order mark, which vLLM reads, into plain UTF-8. Keep invalid text."""
+    """Turn JSON in UTF-16, UTF-32 or with a byte order mark, which vLLM reads, into plain UTF-8. Invalid text stays."""
     encoding = "utf-8" if text.startswith(b'{"') else json.detect_encoding(text)
     try:
         return text if encoding == "utf-8" else text.decode(encoding).encode()

@@ -323,7 +323,7 @@ class PolicyVersion:
 
     @property
     def served_models(self) -> tuple[str, ...]:
-        """Return the names of its adapters in vLLM, or the name of its merged model."""
+        """Return the names of its adapters in vLLM, or the name of its merged model; () if it has none."""
         return () if self.served_model is None else (self.served_model, *self.adapters.values())
 
 

@@ -55,7 +55,7 @@ class SSEDecoder:
         return frames
 
     def let_go(self) -> bytes:
-        """Return an unfinished frame's bytes, without the last 3. The remainder will count as a frame without data."""
+        """Remove and return an unfinished frame's bytes but the last 3. The rest will count as a frame without data."""
         self._let_go = True
         given = bytes(self._buffer[:-_BLANK])
         del self._buffer[:-_BLANK]

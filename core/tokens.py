@@ -149,7 +149,7 @@ def _are_finite(logprobs: list[Any]) -> bool:
 
 
 def is_greedy(request: Json) -> bool:
-    """Return whether decoding is greedy. With n 1, so is vLLM's `use_beam_search`: there is only one beam."""
+    """Return whether decoding is greedy. So is vLLM's `use_beam_search`: n is 1 here, so there is only one beam."""
     limits = request.get("temperature"), request.get("top_p")
     cold = any(isinstance(limit, int | float) and limit < _GREEDY_BELOW for limit in limits)
     sure = request.get("top_k") == 1 or request.get("min_p") == 1
@@ -201,7 +201,7 @@ def constraint(request: Json) -> str | None:
 
 
 def can_be_imitated(reason: str | None) -> bool:
-    """Return whether an answer not trained on for `reason` can be imitated: complete, with its tokens, no media."""
+    """Return whether an answer that `reason` makes untrainable can be imitated: it is complete and has no media."""
     return (reason or "").startswith((GREEDY, NOT_FOLLOWED))
 
 

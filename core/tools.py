@@ -85,7 +85,7 @@ def is_call(item: Json) -> bool:
 
 
 def results_in(item: Any) -> Iterator[ToolResult]:
-    """Yield the results in one message: chat's `tool` and `function`, `…_call_output`, Anthropic's `tool_result`."""
+    """Yield results in a message or item: chat's `tool` and `function`, `…_call_output`, Anthropic's `tool_result`."""
     if not isinstance(item, dict):
         return
     if (role := item.get("role")) in ("tool", "function"):
