@@ -157,7 +157,7 @@ class Bodies:
 
 
 class Memory:
-    """Lends memory to bodies and answers. Each key gets at most a quarter of it, or enough for the largest body."""
+    """Lends memory to bodies and answers. Each key gets at most a quarter, or the largest body's size if more."""
 
     def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
         """`largest`: the size of the largest body, in bytes."""

@@ -40,7 +40,7 @@ Outcome = Literal["exact", "first", "edited", "changed", "template", "unsupporte
 CLOSINGS = 1000  # ways to render, at most
 RENDER = "/v1/chat/completions/render"
 NO_ROUTE = (
-    f"upstream %s has no {RENDER}: start it with `lightning-proxy vllm`, or add --enable-scale-out; until then "
+    f"upstream %s does not offer {RENDER}: start it with `lightning-proxy vllm`, or add --enable-scale-out; until then "
     "prompts are sent as text, and a rollout may become several training rows"
 )
 IGNORED = "upstream %s does not take prompts as tokens; use vLLM 0.32 or newer, or set policy.token_continuity: text"

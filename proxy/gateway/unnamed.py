@@ -86,7 +86,7 @@ class Conversation:
             after = atom
 
     def extended_by(self, answer: list[Atom]) -> Iterator[State]:
-        """Yield the states of the request with an answer added, as clients may send the answer back.
+        """Yield the state of the request with an answer added, for each way in which clients may send it back.
 
         Many clients leave out the thoughts at the beginning of an answer's text. A forced tool call is a structured
         answer, which may come back as text.
@@ -115,7 +115,7 @@ class UnnamedRollouts:
         self._calls = store.calls
 
     async def find(self, conversation: Conversation, *, is_retry: bool = False) -> str | None:
-        """Return the rollout that a request continues, or the one of a client's retry; None if there is none.
+        """Return the rollout that a request continues or retries; None if there is none.
 
         It looks, in this order, for the same request, if it failed lately or the client says that it retries; the id of
         a response or conversation that the server keeps; ids that only one answer has; the longest beginning that was
@@ -179,7 +179,7 @@ class UnnamedRollouts:
 
 
 def start_statements(start: CallStart, conversation: Conversation) -> list[Statement]:
-    """Return statements that let later requests find a call that begins."""
+    """Return the statements that let the same request, if sent again, find this call."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "digest": conversation.asked()}
     tip = CONVERSATION_TIP, row | {"at": start.started_at, "exact": None}
     return [tip, (CONVERSATION_TAKEN, row)] if start.is_retry else [tip]

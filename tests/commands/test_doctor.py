@@ -46,7 +46,7 @@ def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(tmp_path: Path) ->
         assert found["next step"]["found"].endswith("; 1 more has begun, 1 rollout short")
         proxy.reward(last, 0.5)
         found = checks(proxy.run("doctor", "--json"))
-        assert found["trainer"]["outcome"] == "warning" and found["next step"]["found"].endswith("it can be taken")
+        assert found["trainer"]["outcome"] == "warning" and found["next step"]["found"].endswith("step can be taken")
         with only_trainer(tmp_path / "policy", tmp_path / "store.db"):
             assert checks(proxy.run("doctor", "--json"))["trainer"]["found"] == "a trainer is running on this store"
 

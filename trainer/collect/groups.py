@@ -78,7 +78,7 @@ class WaitingGroups:
         return [*chain(*self._tasks.values()), *([lone] if lone else [])]
 
     def _is_complete(self, group: Group) -> bool:
-        """Whether no rollout is awaited. Without a task, `group_size` are enough, or one to compare with earlier."""
+        """Whether no rollout is awaited. Those without a task need `group_size`, or one if compared with earlier."""
         if group.pool is None:
             return self._config.compares_with_earlier or group.ended >= self._config.group_size
         return group.complete
@@ -89,7 +89,7 @@ class WaitingGroups:
     def _places(self, group: Group) -> int:
         """How many groups this one counts as: 1, or 0 if an earlier step took its first siblings and it is not full.
 
-        Rollouts without a task are a group each if they are compared with earlier ones, else one per `group_size`.
+        Rollouts without a task are one group each if compared with earlier ones, else one per `group_size`, at least 1.
         """
         if group.pool is None:
             return (
@@ -101,7 +101,7 @@ class WaitingGroups:
 
 
 class Schedule:
-    """Decides when steps may begin: at any time, or in rounds. `round`: when the current one began (Unix time).
+    """Decides when steps may begin: at any time, or in rounds. `round`: the Unix time at which the current one began.
 
     A round begins when enough rollouts wait, or at each configured time, and ends when all rollouts that waited then
     are trained on.
@@ -145,7 +145,7 @@ def what_is_missing(groups: Sequence[Group], config: TrainerConfig) -> str:
     begun = [group for group in groups if not group.late and not group.complete]
     line = f"{full} of the {wanted} groups for the next step are full ({config.group_size} ended rollouts each)"
     if full >= wanted:
-        return f"{line}: it can be taken"
+        return f"{line}; the step can be taken"
     if not begun:
         return f"{line}; no other group has begun"
     lacking = sum(len(group.awaited) or config.group_size - group.ended for group in begun)

@@ -107,7 +107,7 @@ def _as_rendered(rendered: Json, call: ModelCall) -> Known:
     if outputs is not None:
         name = constraint(call.request) or "the server's defaults"
         if rendered.get("reasoning_ended") is False:
-            return f"{name}: a grammar begins after the model's reasoning, and cannot be replayed"
+            return f"{name}: a grammar that begins after the model's reasoning cannot be replayed"
         if why := cannot_be_replayed(outputs):
             return f"{name}: its grammar cannot be replayed, because {why}"
     return sampling_of(parameters) or _NOT_UNDERSTOOD
