@@ -14,7 +14,7 @@ from ..core.errors import ConfigError, LightningError
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and the JSON text of each non-empty line, or of each row of a Parquet file.
+    """Yield the number and the text of each non-empty line, or of each row of a Parquet file as JSON.
 
     Lines end at LF, CR or CRLF only: `splitlines` would also split at U+2028, which JSON strings may hold. Raise
     ConfigError if the file cannot be read, LightningError if the package for Parquet is missing.

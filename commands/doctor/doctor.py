@@ -272,7 +272,7 @@ async def probe_mode(config: Config, api: ApiClient) -> str:
     mode, kept, policy = publish_mode(config), first_value(config.store, DECIDED), await api.policy()
     others = {"the running proxy": policy["publish"], "the store": kept}
     if wrong := [f"{name} has {other}" for name, other in others.items() if other not in (None, mode)]:
-        raise Finding(f"{mode} in this configuration, but {' and '.join(wrong)}")
+        raise Finding(f"policy.publish is {mode} here, but {' and '.join(wrong)}")
     return mode
 
 
@@ -392,7 +392,7 @@ class VllmChecks:
         if not ids or not (answer.get("prompt_token_ids") or choice.get("prompt_token_ids")):
             raise Finding("the server returns no token ids", "use vLLM 0.10 or newer, for return_token_ids")
         if not len(ids) == len(logprobs) == (wanted := answer["usage"]["completion_tokens"]):
-            raise Finding(f"{len(ids)} token ids and {len(logprobs)} log-probabilities, but usage says {wanted} tokens")
+            raise Finding(f"{len(ids)} token ids and {len(logprobs)} log-probabilities came for {wanted} tokens")
         return "the server returns token ids and log-probabilities"
 
     async def _logprobs(self) -> str:
@@ -456,10 +456,10 @@ class VllmChecks:
             # An adapter without a name is refused where adapters can be loaded, and not found where they cannot.
             if lora and status in (404, 405):
                 fix = f"{RESTART}, or set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
-                raise Finding("lora: the server cannot load adapters", fix)
+                raise Finding("policy.publish is lora, but the server cannot load adapters", fix)
             if not lora and status >= 400:
                 fix = f"{RESTART}, or set VLLM_SERVER_DEV_MODE=1 on a server that only this machine reaches"
-                raise Finding(f"merged: {path} answers with HTTP {status}", fix)
+                raise Finding(f"policy.publish is merged, but {path} answers with HTTP {status}", fix)
         return f"{self._publish}: new weights can be loaded while the server runs"
 
     async def _operator(self) -> str:

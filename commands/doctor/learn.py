@@ -98,7 +98,7 @@ async def _weights(config: Config) -> str:
                 if found := "; ".join(str(problem) for problem in problems.values() if problem is not None):
                     raise Finding(found)
         elif (label := await fleet.weight_version()) != FRESH:
-            raise Finding(f"the server has weights of another store ({label})")
+            raise Finding(f"the server has the weights of a version from another store ({label})")
     return "the server's weights are replaced for some minutes (policy.publish: merged), then restored"
 
 
@@ -138,7 +138,7 @@ async def _learn(config: Config, tasks: Sequence[Task], command: Sequence[str], 
             apart, others = _apart(before, after), _apart(before, trained)
             fix = "`lightning-proxy status` says what is served; restarting vLLM restores its original weights"
             if apart > max(ALIKE, others / NEARER):
-                raise Finding(f"the server's answers differ from before by {apart:.3g} nats", fix)
+                raise Finding(f"the server's answers differ from those before by {apart:.3g} nats", fix)
             if [one[0] for one in before] != [one[0] for one in after]:
                 raise Finding("the list of models and adapters that the server serves differs from before", fix)
             return f"the server answers as before (within {apart:.1g} nats); nothing from this check is left"

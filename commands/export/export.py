@@ -90,7 +90,7 @@ def export_command(config: Config, target: Path, kind: str, **filters: Any) -> N
                         write(row)
                         rows += 1
             if idle is not None and idle.is_written():
-                raise LightningError(f"{path} was written to, so the export may be out of date: export again")
+                raise LightningError(f"{path} was written to during the export, so rows may be wrong: export again")
         return rows
 
     typer.echo(f"{run_until_signal(run())} {kind} rows written to {target}", err=True)

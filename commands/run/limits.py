@@ -155,8 +155,8 @@ class Budget(Observer):
     def require(self) -> None:
         if self.left_out and self._unpriced:
             raise OverBudget(
-                f"--budget: {self._unpriced} calls have no known cost (see `costs --by model`); give the "
-                f"model a price in `prices`. No more rollouts were started; {self.spent:.4g} USD are known to be spent"
+                f"--budget: {self._unpriced} calls have no known cost (see `costs --by model`); give their models "
+                f"prices in `prices`. No more rollouts were started; {self.spent:.4g} USD are known to be spent"
             )
         if self.left_out:
             raise OverBudget(

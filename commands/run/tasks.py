@@ -45,6 +45,6 @@ def _task(line: str, where: str) -> Task:
             raise ConfigError(f"{where}: task_id must be a string or an integer, got {type(task_id).__name__}")
         return Task(check_id(str(task_id), "task_id"), line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        raise ConfigError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     except InvalidRequest as error:
         raise ConfigError(f"{where}: {error.message}") from None

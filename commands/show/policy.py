@@ -98,7 +98,7 @@ def compare(
     tasks, mode = found["data"], found["mode"]
     if not tasks:
         mend = f"`lightning-proxy eval --tasks FILE --models {a},{b} -- COMMAND` gives both the same tasks"
-        raise LightningError(f"policy versions {a} and {b} have no common task with rewarded {mode} rollouts; {mend}")
+        raise LightningError(f"policy versions {a} and {b} have no common task with rewarded rollouts; {mend}")
     found["metrics"] = {}
     for name in METRICS:
         pairs = [(task["a"][name], task["b"][name]) for task in tasks]

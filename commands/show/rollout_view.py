@@ -55,7 +55,7 @@ def rollout_line(rollout: Json) -> Text:
 
 
 def rollout_detail(rollout: Json, full: bool) -> RenderableType:
-    """Return the rollout: a header, then each call's new messages and answer, and events between."""
+    """Return the rollout: a header, then each call's new messages and answer, and the events between calls."""
     return Group(facts(_facts(rollout)), *_conversation(rollout, full))
 
 

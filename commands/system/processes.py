@@ -155,7 +155,6 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop all children, newest first, even if cancelled meanwhile."""
         while self._children:
             child = self._children[-1]
             self._say(f"stopping {child.spec.name}")

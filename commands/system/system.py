@@ -55,7 +55,7 @@ async def running_system(
 ) -> AsyncIterator[Supervisor]:
     """Run vLLM, the proxy and, if it `trains`, the trainer during the block. Yield their supervisor once ready.
 
-    Agents are served even while the trainer keeps dying.
+    Agents are served even while the trainer keeps dying, unless its configuration is wrong.
     """
     await require_keys(config)
     await check_plugins(config)

@@ -167,7 +167,7 @@ def test_a_wrong_line_is_named_and_nothing_is_imported(tmp_path: Path) -> None:
     wrong: list[tuple[Json | str, str]] = [
         ("{", "line 2: "),
         ({"prompt": "a"}, "line 2: it is not an object with a list of `messages`"),
-        ({"messages": [GO]}, "line 2: no assistant message"),
+        ({"messages": [GO]}, "line 2: it needs an assistant message"),
         ({"messages": [GO | {"role": "robot"}]}, "line 2: message 1: `role` must be"),
         (PLAIN | {"reward": 10**400}, "line 2: `reward` is not a finite number"),
         (PLAIN | {"reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),

@@ -91,7 +91,7 @@ async def test_a_proxy_and_a_trainer_that_were_told_otherwise_say_so(
         assert ready["publish"].startswith("policy.publish is merged for this proxy, and lora for the trainer since ")
         checks = {check["name"]: check for check in (await system.lightning("doctor", "--json")).json}
         assert checks["publish mode"]["outcome"] == "failed"
-        assert checks["publish mode"]["found"] == "merged in this configuration, but the store has lora"
+        assert checks["publish mode"]["found"] == "policy.publish is merged here, but the store has lora"
 
 
 def test_any_card_is_a_gpu_unless_it_is_hidden_from_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
