@@ -39,7 +39,7 @@ def key_file(directory: Path) -> Path:
 
 
 def operator_headers(directory: Path) -> dict[str, str]:
-    """Return the header that opens operator routes, with a new key if there is none. ConfigError if its file fails."""
+    """Return the header that opens operator routes. Makes its key if needed; ConfigError if the file cannot be used."""
     path = key_file(directory)
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:

@@ -57,7 +57,7 @@ class Swap:
     async def activate(
         self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
     ) -> None:
-        """Load the version into vLLM and make it live. Raises Superseded if a version other than `expected` is.
+        """Load the version into vLLM and make it live. Raises Superseded if `expected` (None: any) is not live.
 
         Merged weights go to all servers at once; if that fails, requests stay frozen until `restore`.
         """

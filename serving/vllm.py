@@ -199,7 +199,7 @@ class VllmServer:
             raise UpstreamUnreachable(f"vLLM at {shown(root)} is not reachable: {why_it_failed(error)}") from None
         if answer.status >= 400:
             kind = VllmFault if answer.status >= 500 else VllmError
-            raise kind(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")
+            raise kind(f"vLLM answered {method} {path} with HTTP {answer.status}: {text[:500]}")
         return text
 
 

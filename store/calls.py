@@ -233,7 +233,7 @@ class Calls(Records):
     async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
         """Return some of a rollout's calls in order, without tool results and rewards.
 
-        Other calls are read only if these are stored as differences from them, back to `known` ones.
+        Also reads the calls that these are stored as differences from, back to `known` ones, without returning them.
         """
         rows = await self._db.all(CALLS_WITH_PARENTS, {"call_ids": dumps([*call_ids]), "known": dumps([*known])})
         calls = await asyncio.to_thread(_read_calls, rows, known=known)

@@ -162,7 +162,7 @@ def short_calls(rows: Iterable[Row], known: Mapping[str, Parent]) -> Iterator[Js
 
 
 def _stored_request(row: Row) -> Json:
-    """Parse a stored request. A request nested as deeply as the parser allows is one level too deep once stored."""
+    """Parse a stored request. If its wrapper makes it too deeply nested for the parser, parse it without that."""
     text = row["request"] or row["large_request"]
     try:
         stored: Json = loads(text) if len(text) < LARGE else loads_in_turns(text)

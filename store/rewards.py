@@ -211,7 +211,7 @@ class Rewards(Records):
             await in_passing(self._db, _count_some)
 
     async def keep(self) -> None:
-        """Recompute outdated returns until cancelled: a process that changed the rules may end before they are done."""
+        """Recompute outdated returns until cancelled: a process that changed the rules may end before all are done."""
         while True:
             with suppress(StoreUnavailable):  # the next look may succeed
                 await self.recount()

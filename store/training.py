@@ -183,7 +183,7 @@ class TrainingSteps(Records):
         return await self._db.write(work)
 
     async def end_epoch(self, step: int, metrics: dict[str, Any], offer: bool) -> None:
-        """Atomically replace the metrics of an epoch's last step; if `offer`, also offer trained rollouts again.."""
+        """Atomically replace the metrics of an epoch's last step; if `offer`, also offer trained rollouts again."""
         ended = (STEP_METRICS, [{"step": step, "metrics": dumps(metrics)}])
         await self._db.commit([ended, *((statement, [{}]) for statement in OFFER_ALL if offer)])
 

@@ -284,7 +284,7 @@ class PolicyVersions(Records):
         return {version for (version,) in await self._db.all(PINNED_VERSIONS, {"since": since})}
 
     async def parents(self) -> dict[int, int]:
-        """Return, by version, the version that its training step started from; the base model has none."""
+        """Return, by version, the version that its training step started from, if it has a step."""
         return dict(map(tuple, await self._db.all(PARENTS)))
 
     async def rewards(self, versions: Iterable[int], key_id: str | None = None) -> dict[tuple[str, int], VersionReward]:

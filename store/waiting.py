@@ -138,7 +138,7 @@ class Waiting(Records):
         return await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed((Member(*row) for row in rows), grouping))
 
     async def changed(self, cursor: int | None) -> tuple[int, set[str] | None]:
-        """Return a new cursor, and the tasks with groups that may have changed since `cursor`; None: all tasks."""
+        """Return a new cursor, and the tasks with groups that may have changed since `cursor` (None: any task)."""
         feed = Feed(self._db)
         newest = await feed.newest()
         if cursor is None or not await feed.knows(cursor):
@@ -174,7 +174,7 @@ class Waiting(Records):
         return dict(map(tuple, await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})))
 
     async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
-        """Count completed rollouts without a reward that counts and, by its name, those with a reward that does not.
+        """Count completed rollouts without a reward that counts; also, by reward name, those with one that does not.
 
         Rollouts that were dropped, or await a reward function, are not counted.
         """

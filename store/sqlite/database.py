@@ -299,7 +299,7 @@ def _is_locked(error: BaseException) -> bool:
 
 
 def _checkpoint(path: Path, config: StoreConfig, empty: bool) -> None:
-    """Move committed pages from the write-ahead log into the file, as far as nobody has to wait for it.
+    """Move committed pages from the write-ahead log into the file, as far as nobody has to wait long.
 
     A separate connection lets the writer continue. Under constant writes a long log never restarts by itself, so it is
     restarted here, after a short wait. Unless `empty`, the log's file keeps up to `journal_size_limit` bytes:

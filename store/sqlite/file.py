@@ -49,7 +49,7 @@ def back_up(store: Path, target: Path) -> None:
 
 
 def restore(backup: Path, store: Path) -> None:
-    """Make a store from a backup. Raises LightningError if a store exists or `backup` is not one of this schema."""
+    """Make a store from a backup. Raises LightningError if a store exists or `backup` is no store of this schema."""
     if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
         raise LightningError(
             f"there is already a store at {store}: move it away, with the files next to it, or set store.url"

@@ -124,7 +124,7 @@ async def test_a_teacher_with_other_tokens_is_refused_and_one_that_is_away_is_wa
     async with asked(server) as teacher:
         server.wrong = "away"
         for ask in (teacher.check, lambda: teacher.guided(Batch(1, (row((7,)),), ()))):
-            with pytest.raises(GuideError, match=r"teacher: vLLM answered 503 to GET /v1/models"):
+            with pytest.raises(GuideError, match=r"teacher: vLLM answered GET /v1/models with HTTP 503"):
                 await ask()
         server.wrong = "tokens"
         with pytest.raises(ConfigError, match=r"large at http.*has a different tokenizer from policy.model"):
@@ -132,7 +132,7 @@ async def test_a_teacher_with_other_tokens_is_refused_and_one_that_is_away_is_wa
         server.wrong = None
         await teacher.check()
         server.wrong = "away"
-        with pytest.raises(GuideError, match="answered 503 to POST /v1/completions"):
+        with pytest.raises(GuideError, match="answered POST /v1/completions with HTTP 503"):
             await teacher.guided(Batch(1, (row((7,)),), ()))
 
 
