@@ -1,4 +1,4 @@
-"""Locks the store and the directory of policies: only one trainer may use them."""
+"""Locks the store and the directory of policies: only one trainer may use them at a time."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Publisher:
             if named := [r.rollout_id for r in await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)]:
                 more = " and maybe others" if len(named) == SEEN_ROLLOUTS else ""
                 log.error(
-                    "rollouts with answers from version %d are not trained on: %s%s",
+                    "rollouts with answers from policy version %d are not trained on: %s%s",
                     version.version,
                     ", ".join(named),
                     more,
@@ -237,7 +237,7 @@ class Publisher:
     # The mode, files and old versions -------------------------------------------------------------------------------
 
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
-        """Return whether the live version was published in another mode than the next one will be."""
+        """Return whether the live version was published in a mode other than the next one's."""
         return live.publish not in (None, self._swap.mode)
 
     async def warn_of_another_mode(self) -> None:

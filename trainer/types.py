@@ -185,7 +185,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one step, and the counts that go into the step's metrics.
+    """The samples of one step, and what goes into the step's metrics.
 
     `compared` is the number of compared rollouts, including those that taught nothing. The loss is averaged over them.
     0 means the rollouts of the samples. `compared_by_adapter` counts the rollouts that each adapter's agents took part

@@ -268,7 +268,7 @@ def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
 def language_targets(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear modules in the language model's layers, except in experts and routers.
 
-    Only the last part of each is returned if no other linear module has one of these. Raises ConfigError if none exist.
+    Returns only their last parts if no other linear module has one of these. Raises ConfigError if there are none.
     """
     modules, decoder = dict(model.named_modules()), model.get_decoder()
     language = next((f"{name}." for name, module in modules.items() if module is decoder and name), "")

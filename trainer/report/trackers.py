@@ -28,7 +28,7 @@ PROJECT = "lightning-proxy"  # trackers file runs under this name
 class Trackers:
     """The trackers of a trainer. A file in the directory keeps the run's name and its MLflow id.
 
-    `step`: the number of the last step that was reported.
+    `step`: the number of the last step, under which its metrics are reported.
     """
 
     def __init__(self, config: TrainerConfig, directory: Path) -> None:
@@ -56,7 +56,7 @@ class Trackers:
             self.trackers.append(made(projects.get(kind, PROJECT), *where, **options.get(kind, {})))
 
     def begin(self) -> None:
-        """Begin or continue the run, and keep its names for the next start. Raise ConfigError if a tracker fails."""
+        """Begin or continue the run; keep its names for the next start. Raises ConfigError if a tracker fails."""
         if self._begun:
             return
         for tracker in self.trackers:

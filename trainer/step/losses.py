@@ -270,8 +270,8 @@ def kl_penalty(given: LossInputs, reference: Tensor) -> Tensor:
 class EntropyBonus:
     """Decides the weight of the mean entropy in the loss, as TRL does (`entropy_coef`, `use_adaptive_entropy`).
 
-    With a target, the weight grows by DELTA after each step with an entropy at or below the target, and shrinks after
-    the others. It applies only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
+    With a target, the weight (0 to MOST) grows by DELTA after a step with entropy at or below the target, and shrinks
+    after the others. It applies only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
     """
 
     DELTA, MOST = 0.005, 1.0

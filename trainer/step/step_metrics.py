@@ -63,7 +63,7 @@ def numbers_of(
 ) -> Numbers:
     """Return the sums over a pass, including the given `sums`.
 
-    Tensors are (A, L), one row per answer; `rows`, (A, 1), is the sample of each answer.
+    Tensors are (A, L), one row per answer; `rows`, (A, 1), has the index of each answer's sample.
 
     `clipped` counts tokens as TRL does: their importance ratio, at `trainer.importance_level`, is outside the loss's
     limits on the side that their advantage pulls them to. `kl` is to the policies that sampled the answers, `kl_base`
@@ -149,7 +149,7 @@ class StepMetrics:
         return f"{of} took too much memory and cannot be trained on; lower trainer.max_sample_tokens"
 
     def result(self) -> dict[str, float]:
-        """Return metrics by the names of `metric_schema`, maybe not finite. Most means are over trained tokens."""
+        """Return metrics by the names of `metric_schema`; some may be infinite. Most means are over trained tokens."""
         config, numbers, seconds = self.config, self.numbers, self.elapsed
         found = {name: float(numbers.sums[name]) for name in COUNTS} | {
             "grad_norm": self.grad_norm,
@@ -205,7 +205,7 @@ def wrong_sampler(kl: float, tolerance: float) -> str | None:
         f"wrong sampler: the log-probabilities that the server reports are {apart:.2g} nats from what the same "
         f"weights give in the trainer, where rounding explains {TAILS * tolerance:.2g}. Either the server does not "
         "sample as it reports: start vLLM with `lightning-proxy vllm` (it adds --logprobs-mode processed_logprobs and "
-        "--enable-scale-out). Or it serves another model than policy.model, or in another dtype than trainer.dtype. "
+        "--enable-scale-out). Or it serves a model other than policy.model, or in a dtype other than trainer.dtype. "
         "policy.verify_tolerance sets the limit"
     )
 

@@ -380,7 +380,7 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """Return AdamW without weight decay. Sharded parameters are a separate group: a kernel call cannot mix kinds."""
+    """Return AdamW without weight decay. Sharded and unsharded ones are separate groups, for separate kernel calls."""
     groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
     return torch.optim.AdamW([{"params": group} for group in groups if group], weight_decay=0.0, fused=True)
 

@@ -54,7 +54,7 @@ def test_a_wrong_loss_is_named(directory: Path, tmp_path: Path) -> None:
     for i, (body, told) in enumerate((
         ("given.logprobs.sum()", r"it must return a tensor of shape \(\d+, \d+\), one number per token"),
         ("given.nothing", r"it raised AttributeError: .*nothing.* \(line 1\)"),
-        ("-given.ratios * given.advantages", r"it has no gradient, .* given\.ratios .* carry none"),
+        ("-given.ratios * given.advantages", r"it has no gradient, .* given\.ratios .* carry none\)"),
         ("(-given.ratios * given.advantages).requires_grad_()", r"it has no gradient, .*"),
     )):  # fmt: skip
         file = tmp_path / f"mine{i}.py"
