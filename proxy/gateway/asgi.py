@@ -54,7 +54,7 @@ def read_headers(scope: Scope) -> dict[str, str]:
         headers[name] = value
     encoding = headers.get("transfer-encoding")
     if encoding is not None and (encoding.lower() != "chunked" or scope["http_version"] == "1.0"):
-        raise InvalidRequest("Transfer-Encoding must be chunked, and is only for HTTP/1.1")
+        raise InvalidRequest("Transfer-Encoding must be chunked, and is allowed only in HTTP/1.1")
     return headers
 
 

@@ -175,7 +175,7 @@ class Gateway:
         *,
         recorded: bool = True,
     ) -> None:
-        """Count an ended call for limits and metrics, and tell listeners if it is recorded. `size`: request bytes."""
+        """Count a call for limits (`size`: request bytes). Unless `incomplete`, also in metrics, and tell listeners."""
         if limiter is not None:
             limiter.spend(end, size)
         if end.status == "incomplete":  # a background response, which ends later

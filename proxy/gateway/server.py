@@ -115,7 +115,7 @@ def _refusal(error: LightningError) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-_REFUSAL = _refusal(InvalidRequest("this is not a valid HTTP request"))
+_REFUSAL = _refusal(InvalidRequest("the HTTP request is malformed or has the method CONNECT"))
 _NO_SOCKETS = _refusal(UpgradeRequired("WebSockets are not forwarded: use HTTP"))
 _LATE = _refusal(RequestTimeout(f"the request's headers did not arrive within {HEAD_S:g} s"))
 _FULL = _refusal(Overloaded("too many calls: the limit of open files is reached"))
