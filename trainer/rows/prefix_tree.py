@@ -38,7 +38,7 @@ class PrefixTree:
 
 
 def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
-    """Return the tree of `rows`. Among sorted rows, each shares the most tokens with the row before it."""
+    """Return the tree of `rows`. In sorted order, no earlier row shares more with a row than the one just before it."""
     paths: list[Ints] = [np.empty(0, np.int64)] * len(rows)
     tokens, depths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     ends = np.empty(sum(map(len, rows)), np.int64)
