@@ -202,7 +202,7 @@ async def in_words(api: ApiClient, rollout: Json) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a line of bars, one for each reward between 0 and 1."""
+    """Return a line of bars, one for each reward. Rewards are between 0 and 1."""
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value))] for value in values)
 
 

@@ -58,7 +58,7 @@ async def export_policy(config: Config, number: int, target: Path, form: Form | 
 
 
 async def where(config: Config, options: str = "") -> str | None:
-    """Return a text that says where the live or newest weights are and how to export them, or None.
+    """Return a text on where the live or newest weights are and how to export them; None if there are none.
 
     `options`: global options for the printed export command.
     """

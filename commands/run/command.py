@@ -100,7 +100,7 @@ def run_command(
 
 
 def run_options(config: Config, group_size: int, concurrency: int, mode: Mode, logs: Path | None) -> RunOptions:
-    """Return the options of a run, and create the directory for the programs' output."""
+    """Return the options of a run, and create the directory `logs` if one is given."""
     longest = config.longest_wait_s
     return RunOptions(
         group_size,

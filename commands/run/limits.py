@@ -109,7 +109,7 @@ def _is_waited_for(rollout: Json, published: int) -> bool:
 
 
 class OverBudget(LightningError):
-    """The budget stopped a run before its last task. Rollouts that had started were finished; none was added."""
+    """The budget stopped a run before its last task. Rollouts that had started were finished; the rest never began."""
 
     exit_code = 3
 

@@ -59,8 +59,8 @@ class ServedRunner(ABC):
     """Runs programs through a child process. The first run starts the child, which ends when its stdin closes.
 
     The child's first line says that it is ready, or {"failed": why}. It then gets a request with an `id` for each run,
-    or {"kill": id}. Its reports are {"id", "started"}, {"id", "code"}, {"id", "lost": why}, {"say": what} for a person,
-    or {"failed": why}, which fails all runs. If it dies, the next run starts a new one.
+    and {"kill": id} ends one. Its reports are {"id", "started"}, {"id", "code"}, {"id", "lost": why}, {"say": what} for
+    a person, or {"failed": why}, which fails all runs. If it dies, the next run starts a new one.
     """
 
     name = "server"

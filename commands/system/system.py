@@ -28,7 +28,7 @@ AFTERWARDS_S = 10.0  # that the proxy may take to end after the last answer
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Passes our configuration to child processes: the file, the options that override it, and more `variables`."""
+    """Passes our configuration to child processes: the file, the options that override it, and other `variables`."""
 
     path: Path | None
     overrides: Mapping[str, Any] = field(default_factory=dict)
