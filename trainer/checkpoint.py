@@ -80,7 +80,7 @@ def _sync(path: Path) -> None:
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
-    """Return all values of `trainer` and of features by dotted name, and the policy's model and adapters."""
+    """Return the values of `trainer` and features (no API keys) by dotted name, and the policy's model and adapters."""
     keys: Saved = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     for name, section in (("trainer", trainer), *((section.name, section) for section in trainer.sections)):
         keys |= _flat(name, section)

@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 class Drop(NamedTuple):
     """The fall of the mean reward from `before` to `after`, with `compared` rollouts or tasks on each side.
 
-    `share`: the drop relative to what `before` is above the lowest reward. Scaling rewards does not change `sigmas`.
+    `share`: the drop relative to `before` minus the lowest reward. Scaling rewards does not change `sigmas`.
     """
 
     sigmas: float = 0.0

@@ -204,7 +204,7 @@ class TrainingLoop:
             metrics["checkpoint_s"] = time.perf_counter() - started
             await self._store.steps.trained(step, str(checkpoint), metrics)
 
-        what = f"step {step} waits to be saved and is tried again; if the disk is full, free some space"
+        what = f"step {step} waits to be saved (if the disk is full, free some space)"
         await until_done(what, save, (NotSaved, StoreUnavailable), self._stop)
         await prune_checkpoints(self._store, self._config.keep_checkpoints)
 
@@ -323,7 +323,7 @@ class TrainingLoop:
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
 
     async def is_stopped(self) -> bool:
-        """Return whether a collapse stops training. With `collapse.action: rollback`, go back instead if possible."""
+        """Return whether a collapse stops training. With `trainer.collapse.action: rollback`, go back if possible."""
         collapse = await self._monitor.look()
         if collapse is None:
             return False

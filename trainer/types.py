@@ -99,7 +99,7 @@ class Sampling:
     """How vLLM turned a model's logits into the distribution that an answer was sampled from.
 
     The default of every field has no effect. `allowed` None: all tokens. `stop_tokens` are the request's;
-    `min_tokens` forbids them at first. `grammar` is vLLM's structured outputs, as JSON.
+    none of them can be among the first `min_tokens` tokens. `grammar` is vLLM's structured outputs, as JSON.
     """
 
     temperature: float = 1.0

@@ -25,7 +25,7 @@ class Metric:
 
     @property
     def tag(self) -> str:
-        """Return the metric's name in TensorBoard, W&B, MLflow and trackio."""
+        """Return the metric's name in trackers, where the prefix `train/` is added."""
         return f"{self.group}/{self.name}"
 
 

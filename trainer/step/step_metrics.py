@@ -149,7 +149,7 @@ class StepMetrics:
         return f"{of} took too much memory and cannot be trained on; lower trainer.max_sample_tokens"
 
     def result(self) -> dict[str, float]:
-        """Return metrics by the names of `metric_schema`; some may be infinite. Most means are over trained tokens."""
+        """Return metrics by name (`metric_schema`), some maybe infinite or NaN. Most means are over trained tokens."""
         config, numbers, seconds = self.config, self.numbers, self.elapsed
         found = {name: float(numbers.sums[name]) for name in COUNTS} | {
             "grad_norm": self.grad_norm,

@@ -217,7 +217,7 @@ class LightningTrainer:
         return StepTotals(weights, sum(sample.trained_tokens for sample in own), results)
 
     def _pass(self, one: Pass, totals: StepTotals, version: int | None) -> Numbers:
-        """Add a pass's gradients: 0 if it does not count; unless sharded, none if the loss is not finite."""
+        """Add a pass's gradients: zeros if it does not count, none for a loss that is not finite unless sharded."""
         samples, config = one.micro_batch.samples, self.settings
         answers, reference = Answers.of(samples, self.device), None
         if config.kl_coef or config.kl_metric:
@@ -380,7 +380,7 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """Return AdamW without weight decay. Sharded and unsharded ones are separate groups, for separate kernel calls."""
+    """Return AdamW without weight decay. Separate kernel calls update sharded and unsharded parameters."""
     groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
     return torch.optim.AdamW([{"params": group} for group in groups if group], weight_decay=0.0, fused=True)
 

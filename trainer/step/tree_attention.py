@@ -71,7 +71,7 @@ class TreeMask:
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:
-    """Make `model` use this attention; ordinary rows are computed as before. Raises ConfigError if the model cannot."""
+    """Make `model` use this attention; ordinary rows are computed as before. Raises ConfigError if it keeps its own."""
     if model.config._attn_implementation == NAME:
         return
     model.set_attn_implementation(NAME)
