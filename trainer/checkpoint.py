@@ -137,7 +137,7 @@ def read_state(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, A
     except Exception as error:  # half a file may make a reader raise anything
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"the checkpoint {path} is damaged ({what}): restore it from a backup, or make an earlier policy version "
+            f"the checkpoint {path} is damaged ({what}): restore it from a backup, make an earlier policy version "
             "live (lightning-proxy policy promote), or start over with another store.url and policy.directory"
         ) from None
     if other := shapes.items() ^ wanted.items():

@@ -253,7 +253,7 @@ class Monitor:
         return metrics
 
     async def _last_before(self, version: int, line: Sequence[int]) -> int:
-        """The newest earlier version of the line that can be served, or else the oldest later one.
+        """The newest version of the line before `version` that can be served, or else the oldest other one.
 
         The base model can always be served. It is chosen if it came directly before, or if no other can be served.
         """

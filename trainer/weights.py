@@ -280,7 +280,7 @@ def language_targets(model: PreTrainedModel) -> list[str]:
     }
     if not chosen:
         raise ConfigError(
-            f"trainer.lora_targets: no linear layers were found in {type(model).__name__}; name the modules here"
+            f"trainer.lora_targets: no linear layers were found in {type(model).__name__}; list the modules to adapt"
         )
     last = {linear[name][-1] for name in chosen}
     return sorted(last if all(name in chosen for name, parts in linear.items() if parts[-1] in last) else chosen)

@@ -88,7 +88,7 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
     """Raise ConfigError unless all layers have full or sliding-window attention, with a window that holds a sample."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if others := kinds - {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"policy.model: {sorted(others)} is not supported, only full or sliding-window attention")
+        raise ConfigError(f"policy.model: only full or sliding-window attention is supported, not {sorted(others)}")
     if (window := _window(config)) and window < max_tokens:
         raise ConfigError(f"trainer.max_sample_tokens: {max_tokens} is over the model's attention window of {window}")
 

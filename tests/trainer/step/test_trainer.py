@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(learner: Learner, tmp_pat
     path.write_bytes({"cut": whole[: len(whole) // 2], "rubbish": b"rubbish" * 99}.get(damage, b""))
     if damage == "gone":
         path.unlink()
-    with pytest.raises(ConfigError, match=r"state.pt is damaged .*: restore it from a backup, or make an earlier"):
+    with pytest.raises(ConfigError, match=r"state.pt is damaged .*: restore it from a backup, make an earlier"):
         saved.load(tmp_path / "1")
 
 
