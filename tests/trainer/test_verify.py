@@ -125,7 +125,7 @@ async def test_where_answers_do_not_tell_names_do(bench: Start, publish: str, ca
 
 
 @pytest.mark.parametrize(
-    ("server", "said"), [(MisnamingServer, "from ['/elsewhere'], not from"), (ForgettingServer, "does not hold")]
+    ("server", "said"), [(MisnamingServer, "reports are ['/elsewhere']"), (ForgettingServer, "does not hold")]
 )
 async def test_wrong_names_or_files_are_noticed_too(bench: Start, server: type[HonestServer], said: str) -> None:
     async with bench("lora", server, policy=LOOSE, learning_rate=1e-6) as b:
