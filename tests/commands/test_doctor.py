@@ -234,7 +234,7 @@ def test_weights_that_are_not_put_back_are_told(patient: Any, monkeypatch: pytes
 
     monkeypatch.setattr("lightning_proxy.commands.doctor.learn.put_back", nothing)
     with patient("merged") as one:
-        assert failed(learn(one)["as before"], "the server's answers differ from before")
+        assert failed(learn(one)["as before"], "the server's answers differ from those before")
 
 
 @pytest.mark.parametrize("publish", ["lora", pytest.param("merged", marks=pytest.mark.long)])
