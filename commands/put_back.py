@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.config.root import Config
-from ..core.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+from ..core.errors import LightningError, UpstreamUnreachable
 from ..serving.swap import Swap
 from ..serving.vllm import VllmFleet, operator_session
 from ..store.opening import opened
@@ -57,7 +57,7 @@ async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
     try:
         await put_back(config, journal)
         say(f"{killed}; its changes are undone now")
-    except (UpstreamUnreachable, UpstreamTimeout):  # a vLLM that starts again has its own weights, and no adapters
+    except UpstreamUnreachable:  # a vLLM that starts again has its own weights, and no adapters
         say(f"{killed}; vLLM is not running, so none of its changes are left")
     except LightningError as error:
         say(f"{killed}, and its changes are not undone yet: {error.message}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
+from aiohttp import ClientTimeout, web
 
 from contract.model import Faulty, ModelVllm
 from contract.system import Done, Forked, Json, Proxy, in_this_process, played, write_config
 from lightning_proxy.commands.doctor.steps import LARGEST_P, likelier
+from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.records import RolloutName
 from lightning_proxy.serving.swap import labels_of
@@ -252,3 +254,20 @@ def test_a_doctor_that_is_killed_leaves_nothing_after_the_next_one(patient: Any,
         assert one.vllm.adapters == {} and not [*one.directory.rglob("*doctor*")]
         if publish == "merged":
             assert (one.vllm.loads[-1], one.vllm.label) == (str(one.vllm.root), "default")
+
+
+async def test_a_vllm_that_answers_too_late_is_not_taken_for_one_that_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.serving.vllm.ClientTimeout", lambda **_: ClientTimeout(total=0.2))
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        write_config(tmp_path, f"http://127.0.0.1:{deaf.getsockname()[1]}/v1", 9)
+        config = load_config(tmp_path / "config.yaml")
+        LearnJournal("lightning-doctor", False, ()).write(journal_path(config))
+        await put_back_left(config, said.append)
+        assert "not undone yet" in said[-1]
+    await put_back_left(config, said.append)
+    assert "vLLM is not running" in said[-1] and len(said) == 2
+    await put_back_left(config, said.append)
+    assert len(said) == 2
