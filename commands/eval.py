@@ -253,7 +253,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def ks(samples: int) -> list[int]:
-    """Return the k of pass@k to show: 1, 2, 4, … and the number of samples itself."""
+    """Return the values of k to show in pass@k: 1, 2, 4, … and the number of samples itself."""
     return sorted({1 << i for i in range(samples.bit_length())} | {samples})
 
 

@@ -112,7 +112,7 @@ class Unsupported(LightningError):
 
 
 class UpstreamUnreachable(LightningError):
-    """The upstream could not be reached, broke off, or sent an invalid answer."""
+    """The upstream could not be reached, failed during its answer, or sent an invalid one."""
 
     status = 502
 

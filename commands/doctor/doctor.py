@@ -107,7 +107,7 @@ class Report:
         self._as_json, self._stops = as_json, stops
 
     async def check(self, name: str, probe: Awaitable[str], fix: str) -> Check:
-        """Run a probe, which returns what it found if all is well. A Doubt is a warning; other errors are failures."""
+        """Run a probe, which returns what it found if all is well. A Doubt is a warning; most errors are failures."""
         outcome: Outcome = "failed"
         mend: str | None = fix
         try:

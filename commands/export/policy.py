@@ -107,7 +107,7 @@ def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], tar
         message = f"--as {wanted} needs torch, peft and transformers: pip install 'lightning-proxy[train]'"
         raise LightningError(message) from None
     if wanted == "adapter" and config.trainer.weights == "full":
-        raise ConfigError("--as adapter: trainer.weights full trains no adapter; leave out --as")
+        raise ConfigError("--as adapter: with trainer.weights: full, no adapter is trained; leave out --as")
     if (base := config.policy.model) is None:
         raise ConfigError("policy.model is not set: converting a version to the other form needs the base model")
     disable_progress_bar()

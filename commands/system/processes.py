@@ -192,7 +192,7 @@ class Supervisor:
         self._say(f"{spec.name} is ready after {duration(time.monotonic() - began)}")
 
     async def keep_up(self, child: Child) -> None:
-        """Restart the child when it dies, as its spec allows. Return once it has ended well, or raise ChildDied."""
+        """Restart the child when it dies, as its spec allows. Return once it ends with success, or raise ChildDied."""
         spec, restarts = child.spec, list[float]()
         while (code := await child.ended()) != 0 or not spec.may_end:
             now = time.monotonic()

@@ -142,6 +142,8 @@ class JudgeConfig(FeatureSection):
         if "judge" not in config.trainer.credits.values():
             return
         if self.calls.model is None:
-            raise ValueError("the judge of calls needs judge.calls.model, such as openai/gpt-5-mini")
+            raise ValueError("trainer.credit: judge needs judge.calls.model, such as openai/gpt-5-mini")
         if config.trainer.failed_rollouts != "drop":
-            raise ValueError("the judge of calls does not score failed rollouts: set trainer.failed_rollouts to drop")
+            raise ValueError(
+                "trainer.credit: judge does not score failed rollouts: set trainer.failed_rollouts to drop"
+            )

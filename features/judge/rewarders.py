@@ -311,7 +311,7 @@ class Rank(ModelRewarder):
         return [[GivenScore(scores[i], found[one][1])] if i in scores else refused for i, one in enumerate(shown)]
 
     async def _without_refused(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, Any]:
-        """Order the attempts. If the model refuses three or more, leave out each in turn: one must not spoil all."""
+        """Order the attempts. If the model refuses and there are over two, try without each: one must not spoil all."""
         for out in (None, *(attempts if len(attempts) > 2 else ())):
             try:
                 return await self._ordered([one for one in attempts if one != out], about)

@@ -142,7 +142,7 @@ class LitellmUpstream:
                 raise UpstreamTimeout(f"upstream {name} sent nothing for {seconds} s") from None
             except Exception as error:
                 message = self._translated(error, key).message
-                raise UpstreamUnreachable(f"upstream {name} broke off: {message}") from None
+                raise UpstreamUnreachable(f"upstream {name} failed: {message}") from None
             if not event:
                 break
             yield self._mask.once(event)
@@ -321,7 +321,7 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
     status = next((status for status in reversed(found) if 400 <= status < 600), None)
     own = getattr(error, "status_code", None)
     if status is None and "APIConnectionError" in names:
-        return UpstreamUnreachable(f"upstream {upstream} broke off: {message}")
+        return UpstreamUnreachable(f"upstream {upstream} failed: {message}")
     refusal = own if isinstance(own, int) and 400 <= own < 600 else 502  # litellm's own
     return ProviderError(message, status or refusal, _headers(chain))
 

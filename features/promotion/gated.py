@@ -59,7 +59,7 @@ class GatedPublisher(Publisher):
         )
 
     async def late(self, base: int) -> Step | None:
-        """Return the last step if it finished during a test that is now over."""
+        """Return the last step if it began with version `base` and was not published, and no test is running now."""
         last = await self._store.steps.last()
         if last is None or last.version is not None or last.base != base:
             return None

@@ -187,7 +187,7 @@ def _result(future: Any) -> Any:
 def _scores(future: Any, rows: Sequence[Datum]) -> Scores:
     found = [list(output["logprobs"].data) for output in _result(future).loss_fn_outputs]
     if [len(values) for values in found] != [len(row.tokens) for row in rows]:
-        raise ValueError("it returned log-probabilities that differ in length from the rows")
+        raise ValueError("it returned a wrong number of log-probabilities for a row")
     return found
 
 

@@ -263,7 +263,7 @@ def _collate_pairs(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _collate_thumbs(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad B rows to (B, T), and also, named KL_…, the same prompts with other answers."""
+    """Pad B rows to (B, T), and the same prompts with other answers, under names that begin with KL_."""
     own = padded([row["ids"] for row in rows], [row["mask"] for row in rows])
     lent = padded([row["other_ids"] for row in rows], [row["other_mask"] for row in rows])
     values = {"ref_logps": "ref", "ref_KL_logps": "other_ref", "label": "label"}

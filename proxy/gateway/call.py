@@ -362,7 +362,7 @@ class CallUnderWay:
         if not self.reply.started:
             await self.reply.error(error, self._headers())
             return
-        log.warning("call %s: the answer was broken off: %s", self._start.call_id, error.message)
+        log.warning("call %s: the answer was interrupted: %s", self._start.call_id, error.message)
         if self._transcript is not None and not self._transcript.ended:
             await self.reply.body(self._transcript.end())
 

@@ -338,7 +338,7 @@ class Relay:
 async def _show(reply: Reply, error: LightningError) -> None:
     """Send the error. If the answer has begun, leave it unfinished: the server closes the connection."""
     if reply.started:
-        log.warning("the answer was broken off: %s", error.message)
+        log.warning("the answer was interrupted: %s", error.message)
     else:
         await reply.error(error)
 

@@ -425,6 +425,6 @@ def _url(base_url: str, path: str, query: bytes) -> URL:
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
-    """The error for a request or answer that broke off. Masks keys: aiohttp's errors may quote received data."""
+    """The error for a request or answer that was interrupted. Masks keys: aiohttp's errors may quote received data."""
     text = KeyMask(*upstream.masked).once(why_it_failed(error).encode()).decode()
-    return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text}")
+    return UpstreamUnreachable(f"upstream {upstream.name} failed: {text}")

@@ -32,7 +32,11 @@ def test_a_version_is_exported_with_a_card_that_says_what_it_was_made_of_and_wha
         proxy.reward("second", 1.0)
         if weights == "full":
             code, _, err = proxy.run(*export, out, "--as", "adapter")
-            assert (code, err.count("\n"), "trainer.weights full trains no adapter" in err) == (2, 1, True), err
+            assert (code, err.count("\n"), "with trainer.weights: full, no adapter is trained" in err) == (
+                2,
+                1,
+                True,
+            ), err
         ok(proxy.run(*export, out))
         before, after = proxy.get("/policy/versions")["data"]
     card = (out / "README.md").read_text()

@@ -1,7 +1,7 @@
 """Defines how requests of other APIs are answered through vLLM's chat route, which returns token ids. Pure.
 
-How vLLM's own Messages route uses the chat template depends on the server. Two routes that every vLLM has are probed:
-one counts the tokens of a Messages request, the other returns the tokens of a chat.
+How vLLM's own Messages route uses the chat template depends on the server, so the proxy probes two of its routes: one
+counts the tokens of a Messages request, the other returns the tokens of a chat.
 """
 
 from __future__ import annotations

@@ -272,7 +272,11 @@ BY_CALL = {"credit": "judge", "judge": {"model": "hosted_vllm/m", "api_base": "h
         ({"kind": "next_message", "aim": "please"}, {}, "aim is for kind rank, not next_message"),
         ({"kind": "rubric", "model": "openai/m"}, {}, "kind rubric needs criteria"),
         (None, {"trainer": {"credit": "judge", "judge": {"model": "openai/m"}}}, "judge.calls: openai/m needs a key"),
-        (None, {"trainer": BY_CALL | {"failed_rollouts": "zero"}}, "the judge of calls does not score failed rollouts"),
+        (
+            None,
+            {"trainer": BY_CALL | {"failed_rollouts": "zero"}},
+            "trainer.credit: judge does not score failed rollouts",
+        ),
     ],
 )
 async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(use: Any, more: Any, said: str) -> None:
