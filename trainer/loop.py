@@ -262,9 +262,7 @@ class TrainingLoop:
         publisher, live = self._publisher, await self._store.versions.live()
         checkpoint, served = self._of_step(step), None
         if not checkpoint.is_dir():
-            raise ConfigError(
-                f"the checkpoint of policy version {base} is missing: restore {checkpoint}, or use a new store"
-            )
+            raise ConfigError(f"checkpoint {checkpoint} is missing: restore it, or use a new store")
         if publisher is not None and not publisher.is_of_another_mode(live):
             of_live = await self._store.steps.of_version(live.version)
             if of_live is not None and not live.verified:  # the version before it may be the one that is served

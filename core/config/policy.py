@@ -34,7 +34,7 @@ class PolicyConfig(Section):
     @classmethod
     def _name_an_agent_once(cls, adapters: dict[str, list[str]]) -> dict[str, list[str]]:
         if DEFAULT_ADAPTER in adapters:
-            raise ValueError(f"{DEFAULT_ADAPTER!r} is the adapter of agents that no list names: choose another name")
+            raise ValueError(f"{DEFAULT_ADAPTER!r} is the adapter of agents that are in no list: choose another name")
         named = [agent for agents in adapters.values() for agent in agents]
         if twice := sorted({agent for agent in named if named.count(agent) > 1}):
             raise ValueError(f"each agent has one adapter, but these agents are named twice: {', '.join(twice)}")

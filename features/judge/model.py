@@ -124,7 +124,7 @@ class JudgeModel:
                 again = f"This cannot be read: {error}. Answer again."
                 turns = [*turns, {"role": "assistant", "content": answer or "-"}, {"role": "user", "content": again}]
         shown = " ".join(answer.split())[:200]
-        raise NoReward(f"the answer of {self._config.model} cannot be read ({wrong}): {shown}")
+        raise NoReward(f"the answer from {self._config.model} cannot be read ({wrong}): {shown}")
 
     async def _answer(self, system: str, turns: Sequence[Json], field: Field, about: Sequence[str]) -> str:
         """Return the model's answer, or an earlier answer to the same question. Raises Away or NeverAnswered."""
@@ -174,7 +174,7 @@ class JudgeModel:
             spent = Used()
             raise Away(f"{problem}: {str(error)[:200] or type(error).__name__}") from None
         except UNREADABLE:
-            raise Away(f"{self._config.model} gives an answer that is not in its API's format: {text[:200]}") from None
+            raise Away(f"{self._config.model} sent an answer that is not in its API's format: {text[:200]}") from None
         finally:
             tokens, price = spent.input + spent.output, await asyncio.to_thread(price_of, self._config, self._whole)
             usd = price.of(spent) if price else 0.0
@@ -279,7 +279,7 @@ def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[str]:
 
 
 def written(mark: str, messages: Iterable[str], most: int) -> str:
-    """Return messages as one text, shortened to about `most` characters. Each begins with a mark that none contains."""
+    """Return messages as one text, shortened to about `most` characters. `mark`, which none contains, precedes each."""
     return shortened("\n".join(f"{mark} {one}" for one in messages), most)
 
 

@@ -341,7 +341,7 @@ class Rank(ModelRewarder):
         while all(messages[same : same + 1] == every[0][same : same + 1] != () for messages in every):
             same += 1
         begun = written(mark, every[0][:same], LONGEST)
-        texts = [fenced(mark, "All attempts begin so", begun)] if begun else []
+        texts = [fenced(mark, "All attempts begin like this", begun)] if begun else []
         for letter, messages in attempts.items():
             texts.append(fenced(mark, f"Attempt {letter}", written(mark, messages[same:], most)))
         return RANK_SYSTEM.format(aim=self.config.aim or NO_AIM, data=IS_DATA.format(mark=mark)), "\n\n".join(texts)

@@ -98,7 +98,7 @@ def tree_attention_forward(
     if tree_mask is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if wanted := [name for name in _UNSUPPORTED if kwargs.get(name) is not None]:
-        raise ConfigError(f"policy.model: its attention needs {', '.join(wanted)}, which is not supported")
+        raise ConfigError(f"policy.model: its attention needs arguments that are not supported: {', '.join(wanted)}")
     if torch.is_autocast_enabled(query.device.type):  # which does this for the attention that it knows
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

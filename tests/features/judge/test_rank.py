@@ -132,7 +132,7 @@ async def test_answers_are_read_within_words_and_asked_for_once_more(
     assert await ranked(system, "worth 9", "worth 2") == [None, None]
     assert len(judge.asked) == 5
     assert (await system.get("/status"))["unrewarded"] == 2
-    assert caplog.text.count("the answer of openai/m cannot be read ('order')") == 2
+    assert caplog.text.count("the answer from openai/m cannot be read ('order')") == 2
 
 
 async def test_what_is_refused_for_ever_is_an_error_of_what_was_refused(
@@ -349,7 +349,9 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
     assert said.startswith("2 ") and (said.count("\n"), judge.asked) == (1, [])
     assert "no two rollouts of one task have different rewards named human" in said
     await labelled(unranked, 0, 1, 2, task="three")
-    refused = "3 of 3 labelled rollouts have no score, so too few can be compared; first reason: the answer of openai/m"
+    refused = (
+        "3 of 3 labelled rollouts have no score, so too few can be compared; first reason: the answer from openai/m"
+    )
     assert refused in await checked()
     await labelled(unranked, 0, 1, task="two")
     judge.status = 429  # away for a moment
@@ -357,7 +359,7 @@ async def test_labels_that_make_no_pair_and_rollouts_without_a_score_are_one_lin
     await until(lambda: len(judge.asked) > asked)
     judge.status = 200
     assert (
-        "2 labels named human\n3 more labelled rollouts have no score; first reason: the answer of openai/m"
+        "2 labels named human\n3 more labelled rollouts have no score; first reason: the answer from openai/m"
         in await waiting
     )
 

@@ -21,7 +21,7 @@ def test_what_cannot_be_is_refused_with_its_keys(tmp_path: Path) -> None:
             "{adapters: {a1: [x, y], b1: [y]}}",
             "policy.adapters: each agent has one adapter, but these agents are named twice: y",
         ),
-        ("{adapters: {default: [x]}}", "policy.adapters: 'default' is the adapter of agents that no list names"),
+        ("{adapters: {default: [x]}}", "policy.adapters: 'default' is the adapter of agents that are in no list"),
         ("{adapters: {a1: []}}", "policy.adapters.a1: "),
         ("{adapters: {a.b: [x]}}", "policy.adapters.a.b"),
         ("{adapters: {a1: [x]}, publish: merged}", "policy.adapters needs policy.publish: lora"),
