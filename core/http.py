@@ -30,7 +30,7 @@ async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
 def through(upstream: UpstreamConfig, url: str) -> Mapping[str, Any]:
     """Return aiohttp's arguments for a request to this server: with `trust_env`, the environment's proxy.
 
-    A session's own trust_env would also look for passwords in ~/.netrc.
+    A session's own trust_env would also look for the server's password in ~/.netrc.
     """
     if not upstream.trust_env:
         return {}

@@ -118,7 +118,7 @@ class Evidence:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict that was reached first, `worse` if both came with one pair. Once reached, more pairs do not change it."""
+        """The verdict that was reached first, `worse` if both came with one pair. More pairs do not change it then."""
         if self.worse_at is not None and (self.safe_at is None or self.worse_at <= self.safe_at):
             return "worse"
         return "undecided" if self.safe_at is None else "safe"

@@ -325,7 +325,7 @@ def _read_calls(
 
 
 def _versions(row: Row, log: Sequence[Row]) -> tuple[int, ...]:
-    """Return the versions that answered: the first and, with merged weights, the last and all that went live in between."""
+    """Return the versions that answered: the first and, with merged weights, the last and all live between."""
     first, last = row["policy_version"], row["policy_version_end"]
     if first is None or last is None:
         return () if first is None else (first,)

@@ -228,7 +228,7 @@ class Rollouts(Records):
         return await self._db.records(Rollout, ROLLOUTS_OF_VERSION, version=version, limit=limit)
 
     async def opened_for(self, rollout_id: str) -> tuple[str | None, int | None]:
-        """Return the model that answers for the alias in this rollout, and its policy version; each is None if unset."""
+        """Return the model that answers for the alias in this rollout, and its policy version; each None if unset."""
         row = await self._db.quick(ROLLOUT_OPENED_FOR, {"rollout_id": rollout_id})
         return (None, None) if row is None else (row["alias_model"], row["policy_version"])
 

@@ -142,7 +142,7 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
 
 
 def _on_cpu(config: Config, shape: DecoderShape, served: bool) -> dict[str, Any]:
-    """The size of a pass. If gradient checkpointing is `auto`, it is used only if the longest sample needs it to fit."""
+    """The size of a pass. With `auto`, gradient checkpointing is used only if the longest sample needs it to fit."""
     wanted, room = config.trainer.gradient_checkpointing, USABLE_OF_MACHINE * machine_memory()
     if served:
         room -= (FLOAT32 * shape.parameters + SERVING) / GIB + config.vllm.kv_cache_gib

@@ -125,7 +125,7 @@ def check(config: Config, run: Run) -> None:
 
 @asynccontextmanager
 async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-    """Open plugins in order, yield their hooks, and close them in reverse. Raises ConfigError if two have one hook."""
+    """Open plugins in order, yield their hooks, and close them in reverse. Raises ConfigError if two share a hook."""
     async with AsyncExitStack() as stack:
         hooks = NO_HOOKS
         for plugin in plugins:

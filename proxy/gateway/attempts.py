@@ -142,7 +142,7 @@ class Attempts:
 
 
 def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
-    """The request with the body `sent`, in the agent's bytes (and digits) if possible. Forms keep all but `model`."""
+    """The request with the body `sent`, in the agent's own bytes where possible. In a form, only `model` changes."""
     changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
     if not changed:
         return request

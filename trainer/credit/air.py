@@ -82,9 +82,9 @@ def failed(tool: ToolCall) -> bool:
 def tool_schemas(request: Json) -> dict[str, Any]:
     """Return the JSON schema of each tool that a request offers, for any recorded API; None for free-form input."""
     found: dict[str, Any] = {}
-    for tool in dicts(request.get("tools")):
-        function = tool.get("function")
-        described = function if isinstance(function, dict) else tool
+    tools = dicts(request.get("tools"))
+    for tool in [*tools, *(tool for namespace in tools for tool in dicts(namespace.get("tools")))]:
+        described = next((tool[key] for key in ("function", "custom") if isinstance(tool.get(key), dict)), tool)
         schema = described.get("parameters", described.get("input_schema", {}))
         if isinstance(name := described.get("name"), str):
             found[name] = None if tool.get("type") == "custom" and "input_schema" not in tool else schema

@@ -67,9 +67,12 @@ def test_schemas_are_found_in_the_requests_of_every_api() -> None:
         {"type": "function", "name": "f", "parameters": SCHEMA},
         {"name": "f", "input_schema": SCHEMA},
         {"type": "custom", "name": "f", "input_schema": SCHEMA},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]},
     ):
         assert reward(made(tool('{"n": 1}'), request={"tools": [offered]})) == {}
         assert reward(made(tool('{"n": -1}'), request={"tools": [offered]})) == {"a": -10.0}
+    for free in ({"type": "custom", "name": "f"}, {"type": "custom", "custom": {"name": "f"}}):
+        assert reward(made(tool("any text"), request={"tools": [free]})) == {}
 
 
 UNUSABLE: list[Any] = [
