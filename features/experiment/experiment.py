@@ -406,7 +406,7 @@ class Lesson(Trial):
         self.prepare(self.lesson.settings, self.lesson.seed, groups)
 
     async def tidy(self, kept: Container[int]) -> None:
-        """Remove the weights of all other versions, and all checkpoints but theirs and the last; always checkpoint 0."""
+        """Remove the other versions' weights, and all checkpoints but theirs and the last; always checkpoint 0."""
         shutil.rmtree(self.directory / "policy" / "checkpoints" / "0", ignore_errors=True)  # of the base model
         async with opened(load_config(self.launch.path).store) as database:
             store = Store(database)
