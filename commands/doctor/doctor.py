@@ -211,7 +211,7 @@ async def probe_store(config: StoreConfig) -> str:
         raise Finding(f"{path} cannot be created: {directory} cannot be written to", "set store.url to another place")
     free = shutil.disk_usage(directory).free
     if free < ROOM or (can_write and not has_room(directory)):
-        raise Finding(f"the disk with {directory} is full", "free some space: calls and rewards are refused with 503")
+        raise Finding(f"the disk that holds {directory} is full", "free space: calls and rewards are refused with 503")
     if is_there:
         await _require_writable(config)
     found = "writable" if is_there else "not there yet: the first start creates it"

@@ -310,7 +310,7 @@ class LearnStep:
             gained += f" (yours is {self._rate:g})"
         if nats <= 0 or p > LARGEST_P:
             raise Finding(f"the step did not clearly make rewarded answers likelier: {gained}")
-        return f"the step made rewarded answers likelier than the rest: {gained}"
+        return f"the step made rewarded answers gain on the rest: {gained}"
 
     async def _publish(self) -> str:
         """Check that the server answers with the step's weights and not with the earlier ones."""

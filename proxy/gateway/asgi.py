@@ -240,7 +240,7 @@ async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> 
     """Return the decoded body, held by `loan`. Raises UnsupportedMediaType, TooLarge, InvalidRequest or Overloaded."""
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
     if len(layers) > MOST_LAYERS or not _UNPACKERS.keys() >= {*layers}:
-        known = f"gzip, deflate or zstd, at most {MOST_LAYERS} in all"
+        known = f"gzip, deflate or zstd, in at most {MOST_LAYERS} layers"
         raise UnsupportedMediaType(f"Content-Encoding must be {known}; got {content_encoding[:60]!r}")
     held = loan.size
     for name in reversed(layers):
