@@ -25,9 +25,9 @@ COUNTED = ("groups", "samples")  # the groups of metrics of which every count is
 
 @dataclass(slots=True)
 class Seen:
-    """The rewards by task (None: no task) of all rollouts read since the last step, and counts.
+    """The rewards by task (None: no task) and the counts of all rollouts that were read since the last step.
 
-    `not_followed` counts calls that are left out because of how they were sampled, by reason.
+    `not_followed` counts the calls that are left out because of how they were sampled, by reason.
     """
 
     rewards: dict[str | None, list[float]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Seen:
         return self.counts["calls_not_followed"] / max(1, sum(self.counts[name] for name in CALLS))
 
     def left_out(self) -> str | None:
-        """Return the main reason if most calls are left out because of how they were sampled, else None."""
+        """Return a warning with the main reason if most calls are left out for how they were sampled, else None."""
         if self._share <= MOST or not self.not_followed:
             return None
         why, calls = self.not_followed.most_common(1)[0]

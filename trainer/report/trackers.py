@@ -1,6 +1,6 @@
 """Reports steps to the trackers in `trainer.report_to`, through accelerate.
 
-A policy remains one run in each tracker across restarts.
+Across restarts, a policy remains one run in MLflow, TensorBoard, Trackio and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PROJECT = "lightning-proxy"  # trackers file runs under this name
 
 
 class Trackers:
-    """The trackers of a trainer. A file in the directory keeps the run's name and its MLflow id.
+    """The trackers of a trainer. The file `run.json` keeps the run's name and its MLflow id.
 
-    `step`: the number of the last step, under which its metrics are reported.
+    `step` is the number of the last step. `report` sends metrics under this number.
     """
 
     def __init__(self, config: TrainerConfig, directory: Path) -> None:
@@ -56,7 +56,7 @@ class Trackers:
             self.trackers.append(made(projects.get(kind, PROJECT), *where, **options.get(kind, {})))
 
     def begin(self) -> None:
-        """Begin or continue the run; keep its names for the next start. Raises ConfigError if a tracker fails."""
+        """Begin or continue the run, unless this was done before. Raises ConfigError if a tracker cannot start."""
         if self._begun:
             return
         for tracker in self.trackers:
@@ -72,7 +72,7 @@ class Trackers:
             self._file.write_text(json.dumps(self._run))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Send the last step's numbers under their `metric_schema` tags. A failure to send them is only logged."""
+        """Send a step's numbers to every tracker, after `begin`. A failure to send them is only logged."""
         self.begin()
         numbers = {f"train/{tag}": value for tag, value in by_tag(metrics).items()}
         for tracker in self.trackers:

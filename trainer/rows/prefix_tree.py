@@ -38,7 +38,7 @@ class PrefixTree:
 
 
 def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
-    """Return the tree of `rows`. In sorted order, no earlier row shares more with a row than the one just before it."""
+    """Return the tree of `rows`. They are sorted first, so each row is compared with only the one before it."""
     paths: list[Ints] = [np.empty(0, np.int64)] * len(rows)
     tokens, depths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     ends = np.empty(sum(map(len, rows)), np.int64)
@@ -57,7 +57,7 @@ def build_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
 
 
 def padded_tree(tree: PrefixTree, multiple: int) -> PrefixTree:
-    """Return the tree, extended to a multiple of `multiple` nodes with nodes that no other node sees."""
+    """Return the tree, padded to a multiple of `multiple` nodes. No other node sees the added ones."""
     extra = np.arange(len(tree), -(-len(tree) // multiple) * multiple)
     zeros = np.zeros(len(extra), np.int64)
     return PrefixTree(
@@ -95,7 +95,7 @@ class TreeCost:
     """The cost of computing a tree, in units of the work that one node takes in the linear layers.
 
     `attention` is the work for a node and one node that it sees (itself or an ancestor). At most `max_nodes` fit into
-    one pass. Each node beyond `comfortable` costs a quarter more, for the memory that it takes.
+    one pass. Each node beyond `comfortable` (None: `max_nodes`) costs 0.25 more, for the memory that it takes.
     """
 
     attention: float
@@ -120,7 +120,7 @@ def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]
 
     Sorted by tokens, samples share most with their neighbours, and a cut costs just what the two samples next to it
     share; so the best cuts are found one at a time. Samples of two adapters share nothing, since each adapter gives the
-    same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a single sample has.
+    same tokens different hidden states. A micro-batch exceeds `cost.max_nodes` only if it is a single sample.
     """
     found: list[MicroBatch] = []
     in_order = sorted(samples, key=lambda sample: (sample.adapter, sample.token_ids))
@@ -134,7 +134,7 @@ def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]
 
 
 def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
-    """The first row of each part, then the number of rows. Row i shares its first `shared[i]` nodes with row i - 1."""
+    """Return where each part begins, then the number of rows. Row i shares `shared[i]` nodes with row i - 1."""
     total = np.concatenate([[0], np.cumsum(lengths - shared)])
     price = cost.prefix(shared) + _PASS_COST
     spent = np.zeros(len(lengths))  # the cost of all passes and cuts up to the one before row i
@@ -155,7 +155,7 @@ def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
 
 
 def halves(batch: MicroBatch) -> list[MicroBatch]:
-    """Return two batches of half the samples each, or the batch itself if it has a single sample."""
+    """Split the samples of a batch into two batches. A batch with a single sample is returned as it is."""
     middle = len(batch.samples) // 2
     if not middle:
         return [batch]

@@ -4,7 +4,7 @@ An answer is trained on after exactly the tokens that the model saw when samplin
 its prompt begins with all of that row and goes beyond it; without tokens in between, two answers would become one. An
 agent may send an answer back that reads the same but is tokenised differently (drift). Then the sampled answer stays
 in its row, and the call opens a new row, with its own prompt as context. No answer is trained on twice, and none
-loses tokens. A fork costs only what comes after it, since the prefix tree computes once what rows share.
+loses tokens. A fork costs only what comes after it, since the prefix tree computes a shared prefix only once.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ NO_PROBABILITY = -9999.0
 
 
 class Placement(NamedTuple):
-    """The index of the row that has a call's answer; None if no row has it.
+    """Where a call's answer went. `row` is the index of the row that has it, or None if no row has it.
 
-    `placed`: `first` if the call opened the first row of its rollout (or adapter), else the step metric that counts it,
-    without the metric's first word: `merged`, `drift`, …, `too_long`.
+    `placed` is `first` if the call opened the first row of its rollout (or adapter). Else it is the step metric that
+    counts the call, without the metric's first word: `merged`, `drift`, …, `too_long`.
     """
 
     row: int | None
@@ -59,7 +59,7 @@ class RolloutSamples:
     `calls` are in a row, `calls_merged` of them after another call. All others are left out: `calls_untrainable` have
     no usable token ids, or temperature 0; `calls_not_followed` were sampled in a way that cannot be computed again;
     `calls_ambiguous` have several answers, so the reward belongs to no single one; `calls_not_finite` have a
-    log-probability that is not finite; `calls_other_tokens` have tokens beyond the vocabulary; `rows_too_long` have
+    log-probability that is not finite; `calls_other_tokens` have tokens outside the vocabulary; `rows_too_long` have
     more than `max_tokens` tokens.
     """
 
@@ -70,7 +70,7 @@ class RolloutSamples:
 
 @dataclass(slots=True)
 class _Row:
-    """A row under construction: its calls, each with its advantage. `ids`: the row's tokens so far."""
+    """A row under construction. `calls` have their advantages and sampling; `ids` are the row's tokens so far."""
 
     adapter: str
     calls: list[tuple[ModelCall, float, Sampling]] = field(default_factory=list)
@@ -111,7 +111,7 @@ class _Row:
 
 
 def _results(calls: Sequence[ModelCall]) -> Iterator[tuple[int, int]]:
-    """The token ranges between two answers of a row that hold tool results and nothing else."""
+    """Yield the token ranges between a row's answers in which only tool results were added."""
     for before, call in pairwise(calls):
         known = 0 if call.request.get("previous_response_id") else len(conversation(before.request))
         if only_results(conversation(call.request)[known:]):
@@ -130,10 +130,10 @@ def rollout_samples(
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 
-    A call continues the longest row that its prompt begins with and goes beyond; else it opens a new one. Its answer is
-    trained on there only; in the prompts of later calls it is context. `vocabulary` is the number of the model's tokens
-    (None: any). `adapter_of` says which adapter an agent has: each adapter has its own rows. `sampled` says how a
-    call's answer was sampled.
+    A call continues a row that its prompt begins with and goes beyond; if there is none, it opens a new one. Its answer
+    is trained on only there; in the prompts of later calls it is context. `vocabulary` is the number of the model's
+    tokens (None: any). `adapter_of` says which adapter an agent has: each adapter has its own rows. `sampled` says how
+    a call's answer was sampled.
     """
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
@@ -160,7 +160,7 @@ def rollout_samples(
 
 
 def merge_rate(counts: Mapping[str, int]) -> float:
-    """Return the share of calls that joined a row, 1.0 if none could. A rollout's first call does not count."""
+    """Return the share of calls that joined a row, out of those that found one; 1.0 if none found one."""
     merged = counts["calls_merged"]
     could = merged + sum(counts[reason] for reason in FORKS)
     return merged / could if could else 1.0
@@ -186,9 +186,9 @@ def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocab
 
 
 def _place(rows: Sequence[_Row], adapter: str, prompt: Ints, likely: int | None) -> tuple[int, str | None]:
-    """The index of the row that a call with this prompt continues, or of a new one; its step metric (None: first call).
+    """Return the index of the row that a call continues or opens, and the call's step metric (None: first call).
 
-    Row `likely` is tried first, so that the work of a call does not grow with the number of rows.
+    Row `likely` is tried first, so that the work for most calls does not grow with the number of rows.
     """
 
     def is_continued(index: int, shared: int) -> bool:

@@ -1,4 +1,4 @@
-"""Reads from a request, or vLLM's parameters, how an answer was sampled, and whether its grammar can be replayed."""
+"""Reads how an answer was sampled from a request or vLLM's parameters, and whether its grammar can be replayed."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _FORMATS = frozenset({
 def sampling_of(parameters: Json) -> Sampling | None:
     """Return how vLLM samples with these parameters, or None if they cannot be used (invalid, or with `bad_words`).
 
-    `parameters`: vLLM's own sampling parameters, or a request; absent ones have the defaults of OpenAI's API. The
-    grammar of a request is not read here, because vLLM builds it from several fields.
+    `parameters` are vLLM's own sampling parameters, or a request. Absent ones have the defaults of OpenAI's API. A
+    request must have no grammar: vLLM builds it from several fields, which are not read here.
     """
     grammar, allowed = parameters.get("structured_outputs"), parameters.get("allowed_token_ids")
     biases = parameters.get("logit_bias") or {}
@@ -80,7 +80,7 @@ def cannot_be_replayed(outputs: dict[str, Any]) -> str | None:
 
 
 def _foreign(schema: Any) -> Iterator[str]:
-    """The keywords that make vLLM use another grammar engine, and properties that have the name of one."""
+    """Yield keywords that make vLLM use another grammar engine. A property with the name of one counts too."""
     if isinstance(schema, dict):
         yield from _OF_OTHER_ENGINES & schema.keys()
         if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:

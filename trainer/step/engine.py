@@ -44,7 +44,7 @@ class TrainingEngine(Protocol):
         """Compute a batch's gradients, replacing earlier ones. The weights do not change."""
 
     def optim_step(self) -> dict[str, float]:
-        """Move the weights by the last batch's gradients. Return the step's metrics together with the batch's own."""
+        """Update the weights with the last batch's gradients. Return the metrics of the batch and of the step."""
 
     def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
         """Return the log-probabilities of each row's answers under their sampling parameters; 0.0 for all other tokens.
@@ -58,7 +58,7 @@ class TrainingEngine(Protocol):
         """Return each token's log-probability at temperature 1; 0.0 for the first of each row.
 
         With `served`, use the weights that were remembered as served. An engine that remembers none uses its current
-        ones; then answers cannot show which weights are served, and their name and files are checked instead.
+        weights; then log-probabilities cannot show which weights are served.
         """
 
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
@@ -74,10 +74,10 @@ class TrainingEngine(Protocol):
         """Write a checkpoint. `directory` appears atomically."""
 
     def load(self, directory: Path) -> int:
-        """Resume from what `save` wrote. Return the number of the step that it was written after."""
+        """Resume from a checkpoint. Return the number of the last step before it was saved."""
 
     def end(self) -> None:
-        """Let the other processes end. Not called after an error: they must see that as a failure."""
+        """Let the other processes end. Not called after an error, so that they fail too."""
 
     def close(self) -> None:
         """Let the trackers finish their files, and release resources. Always called."""
