@@ -41,7 +41,7 @@ _CHATS_REASONS = {"tool_call": "tool_calls", "end_turn": "stop"}
 
 
 def operation_of(attributes: Attributes) -> str | None:
-    """Return what the span did: `chat` (also if it only names a request's model), `retrieval`, …; None if unknown."""
+    """Return the span's operation, such as `chat` or `retrieval`; None if it is unknown."""
     named = first(attributes, OPERATION)
     if named is None:
         return "chat" if "gen_ai.request.model" in attributes else None
@@ -49,7 +49,7 @@ def operation_of(attributes: Attributes) -> str | None:
 
 
 def is_action(attributes: Attributes) -> bool:
-    """Return whether the span is a retrieval, or a tool call that no model made (a model's are in its requests)."""
+    """Return whether the span is a retrieval or a tool call that no model made."""
     operation = operation_of(attributes)
     return operation == "retrieval" or (operation == "execute_tool" and not attributes.get("gen_ai.tool.call.id"))
 
@@ -107,7 +107,7 @@ def response_of(attributes: Attributes) -> Json:
 
 
 def tokens_of(attributes: Attributes, response: Json) -> Tokens:
-    """Return the token ids and log-probabilities that the span gives, if any, under the names in docs/client.md."""
+    """Return the span's token ids and log-probabilities, if it has any (docs/client.md)."""
     names = ("prompt_token_ids", "response_token_ids", "logprobs")
     prompt, ids, logprobs = (first(attributes, (f"lightning.{name}", name)) for name in names)
     choices = [{"index": choice["index"]} for choice in response["choices"]]
@@ -123,7 +123,7 @@ def first(attributes: Attributes, names: Iterable[str]) -> Any:
 
 
 def listed(attributes: Attributes, names: Iterable[str]) -> list[Json]:
-    """Return the first of these attributes that the span has, as objects: from JSON, numbered keys, or one text."""
+    """Return the list of objects in the first of these attributes that has one; [] if none does."""
     for name in names:
         value = parsed(attributes.get(name))
         if isinstance(value, dict):
@@ -136,7 +136,7 @@ def listed(attributes: Attributes, names: Iterable[str]) -> list[Json]:
 
 
 def parsed(value: Any) -> Any:
-    """Return the value of an attribute, parsed if it is JSON text, as most structures on spans are."""
+    """Return an attribute's value, parsed if it is JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -170,7 +170,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _chat_messages(told: Json, role: str) -> Iterator[Json]:
-    """Yield chat messages for one message in a span: its tool results, then its text, reasoning and tool calls."""
+    """Yield the chat messages for one message of a span: one for each tool result, then one for the rest, if any."""
     parts = told.get("parts", told.get("contents", told.get("content")))
     if isinstance(parts, str) and parts.startswith("[{"):  # OpenLLMetry has a list of parts as text
         parts = parsed(parts)

@@ -1,4 +1,4 @@
-"""Converts OTLP over HTTP (https://opentelemetry.io/docs/specs/otlp/#otlphttp): spans in, answers out. No I/O."""
+"""Decodes OTLP requests over HTTP, and encodes their answers (https://opentelemetry.io/docs/specs/otlp/#otlphttp)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span, with hexadecimal ids and times in Unix seconds. `attributes` include its resource's and GenAI events'."""
+    """A span with hexadecimal ids and Unix times. `attributes` include those of its resource and its GenAI events."""
 
     trace_id: str
     span_id: str
@@ -52,7 +52,7 @@ def encoding_of(content_type: str) -> Encoding:
 
 
 def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
-    """Return an export's spans, and errors for unreadable parts. Raises InvalidRequest if the body is no export."""
+    """Return an export's spans, and an error for each unreadable part. Raises InvalidRequest for any other body."""
     try:
         resources = [*(_export(body, encoding).get("resourceSpans") or ())]
     except Exception as error:  # whatever bytes from outside lead to
@@ -75,7 +75,7 @@ def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
 
 
 def accepted(encoding: Encoding, rejected: int, why: str) -> bytes:
-    """Return the answer to an export of which `rejected` spans were refused. The exporter does not resend them."""
+    """Return the answer to an accepted export. It tells how many spans were rejected, and why."""
     problem = ExportTracePartialSuccess(rejected_spans=rejected, error_message=_text(why)) if rejected else None
     return _encoded(ExportTraceServiceResponse(partial_success=problem), encoding)
 

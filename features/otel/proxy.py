@@ -1,7 +1,7 @@
-"""OpenTelemetry: spans of recorded calls go out; spans that agents post to `/otlp/v1/traces` become calls and actions.
+"""Exports recorded calls as OpenTelemetry spans, and records the spans that agents post to `/otlp/v1/traces`.
 
-Incoming spans are recorded in their rollout, durably before they are acknowledged, and only once if sent again. A
-call that lacks token ids, log-probabilities or a policy version, or came with a rollout's own key, is not trained on.
+Incoming spans are stored before they are acknowledged, and only once even if they are sent again. A call that lacks
+token ids, log-probabilities or a policy version, or came with a rollout's own key, is not trained on.
 
 Outgoing spans are sent in the background, with the attributes of
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/, and `lightning.…` for everything else.
@@ -51,7 +51,7 @@ BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
 
 @router.post("/otlp/v1/traces", include_in_schema=False)
 async def post_traces(request: Request) -> Response:
-    """Record the model calls and actions among the spans. Errors have OTLP's form, except that of a missing package."""
+    """Record the model calls and actions among the posted spans."""
     try:
         from . import otlp
     except ImportError as error:
@@ -70,7 +70,7 @@ async def post_traces(request: Request) -> Response:
 
 
 async def _record(request: Request, encoding: Encoding) -> list[str]:
-    """Record the calls and actions among the spans, oldest first. Return the errors of spans that were not recorded."""
+    """Record the calls and actions among the spans, oldest first. Return the errors of those that could not be."""
     from .otlp import read_spans
 
     p: Parts = request.app.state.parts
@@ -157,7 +157,7 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
 
 
 def _rollout(span: Span) -> RolloutName:
-    """The rollout that span or resource name, else the trace id. Raises InvalidRequest for a wrong id, mode or time."""
+    """The rollout that the span names, or else its trace's. Raises InvalidRequest for an invalid id, mode or time."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
         raise InvalidRequest("a trace id must be 16 bytes in hexadecimal, a span id 8 bytes")
     if span.started_at <= 0:
@@ -173,7 +173,7 @@ def _rollout(span: Span) -> RolloutName:
 
 
 def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
-    """The spans, each with the agent named by itself or by the nearest enclosing span in the same export."""
+    """The spans, each with its own agent or that of the nearest enclosing span in the export that names one."""
     around = {(span.trace_id, span.span_id): span for span in spans}
     for span in spans:
         one: Span | None = span
@@ -198,7 +198,7 @@ def _named(span: Span, name: str) -> str | None:
 
 
 class Telemetry:
-    """Keeps spans in memory, up to a limit, until a thread sends them. The agent's `traceparent` names their parent."""
+    """Sends calls as spans from a background thread. The agent's `traceparent` names a span's parent."""
 
     def __init__(self, config: OtelConfig, redactor: Redactor) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -218,7 +218,7 @@ class Telemetry:
         self._propagator = TraceContextTextMapPropagator()
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
-        """Export the call without waiting, and log failures. `headers`: the request's, with lower-case names."""
+        """Queue the call's span for export. `headers`: the request's, with lower-case names."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         try:
@@ -238,7 +238,7 @@ class Telemetry:
             log.exception("no span could be made from call %s", start.call_id)
 
     async def close(self) -> None:
-        """Send the waiting spans for up to FLUSH_S seconds. The SDK itself would wait 30 s for a collector."""
+        """Send the waiting spans, and give up after FLUSH_S seconds."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, FLUSH_S)

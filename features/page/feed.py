@@ -65,8 +65,8 @@ async def feed(
     """Calls, rewards, rollouts, training steps and policy versions as they occur, until the client or the proxy stops.
 
     The feed continues after `cursor` (an event's `id`), or begins now. If events after the cursor are no longer kept,
-    the event `missed` comes first: reload everything. Of events about one record that are read together, only the last
-    is sent.
+    the event `missed` comes first: reload everything. If several events about one record are read together, only the
+    last is sent.
     """
     state = request.app.state
     if not hasattr(state, "looks"):  # one for all feeds
@@ -107,7 +107,7 @@ class Happened:
     key_id: str | None
 
     def frame(self, sees: str | None) -> bytes:
-        """Return the event for callers that see the rollouts of this key (None: all); b"" if they may not see it."""
+        """Return the event's bytes for a caller who sees only rollouts of the key `sees` (None: all); b"" if hidden."""
         data = self.data
         if sees is not None and self.kind == "step":
             data = data | {"reward": None}
@@ -120,7 +120,7 @@ class FeedEvents(Feed):
     """The newest 10,000 events, with their records."""
 
     async def after(self, cursor: int, limit: int) -> tuple[list[Happened], int]:
-        """Return at most `limit` events after `cursor`, only the last of each record, and the next cursor."""
+        """Return the last event of each record among the next `limit` events, and the next cursor."""
         rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
         last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}
         happened = list[Happened]()
@@ -138,7 +138,7 @@ class FeedEvents(Feed):
 
 
 class Looks:
-    """Recent events for all feeds of this process: one feed reads the store and shares them with the others."""
+    """Reads events from the store for all feeds of this process, which share the results."""
 
     def __init__(self, events: FeedEvents) -> None:
         self.events = events
@@ -146,7 +146,7 @@ class Looks:
         self._read_at, self._read = (-1, -1), (list[Happened](), 0)  # after which cursor, up to which event
 
     async def after(self, cursor: int) -> tuple[list[Happened], int]:
-        """Return events after `cursor`, oldest first, and the next cursor. Feeds share the result."""
+        """Return the next events after `cursor`, oldest first, and the next cursor."""
         async with self._one_at_a_time:
             if monotonic() > self._looked_at + LOOK_S:
                 self._newest, self._looked_at = await self.events.newest(), monotonic()

@@ -1,4 +1,4 @@
-"""Serves the page: `GET /` and its files, which need no key; the feed; sampled tokens with their texts."""
+"""Serves the page and its files, which need no key, the feed, and sampled tokens with their texts."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ async def get_file(request: Request, name: str = "index.html") -> Response:
 
 @dataclass(slots=True)
 class TokenRun:
-    """The tokens of an answer. `texts`: null if there are none, as when the tokenizer is not on this machine.
+    """The tokens of an answer. `texts` is null if they cannot be decoded, for example because the tokenizer is missing.
 
-    If several tokens form one character, the last has its text and the others have null.
-    `step`, `advantage`: of the newest step that trained on the tokens; null if none did.
+    If several tokens form one character, the last token has the text and the others have null.
+    `step`, `advantage`: of the rollout's newest step; null if that did not train on the tokens.
     """
 
     call_id: str

@@ -1,4 +1,4 @@
-"""Adds a line about a version's test to `status` and `policy list`. The page shows all numbers of a test."""
+"""Adds a line about a version's test to `status` and `policy list`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class PromotionConfig(FeatureSection):
             raise ValueError(obstacle)
 
     def merged_obstacle(self, config: Config) -> str | None:
-        """Return why gated mode cannot publish merged weights (it needs a server for each version); None if it can."""
+        """Return why merged weights cannot be published in this mode; None if they can."""
         upstream = config.policy_upstream
         has_another = upstream is None or not self.is_gated or len(upstream.urls) > 1
         return None if has_another else ONE_SERVER

@@ -1,4 +1,4 @@
-"""Publishes new weights as candidates (`promotion.mode: gated`); training continues. The proxy's gate decides."""
+"""Publishes new weights as candidates (`promotion.mode: gated`), which the proxy's gate then tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CandidateSwap(Swap):
 
 
 class GatedPublisher(Publisher):
-    """Publishes candidates, which are not live yet. All state is in the store, so a restart changes nothing."""
+    """Publishes new versions as candidates, and begins their tests."""
 
     _swap: CandidateSwap
 
@@ -47,7 +47,7 @@ class GatedPublisher(Publisher):
         return base == live.version or (test is not None and (test.version, test.against) == (base, live.version))
 
     async def waits_for(self, base: int) -> str | None:
-        """Return a reason to wait if the weights are so far ahead that rollouts of the live version are stale."""
+        """Return why to wait if the weights are more than `max_staleness` versions ahead of the live one; else None."""
         live = await self._store.versions.live()
         newest = await self._store.steps.newest(self._max_staleness + 1, brief=True)
         ahead = (base != live.version) + sum(step.version is None and step.base == base for step in newest)
@@ -59,7 +59,7 @@ class GatedPublisher(Publisher):
         )
 
     async def late(self, base: int) -> Step | None:
-        """Return the last step if it began with version `base` and was not published, and no test is running now."""
+        """Return the last step if it is unpublished, began with version `base`, and no test is running; else None."""
         last = await self._store.steps.last()
         if last is None or last.version is not None or last.base != base:
             return None
@@ -68,7 +68,7 @@ class GatedPublisher(Publisher):
     async def _publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> Mapping[str, Any]:
-        """Serve a version next to the live one, verify it, and begin its test. Do nothing during another test."""
+        """Serve and verify a version next to the live one, and begin its test. Return {} if another test is running."""
         live = await self._store.versions.live()
         if not await self.builds_on(base, live):
             raise Superseded(f"policy version {live.version} is live, and these weights do not build on it")

@@ -1,6 +1,6 @@
-"""The tests of versions before they go live, one at a time. A `candidate` becomes live or `rejected`.
+"""Keeps the tests of versions before they go live, one at a time. A `candidate` becomes live or `rejected`.
 
-If its test is stopped undecided, it becomes `ready`.
+A candidate whose test is stopped undecided becomes `ready`.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/training.md).
+    """A test of `version` against the live version `against`. `evidence`: its numbers (docs/training.md).
 
-    Status `ended`: stopped undecided, for example because somebody made a version live. `reason`: why.
+    The status is `ended` if the test was stopped undecided, for example because somebody made a version live.
     """
 
     n: int
@@ -110,10 +110,10 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rollout that counts in a test, as known so far. `rewards`: only rewards that are evidence.
+    """A rollout that counts in a test, as known so far. `rewards` has only rewards that are evidence.
 
-    `opened_by`: the key, or empty for all keys that give evidence; groups are formed within it. `alone`: only its
-    version answered its calls. The last five fields are metrics (`NO_REWARDS`); None: the rollout has no value.
+    `opened_by` is a key, or empty for all keys that give evidence; siblings have the same one. `alone`: its version,
+    and nothing else, answered its calls. The last five fields are metrics, which are None if it has no value.
     """
 
     rollout_id: str
@@ -144,7 +144,7 @@ class Promotions:
         self._now: UnderTest | None = None
 
     async def now(self) -> UnderTest | None:
-        """Return the running test; None if none runs. Its evidence may be older than in `under_way`."""
+        """Return the running test and its candidate, or None. The evidence in it may be out of date."""
         row = await self._db.quick(TESTING)
         if row is None:
             self._now = None
@@ -175,7 +175,7 @@ class Promotions:
         await self._db.write(work)
 
     async def assign(self, test: Promotion, rollout: RolloutName, config: Config) -> int:
-        """Return the version that a rollout keeps: if it began after `max_rollouts` or the test, the live version."""
+        """Return the version that a rollout keeps. New rollouts get the live one if the test is full or over."""
         row: dict[str, Any] = {"n": test.n, "against": test.against, "rollout_id": rollout.rollout_id}
         row |= {"task_id": rollout.task_id, "agent": rollout.agent, "mode": rollout.mode, "key_id": rollout.key_id}
         known = await self._db.one(KNOWN, row)
@@ -235,11 +235,10 @@ class Promotions:
 
 
 def choose(test: Promotion, task_id: str | None, place: int, group_size: int, share: float) -> int | None:
-    """Return the version for a rollout, by its place among its task's rollouts, from 0.
+    """Return the version for a rollout, by its place, from 0, among its task's rollouts; None if it is not compared.
 
-    A group is compared as a whole or not at all (None). Of every two consecutive rollouts in it, one gets each version;
-    a hash decides which (permuted blocks of two), so order has no effect. Only test, task and place count, so every
-    process makes the same choice.
+    A group is compared as a whole or not at all. Its first two rollouts get one version each, and so do the next two;
+    a hash decides which (permuted blocks of two). Every process makes the same choice.
     """
     size = LONE if task_id is None else group_size
     group, within = divmod(place, size)

@@ -1,4 +1,4 @@
-"""The gate for new versions (`promotion.mode: gated`): splits new rollouts between two versions, and decides.
+"""Splits new rollouts between two versions, and decides whether the new one goes live (`promotion.mode: gated`).
 
 Groups of siblings are reduced to pairs, pairs to evidence for each guarded metric, and evidence to a decision.
 """
@@ -56,7 +56,7 @@ class Gate:
         self._seen: tuple[Any, ...] = ()  # changes when there is something new to weigh
 
     async def run(self) -> None:
-        """Evaluate new rollouts and decide, until cancelled. If several processes run, only one does so."""
+        """Keep evaluating candidates until cancelled. Of several processes, only one does so at a time."""
         while True:
             read = 0
             try:
@@ -107,7 +107,7 @@ class GuardedMetric(NamedTuple):
         return earned(rollout.rewards, self.rules).returned
 
     def compared(self, groups: Sequence[SiblingGroup], metrics: int) -> tuple[dict[str, Any], Evidence]:
-        """Return numbers to store, and the evidence, both from all groups. `metrics`: how many metrics are guarded."""
+        """Return numbers to store, and the evidence, from these groups. `metrics`: how many metrics are guarded."""
         pairs, seen = list[float](), {side: list[float]() for side in SIDES}
         for group in groups:
             values = {side: [v for one in group[side] if (v := self.of(one)) is not None] for side in SIDES}
@@ -128,7 +128,7 @@ class GuardedMetric(NamedTuple):
 
 
 def metrics_of(config: Config) -> list[GuardedMetric]:
-    """Return the gate's metrics. `reward` has the trainer's weights, but the gate's range and value for failures."""
+    """Return the metrics that the gate guards. `reward` has the trainer's weights, but the gate's range."""
     gate, found = config.section(PromotionConfig), list[GuardedMetric]()
     for name, margin in gate.metrics.items():
         if name in NO_REWARDS:
@@ -141,7 +141,7 @@ def metrics_of(config: Config) -> list[GuardedMetric]:
 
 
 class Weighed(NamedTuple):
-    """The stored numbers of a test, and the conclusion. `outcome` None: the test continues."""
+    """A test's numbers, as stored, and its conclusion. `outcome` is None while the test continues."""
 
     evidence: dict[str, Any]
     outcome: Outcome | None
@@ -166,7 +166,7 @@ def weigh(test: Promotion, rollouts: Sequence[Observed], config: Config, now: fl
 def _groups(
     test: Promotion, rollouts: Sequence[Observed], config: Config, now: float, is_full: bool
 ) -> tuple[list[SiblingGroup], bool]:
-    """Groups that are complete or no longer awaited, in order (docs/training.md), and whether these are all."""
+    """The groups before the first that is still awaited (docs/training.md), and whether these are all."""
     size, timeout_s = config.trainer.group_size, config.trainer.group_timeout_s
     rewards = [metric for metric in metrics_of(config) if metric.rules is not None]
     members: dict[tuple[Any, ...], list[Observed]] = defaultdict(list)
@@ -192,7 +192,7 @@ def _groups(
 
 
 def _settled_at(rollout: Observed, missing: bool) -> float:
-    """When a rollout's values are final: it has ended and has its rewards, or is no longer awaited."""
+    """The time from which a rollout's values are final, or no longer awaited."""
     if rollout.ended_at is None:
         return rollout.created_at + REWARD_WAIT_S
     if missing and rollout.status == "completed":
@@ -201,7 +201,7 @@ def _settled_at(rollout: Observed, missing: bool) -> float:
 
 
 def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | None, str]:
-    """Decide on all metrics' evidence: the outcome (None: undecided), and why. `is_over`: no rollouts will follow."""
+    """The outcome for all metrics' evidence (None: undecided), and the reason. `is_over`: no rollouts will follow."""
     lines = {
         name: "no pair has a value" if one.mean is None else f"{one.mean:+.3f} on average over {one.pairs} pairs"
         for name, one in judged.items()
@@ -220,7 +220,7 @@ def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | 
 
 
 class PolicyTest(BaseModel):
-    """`promotion`: whether new versions are tested before they go live. `test`: the running test."""
+    """`promotion`: whether new versions are tested before they go live. `test`: the running test, if any."""
 
     promotion: Literal["immediate", "gated"]
     test: Promotion | None
