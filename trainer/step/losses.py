@@ -132,10 +132,10 @@ WEIGHTINGS = {"token": "mean", "rollout": "own", "sequence": "mean"}
 
 
 def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: int = 0) -> dict[str, float]:
-    """Return the weight of each trained token in the step's loss, by rollout. Rollouts without tokens are left out.
+    """Return the weight of each trained token in the step's loss, by rollout. Rollouts without one are left out.
 
     The loss is averaged over `compared` rollouts, including those that teach nothing; 0 means the ones in `samples`.
-    With `weighting: sequence` it is the weight of an answer, which its tokens share. By hand: in rollouts of 3
+    With `weighting: sequence` the weight is that of an answer, and its tokens share it. By hand: in rollouts of 3
     and 6 tokens, each token weighs 1/6 and 1/12 (`own`), or 1/9 in both (`mean`).
     """
     counts: Counter[str] = Counter()
@@ -152,7 +152,7 @@ def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: in
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The positions of the A answers of B samples in (B, T) tensors. Each becomes a row of length L."""
+    """The positions of the A answers of B samples in (B, T) tensors. Each answer becomes a row of length L."""
 
     rows: Tensor  # (A, 1)
     columns: Tensor  # (A, L)
@@ -190,8 +190,8 @@ def loss_inputs(
 ) -> LossInputs:
     """Return the inputs of the loss. `logprobs`: the policy's, (A, L); `weights`: by rollout (`token_weights`).
 
-    Tokens with log-probability -inf are removed: under the current weights, filters such as top_p exclude them, so the
-    trained policy would not sample them, or their grammar cannot be replayed. The remaining tokens keep their weights.
+    Tokens with log-probability -inf are removed: either filters such as top_p exclude them under the current weights,
+    or their grammar cannot be replayed. The remaining tokens keep their weights.
     """
     outside = logprobs.detach().isneginf()
     shares = torch.tensor([weights[sample.rollout_id] for sample in samples], device=logprobs.device)[answers.rows]
@@ -221,7 +221,7 @@ def policy_loss(given: LossInputs) -> Tensor:
 
 
 def masked_tokens(loss: Tensor, given: LossInputs) -> Tensor:
-    """Return (A, L): tokens with an advantage but no gradient. Raises ConfigError if the whole loss has no gradient."""
+    """Return an (A, L) mask of tokens with an advantage but no gradient. Raises ConfigError if the loss has none."""
     return (given.advantages != 0) & (_gradient(OWN_LOSS, given.config.loss, loss, given.logprobs) == 0)
 
 
@@ -301,7 +301,7 @@ GUIDE_LIMIT = 5.0  # nats at one token
 
 
 class Guided(NamedTuple):
-    """What guides add, (A, L): where they have values, the clipped difference, and what it adds to the advantage."""
+    """What guides add to the advantages. `there` marks tokens with a value; `gap` is the clipped difference."""
 
     there: Tensor
     gap: Tensor
@@ -325,8 +325,8 @@ def guided(given: LossInputs, samples: Sequence[Sample], answers: Answers) -> tu
 def context_loss(logprobs: Tensor, samples: Sequence[Sample], results: int, config: TrainerConfig) -> Tensor:
     """Return what the user's function adds to the loss for the tokens that tools wrote; 0 if there are none.
 
-    `logprobs`: (B, T), of all scored tokens of the B samples. The function gets only the K tool tokens. `results`:
-    how many such tokens the step has.
+    `logprobs` (B, T) are of all scored tokens of the B samples. The function gets only those of tool tokens, and
+    `results`, the number of tool tokens in the adapter's whole step.
     """
     places = [(row, i) for row, s in enumerate(samples) for span in s.results for i in range(*span)]
     if not places:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Pass(NamedTuple):
     """A forward and backward pass over a micro-batch.
 
-    `counts` is false if the pass is made only because another process needs this one's part of the model.
+    `counts` is false if the pass is made only because another process needs this process's part of the model.
     """
 
     micro_batch: MicroBatch
@@ -65,7 +65,7 @@ class Processes:
         return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     def follow(self, trainer: object) -> None:
-        """Repeat the work of process 0 until that ends. Raises ConfigError without the feature `distributed`."""
+        """Repeat what process 0 does until it ends. Raises ConfigError without the feature `distributed`."""
         raise ConfigError("this process is one of several, which needs the feature `distributed`")
 
     def end(self) -> None:

@@ -67,7 +67,7 @@ def score(
 def _places(
     samples: Sequence[Sample], tree: PrefixTree, *, results: bool
 ) -> Iterator[tuple[tuple[int, int, float, int], int, int]]:
-    """Yields a key for the score of each token to score, and the token's place in (B, T). Equal keys share one score.
+    """Yield a key for each token to score, and its place in (B, T). Tokens with equal keys share one score.
 
     The key is the node that predicts the token, the token, the temperature, and a number for how and where its answer
     was sampled (0 if only by temperature).
@@ -85,7 +85,7 @@ def _places(
 
 
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
-    """Raise ConfigError unless all layers have full or sliding-window attention, with a window that holds a sample."""
+    """Raise ConfigError unless all layers have full or sliding-window attention, with a window of `max_tokens`."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if others := kinds - {"full_attention", "sliding_attention"}:
         raise ConfigError(f"policy.model: only full or sliding-window attention is supported, not {sorted(others)}")
@@ -94,7 +94,7 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
 
 
 def longest_sample(config: PreTrainedConfig, wanted: int | None) -> int:
-    """Return the longest sample that `wanted` (None: the attention window) and the model's context allow, in tokens."""
+    """Return how many tokens a sample may have: `wanted` (None: the attention window), capped by the context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     limits = [wanted, context] if wanted else [context, _window(config)]
     return min((limit for limit in limits if limit), default=DEFAULT_SAMPLE)
@@ -134,7 +134,7 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
 
 
 class _Tokens(NamedTuple):
-    """(K,) next tokens and temperatures, and how the tokens were sampled if not by temperature alone."""
+    """K next tokens, their temperatures, and how they were sampled if not by temperature alone."""
 
     labels: Tensor
     temperatures: Tensor
@@ -168,7 +168,7 @@ def token_scores(
 def _scores_and_slopes(
     model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Score a chunk and compute the gradients at once, since each score depends on its own row's hidden state alone.
+    """Score a chunk and compute the gradients at once, since each score depends only on the hidden state of its row.
 
     Each score is returned as a linear function of the hidden state with its gradient as the slope.
     The slopes of the entropies cost one more pass through the head.
@@ -195,9 +195,9 @@ def _scores(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gra
 class _Scores(torch.autograd.Function):
     """Scores of (K, V) logits. Autograd would read all logits several times more for the same slopes.
 
-    With respect to a logit over the temperature, a log-probability has the slope 1 for its token minus p, an entropy H
-    has -p (log p + H). Tokens that the sampling parameters exclude have p = 0. The slope of a log-probability of -inf
-    means nothing: the loss removes such tokens.
+    With respect to a logit over the temperature, the slope of a log-probability is 1 - p for its own token and -p for
+    any other; that of an entropy H is -p (log p + H). Tokens that the sampling parameters exclude have p = 0. The slope
+    of a log-probability of -inf means nothing: the loss removes such tokens.
     """
 
     @staticmethod

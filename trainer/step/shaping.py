@@ -28,7 +28,7 @@ _KEPT_GRAMMARS = 100  # compiled, each may take megabytes
 class SampledPlace(NamedTuple):
     """How a token was sampled, after which prompt and partial answer, and what a grammar allowed there.
 
-    `allowed` is (1, V/32) bits; None without a grammar; without a row if the grammar could not be replayed up to there.
+    `allowed` is (1, V/32) bits, or None without a grammar. It has no row if the grammar could not be replayed so far.
     """
 
     sampling: Sampling
@@ -71,7 +71,7 @@ class Shaper:
         return found
 
     def before_temperature(self, logits: Tensor, places: Sequence[SampledPlace | None]) -> Tensor:
-        """Return (K, V) logits with masks, biases and penalties applied, as part of autograd's graph."""
+        """Return (K, V) logits with masks, biases and penalties applied. Gradients flow through them."""
         if not any(place is not None and _changes_logits(place) for place in places):
             return logits
         return torch.stack([row if p is None else self._shaped(row, p) for row, p in zip(logits, places, strict=True)])
@@ -122,7 +122,7 @@ class Shaper:
         return masks
 
     def _compile(self, grammar: str) -> Any:
-        """Compile a grammar: vLLM's structured outputs as JSON. None if xgrammar is missing or refuses the grammar."""
+        """Compile a grammar (vLLM's structured outputs, as JSON). Return None if xgrammar is missing or refuses it."""
         if not is_installed():
             return None
         import xgrammar
@@ -137,7 +137,7 @@ class Shaper:
 
 
 def truncate(logprobs: Tensor, places: Sequence[SampledPlace | None]) -> Tensor:
-    """Return (K, V) log-probabilities after temperature, renormalised over what min_p, top_k and top_p keep."""
+    """Renormalise (K, V) log-probabilities over the tokens that min_p, top_k and top_p keep; the rest get -inf."""
     alike: dict[tuple[float, int, float], list[int]] = {}
     for row, place in enumerate(places):
         if place is not None:

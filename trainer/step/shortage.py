@@ -21,8 +21,9 @@ def make_what_fits(
 ) -> Numbers:
     """Run the passes, but stop at a loss that is not finite. Return their numbers.
 
-    A pass that fails has already added to the gradients. So when memory runs out, all passes run again: the failed
-    one as two halves, and the others in parts that are no larger. The largest come first, so that little work is lost.
+    A pass that fails may have added to the gradients. So when memory runs out, all passes run again: the failed one as
+    two halves, and the others in parts that are no larger. A single sample that does not fit is left out. An adapter's
+    largest passes come first, so that little work is lost.
     """
     shortage, todo = Numbers(), list(passes)
     while True:
@@ -55,7 +56,7 @@ def _fitting(one: Pass, shortage: Numbers) -> list[Pass]:
 
 
 def _halved(one: Pass, shortage: Numbers) -> list[Pass]:
-    """The halves of a pass that does not fit; nothing for a single sample. `shortage` counts both cases."""
+    """Return the halves of a pass that does not fit, or nothing for a single sample. Count it in `shortage`."""
     samples = one.micro_batch.samples
     if len(samples) == 1:
         shortage.too_large += (samples[0].rollout_id,)

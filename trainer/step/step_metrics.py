@@ -1,4 +1,4 @@
-"""The numbers of a training step, summed over its passes, its warnings, and reasons to skip it.
+"""The numbers of a training step: sums over its passes, warnings about it, and reasons to skip it.
 
 The numbers are reported under the names of `metric_schema`.
 """
@@ -32,7 +32,7 @@ SAMPLER_TOKENS = 256  # a step judges its sampler by no fewer
 
 @dataclass(slots=True)
 class Numbers:
-    """The sums over passes, in one process or in all. `fault`: why the step is skipped."""
+    """Sums over passes, in one process or in all. `fault` says why the step is skipped."""
 
     sums: Counter[str] = field(default_factory=Counter)
     ratio_max: float = 0.0
@@ -65,8 +65,8 @@ def numbers_of(
 
     Tensors are (A, L), one row per answer; `rows`, (A, 1), has the index of each answer's sample.
 
-    `clipped` counts tokens as TRL does: their importance ratio, at `trainer.importance_level`, is outside the loss's
-    limits on the side that their advantage pulls them to. `kl` is to the policies that sampled the answers, `kl_base`
+    `clipped` counts what TRL counts: tokens with an importance ratio, at `trainer.importance_level`, beyond the loss's
+    limit on the side that their advantage pulls them to. `kl` is to the policies that sampled the answers, `kl_base`
     to the base model, if computed. `fresh` tokens are in rows that only `version` sampled.
     """
     config, mask = given.config, given.mask.bool()
@@ -128,7 +128,7 @@ class StepMetrics:
         return self.numbers.mean("fresh_kl", "fresh_tokens")
 
     def warnings(self, tolerance: float) -> dict[str, str]:
-        """Return what is wrong with the step's tokens, by name of the problem. `tolerance`: as in `wrong_sampler`."""
+        """Return warnings about the step's tokens, by the name of the problem. `wrong_sampler` uses `tolerance`."""
         sums, found = self.numbers.sums, dict[str, str]()
         sampled = sums["trained_tokens"] + sums["outside_tokens"]
         if sums["fresh_tokens"] >= SAMPLER_TOKENS and (why := wrong_sampler(self.fresh_kl, tolerance)):
@@ -149,7 +149,7 @@ class StepMetrics:
         return f"{of} took too much memory and cannot be trained on; lower trainer.max_sample_tokens"
 
     def result(self) -> dict[str, float]:
-        """Return metrics by name (`metric_schema`), some maybe infinite or NaN. Most means are over trained tokens."""
+        """Return the step's metrics by name. Some of them may be infinite or NaN."""
         config, numbers, seconds = self.config, self.numbers, self.elapsed
         found = {name: float(numbers.sums[name]) for name in COUNTS} | {
             "grad_norm": self.grad_norm,
@@ -181,7 +181,7 @@ class StepMetrics:
 
 
 def peak_memory_gib() -> float:
-    """Return the peak memory of this process in GiB: torch's on its GPU, or without a GPU the process's."""
+    """Return the peak memory in GiB: what torch reserved on the GPU, or without a GPU what this process used."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -211,7 +211,7 @@ def wrong_sampler(kl: float, tolerance: float) -> str | None:
 
 
 def fault_of_loss(rollout_ids: Sequence[str], given: LossInputs) -> str:
-    """Return what is not finite: the first such part of the loss, or the loss as a whole. Parts are (A, L)."""
+    """Return a text that names the first part of the loss that is not finite (or the loss) and a few rollouts."""
     parts = {
         "captured log-probabilities": given.sampled_logprobs,
         "advantages": given.advantages,

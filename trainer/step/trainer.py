@@ -138,8 +138,8 @@ class LightningTrainer:
     def forward_backward(self, batch: Batch) -> None:
         """Compute the gradients of `batch`.
 
-        Each adapter gets the gradients of its own samples only; without samples it has none. A pass that runs out of
-        memory is halved, unless the model is sharded.
+        Each adapter gets the gradients of its own samples only. A pass that runs out of memory is halved, unless the
+        model is sharded.
         """
         metrics = StepMetrics(self.settings, self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
@@ -217,7 +217,7 @@ class LightningTrainer:
         return StepTotals(weights, sum(sample.trained_tokens for sample in own), results)
 
     def _pass(self, one: Pass, totals: StepTotals, version: int | None) -> Numbers:
-        """Add a pass's gradients: zeros if it does not count, none for a loss that is not finite unless sharded."""
+        """Run a pass, add its gradients, and return its numbers. A pass that does not count adds zeros."""
         samples, config = one.micro_batch.samples, self.settings
         answers, reference = Answers.of(samples, self.device), None
         if config.kl_coef or config.kl_metric:
@@ -297,7 +297,7 @@ class LightningTrainer:
         return self.weight_sets.weights(name)
 
     def adopt(self, step: int) -> None:
-        """Record that the weights were trained by other means, as `step`. The optimizer's old moments are dropped."""
+        """Record that the weights were trained in step `step` by other means. Drop the optimizer's moments."""
         self.optimizer.state.clear()
         self.trackers.step = step
 
@@ -366,9 +366,9 @@ class LightningTrainer:
 
 
 def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Switch dropout off, and let layers recompute their activations in the backward pass if configured.
+    """Switch dropout off. If configured, let layers recompute their activations in the backward pass.
 
-    Recomputing acts in training mode only: scoring without gradients keeps no activations anyway.
+    They do so only in training mode: scoring without gradients keeps no activations anyway.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
