@@ -1,7 +1,7 @@
 """The tables of a store: a `schema.sql` for the core and for each feature with tables, each with a version number.
 
 The scripts are written for SQLite and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` next to a script adds
-what only one database needs. A store with other version numbers is left unchanged, as are tables of removed features.
+what only one database needs. A store with other version numbers is refused. Tables of removed features stay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TRIGGER = re.compile(r"CREATE TRIGGER (\w+) (AFTER .*? ON \w+)(?:\s+WHEN (.*?))
 
 @cache
 def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]:
-    """Return the schema version and script of the core (`store`) and of each feature, by name, for one database."""
+    """Return, by name, the schema version and the script of the core (`store`) and of each feature with tables."""
     found = {}
     package = resources.files("lightning_proxy")
     for folder in [package / "store", *sorted((package / "features").iterdir(), key=attrgetter("name"))]:
@@ -49,7 +49,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
-    """Return the names of the `parts` without tables. Raises OtherSchema for a database of another program or schema.
+    """Return which `parts` have no tables yet. Raises OtherSchema if another program or schema made the database.
 
     `tables`: the names of the database's tables; `numbers`: its schema versions, by the names in `parts`.
     """

@@ -89,7 +89,7 @@ class Step:
 class CallCredit:
     """How a step trains on a call. `returned`: the call's return.
 
-    `row`: the index, in the rollout, of the training row that has the call, or None. `placed`: why the call is in that
+    `row`: the index of the rollout's training row that contains the call, or None. `placed`: why the call is in that
     row or in none (trainer/rows/samples.py).
     """
 
@@ -106,8 +106,8 @@ class Collapse:
     """Why training and publishing stopped at `at` (Unix time). They resume when somebody makes a version live.
 
     `sign`, `what`: the name of the sign that was seen, and its description. `live_at`: when the version that was live
-    at the time had gone live. `go_back_to`: the newest version before the sign that can be served, or else the oldest
-    later one, or the base model. The last step's metrics store this as `collapse`.
+    at that moment had gone live. `go_back_to`: the newest version before the sign that can be served, or else the
+    oldest later one, or the base model. The last step's metrics store this as `collapse`.
     """
 
     sign: CollapseSign
@@ -118,7 +118,7 @@ class Collapse:
 
     @classmethod
     def of(cls, last: Step | None, live: PolicyVersion) -> Collapse | None:
-        """Return the collapse of the last step; None if there is none, or a version was made live by hand since."""
+        """Return the collapse of the last step; None if there is none, or if a version was made live since."""
         stored = last.metrics.get("collapse") if last else None
         return cls(**stored) if stored and stored["live_at"] == live.live_at else None
 
@@ -144,9 +144,9 @@ class TrainingSteps(Records):
         groups: Sequence[Sequence[str]] = (),
         credit: Sequence[CallCredit] = (),
     ) -> int:
-        """Give rollouts to a new step and return its number. `groups` and `dropped` as in `drop`.
+        """Give rollouts to a new step and return its number. `groups` and `dropped` are as in `drop`.
 
-        Releasing the step undoes `dropped`. `credit`, for the rollouts' calls, replaces that of an earlier step.
+        Releasing the step undoes `dropped`. `credit` replaces what an earlier step credited the rollouts' calls with.
         """
 
         async def work(db: Transaction) -> int:
@@ -167,7 +167,7 @@ class TrainingSteps(Records):
         await self._db.write(lambda db: _drop(db, dropped, groups, None))
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
-        """Commit a step once its checkpoint is complete: a restart no longer releases its rollouts."""
+        """Mark a step as trained, once its checkpoint is complete. A restart no longer releases its rollouts."""
         row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
         await self._db.commit([(STEP_TRAINED, [row])])
 
@@ -188,7 +188,7 @@ class TrainingSteps(Records):
         await self._db.commit([ended, *((statement, [{}]) for statement in OFFER_ALL if offer)])
 
     async def forget_all(self) -> None:
-        """Forget all training and where versions' files are; then, in another transaction, make version 0 live."""
+        """Forget all training and the paths of versions' files; then, in another transaction, make version 0 live."""
         await self._db.commit([(statement, [{}]) for statement in FORGET_TRAINING])
         await self._versions.set_live(0)
 
@@ -210,7 +210,7 @@ class TrainingSteps(Records):
         return await self._trained("ORDER BY step")
 
     async def newest(self, limit: int, before: int | None = None, *, brief: bool = False) -> list[Step]:
-        """Return the last finished steps, newest first; with `before`, only those before that step.
+        """Return the last `limit` finished steps, newest first; with `before`, only steps before that one.
 
         With `brief`, the metrics come without `reward_by_task`, their largest part.
         """
@@ -234,7 +234,7 @@ class TrainingSteps(Records):
         await self._db.execute(STEP_METRICS, step=step, metrics=dumps(metrics))
 
     async def old_checkpoints(self, keep: int) -> list[tuple[int, str]]:
-        """Return steps and checkpoints that are not among the newest `keep` and belong to no version with files."""
+        """Return step and path of all checkpoints except the newest `keep` and those of versions with files."""
         return [(step, path) for step, path in await self._db.all(OLD_CHECKPOINTS, {"newer": keep - 1})]
 
     async def forget_checkpoint(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The policy versions: when each went live, how they are published, first probe answers, ancestry and rewards."""
+"""The policy versions: their status, how they are published, their answers to probes, ancestry and rewards."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ FEW = 6  # makes the variance of few tasks larger, as Student's t has longer tai
 
 
 class TaskMean(NamedTuple):
-    """The mean and mean squared reward of a task's `rollouts` that began with this version.
+    """The mean reward and mean squared reward (`square`) of a task's rollouts that began with this version.
 
     `task_id` is None for all rollouts without a task. `rewarded`: how many rollouts have a reward; the others failed.
     `tokens`: mean sampled tokens per rollout; `latency_ms`: mean latency of a rollout's calls; None if not requested.
@@ -115,7 +115,7 @@ class TaskMean(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The publishing mode, and the process (trainer or proxy) that decided it at this Unix time."""
+    """The publishing mode, the process (trainer or proxy) that decided it, and when (Unix time)."""
 
     mode: PublishMode
     decided_by: str
@@ -136,7 +136,7 @@ class Probed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeanReward:
-    """The mean reward over tasks, and the number of their rollouts. Rollouts without a task each count as a task."""
+    """The mean reward over tasks, and the number of their rollouts. Each rollout without a task counts as a task."""
 
     mean: float
     rollouts: int
@@ -205,7 +205,7 @@ class PolicyVersions(Records):
         raise NotFound(f"no policy version {version}", param="version")
 
     async def named(self, model: str) -> int | None:
-        """Return the version that vLLM serves (or an agent's adapter of it) under this name; None if there is none."""
+        """Return the version that has this name, or an adapter of this name, in vLLM; None if there is none."""
         # Adapters of agents are served under the version's own name with a point and theirs.
         names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
         served = "served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names))"
@@ -223,7 +223,7 @@ class PolicyVersions(Records):
         return frozenset(version for (version,) in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
-        """Return those of the live version, the candidate and `pinned` versions that have files, ordered by number."""
+        """Return the live version, the candidate and the `pinned` versions by number, leaving out any without files."""
         wanted = {*pinned}
         return [v for v in await self.with_files() if v.status in ("live", "candidate") or v.version in wanted]
 
@@ -237,7 +237,7 @@ class PolicyVersions(Records):
         return int(version)
 
     async def reserve(self, versions: Iterable[int]) -> None:
-        """Reserve the numbers of versions that imported rollouts were sampled from, and that have no files here."""
+        """Reserve the numbers of versions that imported rollouts were sampled from."""
         other = "INSERT INTO policy_versions (version, status, created_at) VALUES (:version, 'ready', :at)"
         rows = [{"version": version, "at": time.time()} for version in versions]
         await self._db.commit([(f"{other} ON CONFLICT DO NOTHING", rows)])
@@ -245,7 +245,7 @@ class PolicyVersions(Records):
     async def saved(
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
     ) -> None:
-        """Store where a version's complete files are, and the names in vLLM of the version and its agents' adapters."""
+        """Store where a version's files are, and what the version and its agents' adapters are called in vLLM."""
         statement = (
             "UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters"
             " WHERE version = :version"
@@ -254,7 +254,7 @@ class PolicyVersions(Records):
         await self._db.commit([(statement, [row])])
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
-        """Make the version live: the alias refers to it from now on. The test of a candidate ends."""
+        """Make the version live: the alias refers to it from now on. If a candidate was being tested, its test ends."""
         statements = [VERSION_UNTESTED, *GO_LIVE, *([VERSION_VERIFIED] if verified else ()), STEP_PUBLISHED]
 
         async def alone(db: Transaction) -> None:  # or two at once could both be left live
@@ -267,7 +267,7 @@ class PolicyVersions(Records):
         await self._db.execute(VERSION_VERIFIED, version=version)
 
     async def failed(self, version: int, error: str) -> None:
-        """Note why the version could not go live or, with merged weights, stay live. It never goes live again."""
+        """Note why the version could not go live or stay live. It never goes live again."""
         row = {"version": version, "error": error}
         await self._db.commit([(statement, [row]) for statement in VERSION_FAILED])
 
@@ -284,11 +284,11 @@ class PolicyVersions(Records):
         return {version for (version,) in await self._db.all(PINNED_VERSIONS, {"since": since})}
 
     async def parents(self) -> dict[int, int]:
-        """Return, by version, the version that its training step started from, if it has a step."""
+        """Return the parent of each version that has a training step: the version that the step started from."""
         return dict(map(tuple, await self._db.all(PARENTS)))
 
     async def rewards(self, versions: Iterable[int], key_id: str | None = None) -> dict[tuple[str, int], VersionReward]:
-        """Return the mean rewards of versions, by mode and version. `key_id` as in `task_means`."""
+        """Return the mean rewards of versions, by mode and version. `key_id` is as in `task_means`."""
         found = defaultdict[tuple[str, int], list[TaskMean]](list)
         for one in await self.task_means(versions, key_id):
             found[one.mode, one.version].append(one)
@@ -300,7 +300,7 @@ class PolicyVersions(Records):
         """Return the mean rewards of rollouts, by the version that they began with, mode and task.
 
         These are trusted rewards (`rewards.py`) or, with `key_id`, all rewards of this key's newest rollouts. Rollouts
-        that another model answered do not count. With `costs`, also their tokens and latency.
+        that another model answered do not count. With `costs`, tokens and latency are included.
         """
         statement = REWARDS_BY_TASK if key_id is None else REWARDS_BY_TASK_OF_KEY
         statement = statement.replace(NO_COSTS, COSTS) if costs else statement

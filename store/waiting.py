@@ -170,11 +170,11 @@ class Waiting(Records):
         return of_tasks + (of_nothing.rewarded if of_nothing else 0)
 
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
-        """Return each rollout's owner: a key with scope `own`, or None for all other rollouts, which share groups."""
+        """Return the owner of each rollout: a key with scope `own`, or None if it was opened in another way."""
         return dict(map(tuple, await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})))
 
     async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
-        """Count completed rollouts without a reward that counts; also, by reward name, those with one that does not.
+        """Return how many completed rollouts have no reward that counts, and by name how many have another reward.
 
         Rollouts that were dropped, or await a reward function, are not counted.
         """
@@ -203,7 +203,7 @@ class Waiting(Records):
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
         """Return rewarded rollouts opened before this one, newest first; if `task_id` is set, only those of this task.
 
-        Rollouts of a key that sees only its own are compared only with each other.
+        All of them have the same owner as this one.
         """
         statement = EARLIER if task_id is None else EARLIER_OF_TASK
         params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "task_id": task_id}

@@ -1,4 +1,4 @@
-"""Writes checkpoints atomically, with the configuration, and reads them. Changed settings are logged or refused."""
+"""Writes checkpoints atomically and reads them. Settings that changed since a checkpoint are logged or refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 async def prune_checkpoints(store: Store, keep: int) -> None:
-    """Delete all checkpoints but the `keep` newest and ones of versions with files, from which training may resume."""
+    """Delete all checkpoints except the newest `keep` and those of versions with files."""
     for step, checkpoint in await store.steps.old_checkpoints(keep):
         await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
         await store.steps.forget_checkpoint(step)
@@ -80,7 +80,7 @@ def _sync(path: Path) -> None:
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
-    """Return the values of `trainer` and features (no API keys) by dotted name, and the policy's model and adapters."""
+    """Return the settings to save with a checkpoint, by dotted name. API keys are left out."""
     keys: Saved = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     for name, section in (("trainer", trainer), *((section.name, section) for section in trainer.sections)):
         keys |= _flat(name, section)
@@ -101,8 +101,8 @@ def saved_rate(directory: Path) -> float | None:
 def config_changes(directory: Path, config: Saved) -> list[str]:
     """Return `key old → new` for each key that changed since a checkpoint; nothing if it has no saved configuration.
 
-    Raises ConfigError if the checkpoint cannot be used with `config`: it has another base model, other adapters or
-    another `trainer.weights`, or for LoRA another rank, alpha or targets.
+    Raises ConfigError if the saved configuration is damaged, or has a base model, adapters or `trainer.weights` (for
+    LoRA also a rank, alpha or targets) other than `config`.
     """
     before, changes = _read_config(directory), dict[str, str]()
     for key, value in config.items():
@@ -151,7 +151,7 @@ def read_state(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, A
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of the base weights. It is the same in float32 and bfloat16, and wherever the files are."""
+    """Return a digest of the base weights. It is the same in float32 and bfloat16."""
     digest = hashlib.sha256()
     for name, weights in model.named_parameters():
         if "lora_" not in name:

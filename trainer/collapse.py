@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 class Drop(NamedTuple):
     """The fall of the mean reward from `before` to `after`, with `compared` rollouts or tasks on each side.
 
-    `share`: the drop relative to `before` minus the lowest reward. Scaling rewards does not change `sigmas`.
+    `share`: the fall divided by (`before` - the lowest reward). `sigmas`: the fall in standard deviations.
     """
 
     sigmas: float = 0.0
@@ -75,7 +75,7 @@ class Drop(NamedTuple):
 
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
-    """Return a sign for the clearest reward drop along `line` (newest version first) if any. `scored`: oldest first."""
+    """Return a sign for the clearest drop in `scored` (oldest first) along `line` (newest version first), if any."""
     drops: list[tuple[int, Drop]] = []
     for newest in (n for n in SPLITS if n < len(line)):
         before, after = ([one for one in scored if one.version in part] for part in (line[newest:], line[:newest]))
@@ -197,7 +197,7 @@ class Monitor:
     async def keep(self) -> set[int]:
         """Return the versions that a rollback may go to from the live one. Their files must stay.
 
-        They are 1, 2-3, 4-7 and 8-15 versions back. One that is 8 back was 4, 2 and 1 back before, and was kept then.
+        They are 1, 2-3, 4-7 and 8-15 versions back, chosen so that the files of each were kept at every step before.
         """
         if self._config.action == "off":
             return set()
@@ -283,7 +283,7 @@ class Monitor:
         return line
 
     async def _scored(self, since: int) -> list[Scored]:
-        """The newest rollouts of version `since` and later that have trusted rewards, with these rewards, weighted.
+        """The newest rollouts of version `since` and later that have trusted rewards.
 
         Judge scores do not count: only rollouts that are trained on have them, so versions would not be comparable.
         A rollout counts once it is older than most rollouts were at their end: failures may end sooner than successes.

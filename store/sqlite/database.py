@@ -39,9 +39,9 @@ CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 class SqliteDatabase(Database):
     """Three connections: one in the event loop's thread, and two in their own threads for writing and reading.
 
-    Statements that every call needs run in the event loop (`commit`, `quick`), which is faster than in a thread. They
-    never block the loop: a commit that is large or synced, or finds the store locked, goes to the writer's thread, as
-    other transactions do. Readers never wait for writers.
+    Statements that every call needs run in the event loop (`commit`, `quick`), which is faster than in a thread. So as
+    not to block the loop, a commit that is large or synced, or finds the store locked, goes to the writer's thread, as
+    all other transactions do. Readers never wait for writers.
     """
 
     def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
@@ -82,7 +82,7 @@ class SqliteDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Raises StoreUnavailable if the file stays locked, is damaged, removed or replaced, or the disk is full."""
+        """Raises StoreUnavailable if the file stays locked, if it was damaged or replaced, or if the disk is full."""
 
         def work(connection: sqlite3.Connection) -> None:
             for statement, rows in runs:
@@ -109,7 +109,7 @@ class SqliteDatabase(Database):
         return done
 
     async def _in_thread(self, job: Job[T]) -> T:
-        """Run a job shielded: once begun, it is completed even if its caller is cancelled, and the next job waits."""
+        """Run a job in the writer's thread. It is completed even if the caller is cancelled."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.shield(loop.run_in_executor(self._thread, job, self._writer))
@@ -154,7 +154,7 @@ class SqliteDatabase(Database):
         self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
 
     def _require_place(self) -> None:
-        """Raise StoreUnavailable if file or write-ahead log was removed or replaced, or the file was emptied."""
+        """Raise StoreUnavailable if the file or its log was removed or replaced, or if the file was emptied."""
         for file, known in self._files.items():
             if _identity(file) != known:
                 way = "put it back, or restore it from a backup, and restart the proxy and the trainer"
@@ -172,7 +172,7 @@ class SqliteDatabase(Database):
             self._checkpoint = asyncio.create_task(self.checkpoint())
 
     async def checkpoint(self, *, empty: bool = False) -> None:
-        """Move committed pages from the write-ahead log into the file. `empty`: truncate the log."""
+        """Move committed pages from the write-ahead log into the file. If `empty`, also truncate the log."""
         async with self._checkpointing:
             await asyncio.to_thread(_checkpoint, self.path, self._config, empty)
 
@@ -220,7 +220,7 @@ def has_room(directory: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Return the file's device and inode, and whether it has content or is a log; empty if there is no file."""
+    """Return a tuple that changes if the file is removed, replaced or, unless it is a log, emptied."""
     try:
         found = path.stat()
     except OSError:
@@ -299,7 +299,7 @@ def _is_locked(error: BaseException) -> bool:
 
 
 def _checkpoint(path: Path, config: StoreConfig, empty: bool) -> None:
-    """Move committed pages from the write-ahead log into the file, as far as nobody has to wait long.
+    """Move committed pages from the write-ahead log into the file, without making anybody wait long.
 
     A separate connection lets the writer continue. Under constant writes a long log never restarts by itself, so it is
     restarted here, after a short wait. Unless `empty`, the log's file keeps up to `journal_size_limit` bytes:
@@ -314,7 +314,7 @@ def _checkpoint(path: Path, config: StoreConfig, empty: bool) -> None:
 
 
 class SqliteTransaction(Transaction):
-    """The statements of the current transaction, as async functions that never wait, so no event loop is needed."""
+    """Runs the statements of one transaction. Its async methods never wait, so no event loop is needed."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection

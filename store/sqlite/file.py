@@ -1,4 +1,4 @@
-"""A store's file: its tables, locks for work of one process at a time, copies, and reading without writing."""
+"""A store's file: making its tables, copying it, reading it without writing, and locks between processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 
 
 def make_private(path: Path) -> None:
-    """Create the file if missing, readable only by its owner. SQLite gives its other files the same permissions."""
+    """Create the file if it is missing, readable only by its owner. SQLite gives the files next to it the same mode."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
@@ -28,7 +28,7 @@ def is_sqlite(path: Path) -> bool:
 
 
 def copy_store(source: Path, target: Path) -> None:
-    """Copy a store as of one moment, without leaving files next to one that is not in use."""
+    """Copy a store as it is at one moment. If it is not in use, no files are left next to it."""
     try:
         with closing(only_read(source)) as connection:
             missing_in(connection, str(source))  # or it is not a store of this schema
@@ -49,7 +49,7 @@ def back_up(store: Path, target: Path) -> None:
 
 
 def restore(backup: Path, store: Path) -> None:
-    """Make a store from a backup. Raises LightningError if a store exists or `backup` is no store of this schema."""
+    """Make a store from a backup. Raises LightningError if `store` exists or `backup` is not a store of this schema."""
     if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
         raise LightningError(
             f"there is already a store at {store}: move it away, with the files next to it, or set store.url"
@@ -83,7 +83,7 @@ def _remove(store: Path) -> None:
 
 
 def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
-    """Open a store for reading, from any thread, without writing. Raises sqlite3.Error or OtherSchema if that fails."""
+    """Open a store for reading only, for use in any thread. Raises sqlite3.Error or OtherSchema if that fails."""
     connection = only_read(store, wait_s)
     try:
         require_all(str(store), missing_in(connection, str(store)))
@@ -126,7 +126,7 @@ def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
 
 @contextmanager
 def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
-    """Yield whether this process got the lock for this work, which it holds until the block or the process ends."""
+    """Yield whether this process got the lock for this work. It is released when the block or the process ends."""
     with Path(f"{store}-{work}").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,13 +137,13 @@ def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
 
 
 def missing_in(connection: sqlite3.Connection, where: str) -> list[str]:
-    """Return the names of the `parts` without tables here. Raises OtherSchema if the file has another schema."""
+    """Return which `parts` have no tables in the file yet. Raises OtherSchema as `missing_parts` does."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     return missing_parts(where, tables, dict(connection.execute(NUMBERS)) if "schema_numbers" in tables else {})
 
 
 def make_tables(connection: sqlite3.Connection, where: str) -> None:
-    """Make the tables that are missing, in one transaction: several processes may start at once."""
+    """Make the missing tables in one transaction, because several processes may start at once."""
     if not missing_in(connection, where):
         return
     connection.execute("BEGIN IMMEDIATE")
