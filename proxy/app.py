@@ -54,7 +54,7 @@ CORE = (
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the proxy as an app. `heard_by`: listeners to calls. Raises ConfigError if a plugin cannot run."""
+    """Return the proxy as an app that reports ended calls to `heard_by`. Raises ConfigError if a plugin cannot run."""
     plugins = plugins_of(config)
     control = _control_api(config, plugins, (*CORE, status.health), heard_by)
     described = control.openapi
@@ -72,7 +72,7 @@ def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
 
 
 def api_to_read(config: Config, *routers: APIRouter) -> FastAPI:
-    """Return an app with only the reading routes, those of `routers` included, for a store that it does not write."""
+    """Return an app that only reads the store. It has the GET routes of the control API and of `routers`."""
     control = _control_api(config, plugins_of(config), (*CORE, *routers), writes=False)
     control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
     return control
@@ -107,7 +107,7 @@ def _control_api(
 async def _opened(
     config: Config, plugins: Sequence[ProxyPlugin], heard_by: Sequence[OnCall], *, writes: bool
 ) -> AsyncIterator[Parts]:
-    """Open the proxy's parts, and close them in reverse order at the end. Without `writes`, only read the store."""
+    """Open the proxy's parts, and close them when the block ends. Without `writes`, nothing is written to the store."""
     metrics, vllm, directory = Metrics(), config.policy_upstream, config.policy.directory
     async with AsyncExitStack() as stack:
         # The store, and the connections to upstreams.
@@ -185,7 +185,7 @@ _HURRIED = frozenset({"/reward", "/rollouts", "/readyz", "/metrics"})  # what ag
 
 
 class Dispatch:
-    """Sends data-path requests to the relay, if any, others to FastAPI. Refuses foreign pages if no key is needed."""
+    """Sends requests to the relay or FastAPI. While no key is needed, refuses what a foreign web page could send."""
 
     def __init__(self, control: FastAPI) -> None:
         self._control = control

@@ -157,7 +157,7 @@ _PARTS: dict[str, tuple[Json, str, str]] = {
 
 
 class MessagesTranslator(Translator):
-    """Translates the Messages API, whose events are a start, block after block, a delta with usage, and a stop."""
+    """Translates a call of the Messages API to chat, and the chat answer back."""
 
     own: ClassVar = MessagesApi()
 
@@ -227,7 +227,7 @@ class MessagesTranslator(Translator):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """The whole answer. A tool input that is no object (cut off, say) is wrapped in one, as Anthropic suggests."""
+        """The whole answer. As Anthropic suggests, a tool input that is not a JSON object is wrapped in one."""
         stream = MessagesStream()
         for event in events:
             stream.take(b"", event)
@@ -240,7 +240,7 @@ class MessagesTranslator(Translator):
         return {name: value for name, value in answer.items() if value is not None}
 
     def _stop_reason(self) -> tuple[str | None, str | None]:
-        """Why the answer ended, and the stop sequence that ended it. A call that a sequence cuts off must not run."""
+        """The `stop_reason` and `stop_sequence`. The reason is not `tool_use` if a sequence cut off the last call."""
         finish, stop = self.choice["finish_reason"], self.choice.get("stop_reason")
         if finish == "length":
             return "max_tokens", None

@@ -1,4 +1,4 @@
-"""Reads recorded calls of other APIs as chat; finds the conversation that `previous_response_id` refers to. Pure."""
+"""Reads recorded calls of other APIs as chat, and finds the conversation that a previous response ends. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANY_TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no
 def as_chat(
     endpoint: str, request: Json, template: Template = _ANY_TEMPLATE, earlier: Sequence[Json] = ()
 ) -> Json | None:
-    """Return the chat request that a recorded request is translated to; None if there is none."""
+    """Return a recorded request as a chat request; None if it cannot be translated."""
     try:
         return request if endpoint == CHAT_ENDPOINT else TRANSLATORS[endpoint](request).chat(template, earlier)
     except MALFORMED:
@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
     """The input and output items that one call added to its conversation, after the response `previous`.
 
     `by_chat`: the call went through the chat route, so the server does not have the response. `redacted`: part of the
-    input or output is not in the record. `size`: approximate bytes.
+    input or output is not in the record. `size`: the approximate number of bytes.
     """
 
     response_id: str

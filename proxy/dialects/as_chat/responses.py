@@ -64,7 +64,7 @@ def _items(given: Json) -> Sequence[Json]:
 
 
 def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
-    """Return the chat messages for `earlier` items and a request. Raises Untranslatable if chat cannot express one."""
+    """Return the chat messages for `earlier` items and a request. Raises Untranslatable if that is impossible."""
     items = [*earlier, *_items(given)]
     known = {item.get("id"): item for item in items if item.get("type") != "item_reference"}
     try:
@@ -82,7 +82,7 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
 def messages_of(items: Iterable[Json]) -> list[Json]:
     """Return the chat messages for these items, in order. Raises Untranslatable if chat cannot express one.
 
-    As in vLLM, a part of the model's turn joins the message before it if that message lacks such a part. Further tool
+    As in vLLM, an item of the model's turn joins the message before it if that message lacks such an item. Further tool
     calls join it too, and so does text after a call, because a chat message has only one text.
     """
     messages: list[Json] = []
@@ -228,7 +228,7 @@ _SCHEMA = ("name", "schema", "type", "description", "strict")
 
 
 class ResponsesTranslator(Translator):
-    """Translates the Responses API, whose numbered events hold a new response, its items and the complete response."""
+    """Translates a call of the Responses API to chat, and the chat answer back."""
 
     own: ClassVar = ResponsesApi()
     opened_by_nothing: ClassVar[tuple[str, ...]] = ("reasoning",)
@@ -386,7 +386,7 @@ def _custom_input(arguments: str) -> str:
 
 
 def _usage(usage: Json | None) -> Json | None:
-    """The usage in the form of Responses; details that the server does not send are 0."""
+    """The usage in the form of Responses. Details that the server did not send are 0 or empty."""
     if usage is None:
         return None
     cache, spent = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}

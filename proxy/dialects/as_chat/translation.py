@@ -1,6 +1,6 @@
 """Defines how requests of other APIs are answered through vLLM's chat route, which returns token ids. Pure.
 
-How vLLM's own Messages route uses the chat template depends on the server, so the proxy probes two of its routes: one
+How vLLM's own Messages route uses the chat template differs between servers. So the proxy probes two routes: one
 counts the tokens of a Messages request, the other returns the tokens of a chat.
 """
 
@@ -36,7 +36,7 @@ def picked(source: Json, names: str) -> Json:
 
 
 class Untranslatable(ValueError):
-    """The call cannot be written as chat with the same effect. The text is the reason that users see."""
+    """The call cannot be written as chat with the same effect. Users see the text as the reason."""
 
 
 class TemplateUnknown(Untranslatable):
@@ -100,7 +100,7 @@ def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
 
 
 class Translator(ChatApi, ABC):
-    """A call of another API through the chat route. As a dialect, it reads chat and gives events of its `own` API.
+    """Translates a call of another API to chat, and the chat answer to events of its `own` API.
 
     One part of the answer is open at a time: its reasoning, its content, or a tool call. Tool calls are sent one after
     another, however they arrive; text that arrives inside one waits for its end. `request`: the request for the chat
