@@ -245,7 +245,7 @@ def export_version(
         Literal["adapter", "merged"] | None, typer.Option("--as", help="merged: a full model", show_default="as served")
     ] = None,
 ) -> None:
-    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not be running."""
+    """Write a version as a directory that vLLM and transformers can load. The proxy need not be running."""
     from .commands.export.policy import export_policy
     from .commands.signals import run_until_signal
 
@@ -310,7 +310,7 @@ def import_(
     model: Annotated[str, typer.Option(help="the model of lines without `model`")] = "imported",
     reward: Annotated[float, typer.Option(help="the reward of lines without `reward`")] = 1.0,
 ) -> None:
-    """Record conversations from elsewhere, to imitate them. The proxy need not be running.
+    """Record conversations from elsewhere as examples to imitate. The proxy need not be running.
 
     `train --method sft` learns from them.
     """

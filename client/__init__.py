@@ -1,6 +1,6 @@
 """Lets an agent name its rollout and post rewards, states, actions and notes.
 
-Agents are recorded and trained even without it. The only other package that importing it needs is tenacity.
+Agents are recorded and trained even without it. Of other packages, importing it needs only tenacity.
 """
 
 from .control import answer

@@ -2,8 +2,8 @@
 
     lightning-proxy run --tasks FILE -- python -m lightning_proxy.client.agl agents:Chat QUESTION=input.question
 
-`agents:Chat` is the class in version 1.0's `local.agent_class`; it runs on this rollout's task. `QUESTION=…` is an
-entry of 1.0's `local.env_map`: a variable, and a path in the task or a fixed text. The emitters are from 0.2 and 0.3.
+`agents:Chat` is what Agent Lightning 1.0 calls `local.agent_class`. `QUESTION=…` is an entry of its `local.env_map`: it
+sets a variable to the task's value at a path, or to a fixed text. The emitters are those of 0.2 and 0.3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Attributes = Mapping[str, Any] | None
 def emit_reward(
     reward: float | Mapping[str, float], *, primary_key: str | None = None, attributes: Attributes = None
 ) -> None:
-    """Reward the rollout and end it. Of several dimensions, the primary one is posted as `reward`."""
+    """Reward the rollout and end it. Of several rewards, the one at `primary_key` is posted under the name `reward`."""
     values = dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
     primary = primary_key if isinstance(reward, Mapping) else "reward"
     if primary not in values:
@@ -68,7 +68,7 @@ def _note(name: str, value: Any, attributes: Attributes = None) -> None:
 
 
 def value_at(given: Any, path: str) -> str:
-    """Return the task's value at a path such as `input.a.b`, as text or JSON. Any other path is returned unchanged."""
+    """Return the task's value at a path such as `input.a.b`, as text or JSON. Any other text is returned unchanged."""
     first, *places = path.split(".")
     if first != "input" or (not places and path != "input"):
         return path

@@ -1,4 +1,4 @@
-"""A small client for the proxy's control API, with retries, and `answer`, which returns the text of a call's answer."""
+"""A small client for the proxy's control API, and `answer`, which returns the text of a call's answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BACKOFF = wait_random_exponential(multiplier=0.1, max=10)
 class _Again(Exception):
     """This attempt failed, but the next one may succeed.
 
-    `after_s`: the wait that the proxy asked for. `connected`: something listens at the proxy's address.
+    `after_s`: the wait that the proxy asked for. `connected`: whether something listens at the proxy's address.
     """
 
     def __init__(self, why: str, after_s: float = 0.0, *, connected: bool = True) -> None:
@@ -40,7 +40,7 @@ class _Again(Exception):
 class Control:
     """The control API of the proxy at `url`. A request is retried for up to `patience_s` seconds.
 
-    `find_s`: how long a post with `first` waits for something to listen there.
+    `find_s`: how long a post with `first` waits for something to listen at `url`.
     """
 
     url: str
@@ -127,7 +127,7 @@ def _failure(status: int, raw: bytes, retry_after: str) -> Exception:
 
 
 def answer(call: Mapping[str, Any]) -> str:
-    """Return the text of a call's answer (its first choice) in chat, completions, Responses or Messages; "" if none.
+    """Return the text of a call's answer in any of the APIs; "" if there is none. Of several choices, it is the first.
 
     `call`: one of the calls that `GET /rollouts/{id}` returns, or that a reward function gets.
     """

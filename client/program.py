@@ -1,4 +1,4 @@
-"""The environment variables of a program that works on a rollout, and the client's errors. Standard library only."""
+"""The environment variables of a program that works on a rollout, and the client's errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Refused(ClientError):
 
 
 def task() -> Any:
-    """Return the decoded task that `lightning-proxy run` started this program for. Raises NoRollout if none is set."""
+    """Return the decoded task that `lightning-proxy run` started this program for. Raises NoRollout without one."""
     if TASK in os.environ:
         return json.loads(os.environ[TASK])
     if TASK_FILE in os.environ:
@@ -61,9 +61,9 @@ def names_of(url: str, base_url: str, api_key: str, rollout_id: str) -> dict[str
 
 
 def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return all variables for a program: those in `there`, without another rollout's, and ours (`env`).
+    """Return a program's variables: `env`, and those of `there` that do not belong to another rollout.
 
-    The task is also written to `file`. Its variable is left out if the kernel would refuse so much text.
+    A task is also written to `file`. LIGHTNING_TASK is left out if the kernel would refuse so much text.
     """
     found = {name: value for name, value in there.items() if name not in STALE} | reached_directly(env, there)
     if TASK not in found:
@@ -78,7 +78,7 @@ def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> d
 
 
 def reached_directly(env: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
-    """Return a program's variables, with the hosts of the proxy's addresses added to NO_PROXY and no_proxy."""
+    """Return `env`, with NO_PROXY and no_proxy set so that the program reaches our proxy directly."""
     hosts = [urlsplit(env[name]).hostname or "" for name in ADDRESSES if name in env]
     # An IPv6 address is added with and without brackets: programs differ in what they look for.
     added = [name for host in hosts if host for name in ([host, f"[{host}]"] if ":" in host else [host])]

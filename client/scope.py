@@ -72,7 +72,7 @@ class Rollout:
         return AsyncOpenAI(**{"http_client": DefaultAsyncHttpxClient(trust_env=False), **self._options(options)})
 
     def using(self, client: Any) -> Any:
-        """A copy of an OpenAI or Anthropic client for calls that belong to the rollout. Connections are shared.
+        """A copy of an OpenAI or Anthropic client for calls that belong to the rollout. It shares the connections.
 
         The client must already talk to the proxy.
         """
@@ -132,7 +132,7 @@ class Rollout:
 def current() -> Rollout:
     """The rollout of the innermost scope, or else the one that `lightning-proxy run` started this program for.
 
-    Raises NoRollout without either. A new thread begins outside any scope, but `asyncio.to_thread` passes the scope on.
+    Raises NoRollout if there is neither. A new thread begins outside any scope; `asyncio.to_thread` passes it on.
     """
     found = scoped()
     if found is None:
@@ -149,7 +149,7 @@ def scoped() -> Rollout | None:
 
 
 class rollout:
-    """A scope for `with` or `async with`. Its events, and calls by clients given to `follow`, belong to one rollout.
+    """A scope, for `with` or `async with`, in which events, and calls by clients given to `follow`, name one rollout.
 
     It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
     With `end=False` the rollout stays open, for somebody else to end or reward. `rollout_id`, `url` and `api_key`
@@ -259,7 +259,7 @@ def emit_note(value: Any, *, name: str | None = None) -> int:
 def follow(client: Any) -> Any:
     """Make a client name the current rollout in each of its requests, and return the client.
 
-    The client is an `httpx.Client`, an `httpx.AsyncClient`, or an OpenAI or Anthropic client, which holds one.
+    The client is an `httpx.Client`, an `httpx.AsyncClient`, or an OpenAI or Anthropic client. Others raise TypeError.
     """
     http = getattr(client, "_client", client) if not hasattr(client, "event_hooks") else client
     if not hasattr(http, "event_hooks"):

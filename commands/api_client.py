@@ -32,7 +32,7 @@ HERE = ("127.0.0.1", 0)
 
 
 class ApiError(LightningError):
-    """A request got no answer, an error, or an answer from another program. `status_code`: the HTTP status, or None."""
+    """A request failed, or another program answered it. `status_code` is the HTTP status if it is known, else None."""
 
     def __init__(self, message: str, status_code: int | None = None) -> None:
         super().__init__(message)
@@ -56,8 +56,8 @@ class OpenRollout:
 class ApiClient:
     """Use as `async with ApiClient(url) as api:`. Requests that fail raise ApiError.
 
-    Requests are retried for up to `patience_s` seconds while the proxy limits the key and, once one of them has
-    succeeded or was limited, also while the proxy is down or cannot write.
+    A request is retried for up to `patience_s` seconds while the proxy limits the key. Once a request has succeeded or
+    was limited, it is also retried while the proxy is down or cannot write.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class ApiClient:
 
     @classmethod
     def of(cls, config: Config, *, patience_s: float = 0.0) -> ApiClient:
-        """Return a client of the configured proxy. Its key: LIGHTNING_API_KEY, else an admin key, else an API key."""
+        """Return a client of the configured proxy. Its key is LIGHTNING_API_KEY, or else one from the configuration."""
         proxy = config.proxy
         configured = [key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys]
         # A key read from a file may end with a line break.
@@ -86,7 +86,7 @@ class ApiClient:
             await self._session.close()
 
     async def open_rollouts(self, task_id: str, mode: Mode, n: int, **choice: Any) -> list[OpenRollout]:
-        """Open `n` siblings. `choice`: `policy_version` or `model` (default: the live version), and `sibling_of`."""
+        """Open `n` rollouts as siblings. `choice` holds more fields of POST /rollouts, such as `policy_version`."""
         answer = await self.request("POST", "/rollouts", {"task_id": task_id, "mode": mode, "n": n, **choice})
         return [OpenRollout(one["rollout_id"], one["base_url"], one["api_key"]) for one in answer]
 
@@ -117,7 +117,7 @@ class ApiClient:
         return await self.request("GET", "/policy")
 
     async def readiness(self) -> dict[str, Any]:
-        """Return the body of /readyz. A status of 503 is a valid answer here, not an error."""
+        """Return the body of /readyz, whether the proxy is ready or not. Raises ApiError if no proxy answers."""
         _, ready = await self._send("GET", "/readyz", None, None)
         if not isinstance(ready, dict) or not {"status", "store", "upstream"} <= ready.keys():
             raise ApiError(f"the server at {self.url} is not lightning-proxy")
@@ -160,7 +160,7 @@ class ApiClient:
 
 
 def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
-    """Do `work` with a client of the configured proxy, until it is done or a signal arrives."""
+    """Do `work` with a client of the configured proxy. SIGINT and SIGTERM stop it and raise Interrupted."""
 
     async def run() -> T:
         async with ApiClient.of(config) as api:

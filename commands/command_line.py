@@ -1,4 +1,4 @@
-"""What commands share: `--help` groups, options, errors, configuration, what features add, and telemetry turned off."""
+"""What commands share: `--help` in groups, common options, errors, the configuration, and what features add."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OFF = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_S
 
 
 class Commands(TyperGroup):
-    """Lists its commands in groups. Shows our errors in one line and exits with their exit code."""
+    """Lists its commands in groups. Shows one of our errors in one line, and exits with the error's exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         from ..core.errors import LightningError
@@ -81,5 +81,5 @@ def brought(name: str) -> list[Callable[..., Any]]:
 
 
 def telemetry_off() -> dict[str, str]:
-    """Return variables that keep libraries from sending telemetry, except any already set. Set them before imports."""
+    """Return the variables, except those already set, that keep libraries imported later from sending telemetry."""
     return {name: value for name, value in OFF.items() if name not in os.environ}

@@ -105,10 +105,10 @@ class Demo(Trial):
         self.view, self._steps = view, options.steps
 
     async def ended(self, api: ApiClient) -> None:
-        """Show steps, answers and the curve.
+        """Show steps, answers and the curve until the demo is over.
 
-        Return when the held-out answers were good twice in a row, when the newest rollouts, enough for PERFECT_STEPS
-        steps, were all dropped (for equal rewards, for example), or when training has collapsed.
+        It is over when the held-out answers were good twice in a row, when the newest completed rollouts (as many as
+        PERFECT_STEPS steps take) were all dropped, most often for equal rewards, or when training has collapsed.
         """
         bar, several = self.view.bar("training steps", self._steps), PERFECT_STEPS * STEP_ROLLOUTS
         good, next_look = 0, 0
@@ -137,9 +137,9 @@ class Demo(Trial):
 
 
 def begin(options: DemoOptions) -> DemoOptions:
-    """Create the demo's directory, or empty the directory of an earlier demo, and write the options for `resumed`.
+    """Create the demo's directory, or empty that of an earlier demo, and write the options that `resumed` reads.
 
-    Raise ConfigError if the directory holds anything else.
+    Raise ConfigError if the directory holds anything but an earlier demo.
     """
     directory = make_directory(options.directory, "--dir")
     if any(directory.iterdir()):
@@ -152,7 +152,7 @@ def begin(options: DemoOptions) -> DemoOptions:
 
 
 def resumed(directory: Path) -> DemoOptions:
-    """Return the options that the demo in `directory` began with. Raise ConfigError if it has no demo."""
+    """Return the options that the demo in `directory` began with. Raise ConfigError if it has none or was moved."""
     with suppress(OSError, ValueError):
         kept = DemoOptions.model_validate_json((directory / OPTIONS).read_bytes())
         if kept.directory == directory.absolute():

@@ -14,7 +14,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def require_packages() -> None:
-    """Raise LightningError if a package is missing, even one for the curves at the end."""
+    """Raise LightningError if a package that the demo needs is missing."""
     missing = [name for name in (PACKAGE, "gguf", "openai", "plotext", "matplotlib") if find_spec(name) is None]
     if missing:
         raise LightningError(f"the demo needs {', '.join(missing)}: pip install 'lightning-proxy[demo]'")
@@ -26,7 +26,7 @@ def cache_directory() -> Path:
 
 
 def prepare_model(directory: Path) -> Path:
-    """Return the model's directory. The first use creates it, atomically, in about 20 s."""
+    """Create the model in `directory` unless it is there already, and return the directory."""
     if (directory / "config.json").is_file():
         return directory
     package = find_spec(PACKAGE)
