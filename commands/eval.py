@@ -1,7 +1,7 @@
-"""The `eval` command: runs held-out tasks with one model after another, then prints tables or JSON; `--out` saves JSON.
+"""The `eval` command: runs held-out tasks with one model after another, and compares the results.
 
 A rollout without a reward counts as reward 0 and as not passed, since an agent that gave no answer has not solved its
-task. The tables also count such rollouts.
+task. The tables also show how many such rollouts there are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PASSED = 1.0  # the reward of a rollout that has passed
 
 @dataclass(slots=True)
 class EvalRow:
-    """A model's results so far. The model is `live`, a policy version, or any other by its name."""
+    """A model's results so far. `model` is `live`, the number of a policy version, or another model's name."""
 
     model: str
     results: list[RolloutResult] = field(default_factory=list)
@@ -57,7 +57,7 @@ class EvalRow:
 
 
 def parse_models(text: str) -> list[EvalRow]:
-    """Parse `live,0,5,gpt-4o-mini`; `base` is version 0. Raises ConfigError for an empty or repeated name."""
+    """Parse names such as `live,base,5,gpt-4o-mini`. Raises ConfigError if one is empty or repeated."""
     names = ["0" if name.strip() == "base" else name.strip() for name in text.split(",")]
     if "" in names or len(set(names)) < len(names):
         raise ConfigError(f"--models: expected names separated by commas, each once; got {text!r}")
@@ -77,9 +77,9 @@ def eval_command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the command. However it ends, results so far are shown, and saved to `out` if it is given.
+    """Run the command. However it ends, show the results so far and save them to `out`, if it is given.
 
-    Raise LightningError if it fails, or if every program failed.
+    Raise LightningError if the command fails, or if every program failed.
     """
     rows, read = parse_models(models), read_tasks(tasks)
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):  # before hours of work are lost
@@ -122,11 +122,11 @@ async def evaluate(
     *,
     promote: bool,
 ) -> None:
-    """Run all tasks, one model after another: on a CPU, vLLM confuses base model and adapters within a batch.
+    """Run all tasks with one model after another: on a CPU, vLLM confuses base model and adapters within a batch.
 
-    Raises LightningError before anything starts if a model cannot answer, and at once if the wrong model answered.
-    However it ends, the results are in `rows`, and the version that was live before is made live again. `promote`: make
-    versions live one after another if they are not served side by side (policy.publish: merged).
+    Raises LightningError before anything starts if a model cannot answer, and as soon as a wrong model has answered.
+    The results are in `rows` even then. With `promote`, versions that are not served side by side (policy.publish:
+    merged) are made live one after another, and at the end the version that was live before.
     """
     policy = await api.policy()
     alias, before = policy["alias"], int(policy["live_version"])
@@ -153,7 +153,7 @@ async def evaluate(
 
 
 async def _check(api: ApiClient, rows: Sequence[EvalRow], *, promote: bool) -> None:
-    """Check that each model can answer: open 0 rollouts with it, or look up the version to promote."""
+    """Raise LightningError if a model cannot answer, or if a version that is to be made live cannot be."""
     versions = (await api.request("GET", "/policy/versions"))["data"] if promote else []
     for row in rows:
         if not promote or row.version is None:
@@ -179,10 +179,10 @@ async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
 
 
 def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResult:
-    """Return the result with only the alias's answers, if it has any: other calls are by agents that are not trained.
+    """Return the result with only the answers to the alias, if there are any: other calls are of untrained agents.
 
-    For a row other than `live`, raise LightningError if another model answered: the agent asked for that one by name,
-    or the live version changed.
+    For a row other than `live`, raise LightningError if another model answered, since the agent asked for that one by
+    name or the live version changed.
     """
     versions = result.answers.get(alias)
     if row.model != LIVE and result.answers:
@@ -201,7 +201,7 @@ def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResu
 
 
 def report(rows: Sequence[EvalRow], about: Json) -> Json:
-    """Return plain data of all rows that have results, each compared with the first. `about` describes the run."""
+    """Return the rows that have results as plain data, each compared with the first, together with `about`."""
     found = [_summary(row) for row in rows if row.results]
     for summary in found[1:]:
         summary["versus"] = _versus(summary, found[0])
@@ -258,7 +258,7 @@ def ks(samples: int) -> list[int]:
 
 
 def _versus(row: Json, first: Json) -> Json | None:
-    """The comparison with the first row on the tasks that both have; None if there are none."""
+    """Return the comparison with the first row on the tasks of both; None if they have no task in common."""
     both = [task for task in row["by_task"] if task in first["by_task"]]
     if not both:
         return None
@@ -267,9 +267,9 @@ def _versus(row: Json, first: Json) -> Json | None:
 
 
 def print_tables(found: Json) -> None:
-    """Print a table of the rows and, if there are any, tables of rewards by name and of comparisons with the first row.
+    """Print the results by model, rewards by name if there are any, and comparisons with the first model.
 
-    The first table shows only the smallest and largest k of pass@k; `--out` saves all.
+    Of pass@k, only the smallest and the largest k are shown.
     """
     console = Console()
     if not console.is_terminal:
@@ -297,7 +297,7 @@ def print_tables(found: Json) -> None:
 
 
 def _label(row: Json) -> str:
-    """The model's name: `live` with the versions that answered, an incomplete row with `stopped`."""
+    """Return the model's name, followed for `live` by the versions that answered, and by `stopped` if incomplete."""
     ours = [version for version in row["policy_versions"] if version is not None]
     which = f" ({ours[0]})" if len(ours) == 1 else f" ({ours[0]} to {ours[-1]})" if ours else ""
     return row["model"] + (which if row["model"] == LIVE else "") + ("" if row["complete"] else ", stopped")
@@ -308,7 +308,7 @@ def _between(interval: Json) -> str:
 
 
 def _share(chance: Json | None, *, with_interval: bool) -> str:
-    """A share in percent. Only pass@1 is shown with its interval: 80 columns have no room for more."""
+    """Return a share in percent, with its interval if that is asked for; `-` if there is none."""
     if chance is None:
         return "-"
     low, high = (100 * chance["interval"][end] for end in ("low", "high"))

@@ -80,7 +80,7 @@ class Check:
 
 
 class Finding(Exception):
-    """Raised by a probe that fails, with what it found. `fix`: what to do, in place of the check's own advice."""
+    """Raised by a probe that fails, with what it found. `fix`, if given, replaces the check's own advice."""
 
     outcome: Outcome = "failed"
 
@@ -100,14 +100,14 @@ class Broken(Exception):
 
 
 class Report:
-    """Runs checks, and prints each result at once, or all as JSON at the end. `stops`: a failed check raises Broken."""
+    """Runs checks, and prints each result, or all as JSON at the end. With `stops`, a failed check raises Broken."""
 
     def __init__(self, *, as_json: bool, stops: bool = False) -> None:
         self.checks: list[Check] = []
         self._as_json, self._stops = as_json, stops
 
     async def check(self, name: str, probe: Awaitable[str], fix: str) -> Check:
-        """Run a probe, which returns what it found if all is well. A Doubt is a warning; most errors are failures."""
+        """Run a probe and report what it returns as ok, a Doubt as a warning, and other expected errors as failures."""
         outcome: Outcome = "failed"
         mend: str | None = fix
         try:
@@ -174,7 +174,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def check_running(config: Config, session: aiohttp.ClientSession, api: ApiClient, report: Report) -> None:
-    """Check what is running: the proxy, the model servers, and the trainer with its input."""
+    """Check the proxy, the model servers, the rewards and the trainer."""
     wrong = "use the configuration that the proxy was started with"
     proxy = await report.check("proxy", probe_proxy(api, config.store), wrong)
     if OTHER_STORE in proxy.found:
@@ -200,7 +200,7 @@ async def check_running(config: Config, session: aiohttp.ClientSession, api: Api
 
 
 async def probe_store(config: StoreConfig) -> str:
-    """Check that the store can be opened and written, or created, and for SQLite that the disk has room."""
+    """Check that the store can be written or created, and that there is room on the disk of an SQLite store."""
     if config.is_postgres:
         await _require_writable(config)
         return f"{config.where}, writable"
@@ -226,7 +226,7 @@ async def _require_writable(config: StoreConfig) -> None:
 
 
 async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
-    """Check that the proxy answers and accepts the configured key, and that the configured store exists."""
+    """Check that the proxy answers and accepts our key, and that the configured store is not missing."""
     try:
         policy = await api.policy()
     except ProxyNotThere:
@@ -241,7 +241,7 @@ async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
 async def check_servers(
     config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig, report: Report
 ) -> bool:
-    """Check that each of an upstream's servers answers, and return whether the first does (litellm: True)."""
+    """Check that each of an upstream's servers answers. Return whether the first does, or True for litellm."""
     if upstream.kind == "litellm":
         return True  # the proxy does not start without it, and it has no address of its own
     fix = "check the provider's status, or correct upstreams.base_url"
@@ -277,7 +277,7 @@ async def probe_mode(config: Config, api: ApiClient) -> str:
 
 
 async def probe_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> str:
-    """Check that a call for the policy alias is answered and trainable. Delete its rollout or leave it discarded."""
+    """Check that a call for the policy alias is answered and trainable, then discard and try to delete its rollout."""
     alias, rollout, left = config.policy.alias, f"doctor-{uuid4().hex}", ""
     # Rollouts in mode eval are never trained on.
     headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
@@ -329,7 +329,7 @@ async def waiting_groups(config: Config) -> Any:
 
 
 async def probe_trainer(config: Config) -> str:
-    """Check that a trainer is running if a step could be made. A trainer locks the store."""
+    """Warn if enough rollouts wait for a step but no trainer is running."""
     if config.store.is_postgres or Path(f"{config.store.path.resolve()}-trainer").exists():
         async with opened(config.store, to_write=False) as database, database.lock("trainer") as is_free:
             if not is_free:
@@ -345,7 +345,7 @@ async def probe_step(config: Config) -> str:
 
 
 class VllmChecks:
-    """The checks of the policy's vLLM: its first server, and whether all servers can read new adapters."""
+    """The checks of the policy's vLLM. All but the one for the shared directory look only at the first server."""
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> None:
         self._config, self._session = config, session
@@ -396,7 +396,7 @@ class VllmChecks:
         return "the server returns token ids and log-probabilities"
 
     async def _logprobs(self) -> str:
-        """Check that log-probabilities are computed after temperature: halving it then doubles their gaps."""
+        """Check that log-probabilities are computed after temperature, whose halving then doubles their gaps."""
         tops = []
         for temperature in (1.0, 0.5):
             answer = await self._chat(max_tokens=1, temperature=temperature, top_logprobs=5)
@@ -472,7 +472,7 @@ class VllmChecks:
         raise Doubt(found, f"{RESTART}, or add the operator guard (docs/security.md)")
 
     async def _shared(self) -> str:
-        """Check that each server finds an adapter in the directory for new weights. No weights are loaded."""
+        """Check that each server can read adapters from the directory for new weights."""
         directory = self._config.policy.directory
         fix = "share policy.directory with the server, under the same path (docs/running.md)"
         try:
@@ -511,7 +511,7 @@ class VllmChecks:
     async def _send(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, root: str = ""
     ) -> tuple[int, Any]:
-        """Return the answer's status and body. `headers` replace our keys; `root`: another server's URL."""
+        """Send a request and return the answer's status and body. `headers` replace our keys; `root` names a server."""
         url, sent = (root or self._roots[0]) + path, self._headers if headers is None else headers
         async with self._session.request(method, url, json=body, headers=sent) as answer:
             is_json = "json" in answer.content_type

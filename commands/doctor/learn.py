@@ -85,7 +85,7 @@ async def learn(config: Config, tasks: Sequence[Task], command: Sequence[str], r
 
 
 async def _weights(config: Config) -> str:
-    """Check that the server's weights, which are replaced for a while, can be restored and are not in use."""
+    """Check that the served weights are not in use and can be restored, since they are replaced for a while."""
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if config.store.may_be_there:
@@ -106,7 +106,7 @@ Served = tuple[dict[str, str | None], list[Any]]
 
 
 async def _served(fleet: VllmFleet, model: str | None = None) -> list[Served]:
-    """For each reachable server, return its models with their paths, and its answer to a fixed question.
+    """Return the models of each reachable server with their paths, and its answer to a fixed question.
 
     The question goes to `model`, or else to the base model.
     """

@@ -1,6 +1,6 @@
-"""A second system next to the user's, which takes a training step on a synthetic reward. Needs torch.
+"""Takes a training step on a synthetic reward in a second system, and checks each link of it. Needs torch.
 
-Each link is checked. The second system has its own proxy, store and policy directory.
+The second system has its own proxy, store and policy directory.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ Json = dict[str, Any]
 def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, LearnJournal]]:
     """Yield the second system's configuration and journal. Its directories are removed at the end.
 
-    The store is a file next to the user's, or with PostgreSQL in `policy.directory`; weights are always below the
-    latter, which the policy's servers can read. `own_agent`: the user's agent is used, so the settings for agents are
-    kept, and those for credit unless they name a feature's function.
+    Its store is a file next to the user's store, or in `policy.directory` if that is on PostgreSQL. Its weights are
+    below `policy.directory`, which the policy's servers can read. `own_agent`: whether the user's agent is used. Then
+    the settings for agents are kept, and those for credit unless they name a feature's function.
     """
     name = f"lightning-doctor-{secrets.token_hex(2)}"
     place = config.policy.directory if config.store.is_postgres else config.store.path.parent
@@ -169,7 +169,7 @@ async def take_step(
 ) -> str:
     """Start the second system and take a step. Return the name under which the trained weights are served.
 
-    `config`: the user's; `name`: the prefix of the adapters' names.
+    `config` is the user's configuration, and `name` the prefix of the adapters' names.
     """
     async with (
         served(second), ApiClient.of(second) as api, AsyncExitStack() as closing, aiohttp.ClientSession() as agents,
@@ -245,7 +245,7 @@ class LearnStep:
         return found
 
     async def _reward(self) -> str:
-        """Reward the token that tells siblings apart best, and check that the rewards arrived."""
+        """Reward answers with the token that tells siblings apart best, and check that the rewards arrived."""
         answers: dict[str, dict[str, set[int]]] = {}  # the sampled tokens by task and rollout
         for rollout in self._rollouts:
             sampled = {token for call in rollout["calls"] for token in call["response_token_ids"] or ()}
@@ -277,7 +277,7 @@ class LearnStep:
         return f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"
 
     async def _ratios(self) -> str:
-        """Take the step. Check that the trainer finds the sampled tokens as likely as the server reported."""
+        """Take the step, and check that the trainer found the sampled tokens as likely as the server had reported."""
         engine = self._core.engine
         self._before = await self._logprobs()
         await in_thread(engine.forward_backward, self._batch)
@@ -291,13 +291,13 @@ class LearnStep:
         return f"with unchanged weights, ratios are 1: {mean}, {metrics['ratio_max']:.3f} at most"
 
     async def _logprobs(self) -> list[float]:
-        """Return each row's summed log-probability of its sampled tokens under the trainer's current weights."""
+        """Return, for each row, the sum of its sampled tokens' log-probabilities under the trainer's weights."""
         samples = self._batch.samples
         found = await in_thread(self._core.engine.logprobs, [sample.token_ids for sample in samples])
         return [math.fsum(np.multiply(row, sample.mask)) for row, sample in zip(found, samples, strict=True)]
 
     async def _likelier(self) -> str:
-        """Check that the step made rewarded answers likelier than their siblings."""
+        """Check that the step raised the likelihood of rewarded answers more than that of their siblings."""
         changes: dict[str, dict[str, float]] = {}
         after = await self._logprobs()
         for sample, old, new in zip(self._batch.samples, self._before, after, strict=True):
@@ -313,7 +313,7 @@ class LearnStep:
         return f"the step made rewarded answers gain on the rest: {gained}"
 
     async def _publish(self) -> str:
-        """Check that the server answers with the step's weights and not with the earlier ones."""
+        """Publish the step's weights, and check that the server answers with them and not with the earlier ones."""
         try:
             async with asyncio.timeout(PUBLISH_S):
                 await self._loop.conclude(self._batch, self._metrics)
@@ -330,10 +330,10 @@ class LearnStep:
 
 
 def likelier(groups: Sequence[tuple[Sequence[float], Sequence[float]]], seed: int = 0) -> tuple[float, float]:
-    """Return how many nats an answer gained on its siblings per point of reward, and the p-value of that.
+    """Return by how many nats an answer gained on its siblings per point of reward, and the p-value of the gain.
 
-    Each group has rewards and the changes of the answers' log-probabilities. The p-value is from a permutation test:
-    how often rewards shuffled among siblings do at least as well.
+    Each group has its answers' rewards and the changes of their log-probabilities. The p-value is from a permutation
+    test: it says how often rewards that are shuffled among siblings explain the changes at least as well.
 
     >>> likelier([([1, 0, 1, 0], [0.5, 0.1, 0.5, 0.1])])[0]
     0.4
