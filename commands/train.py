@@ -28,9 +28,10 @@ M_ARENA_MAX = -8  # of malloc.h
 
 
 def train(config: Config, run: Run) -> None:
-    """Train until SIGINT or SIGTERM (after the step under way) or `max_steps`; with `once`, only on what is ready.
+    """Train until a signal (SIGINT, SIGTERM) or until `max_steps`. With `once`, train only on what is ready.
 
-    With methods other than rl, training is one run. SIGINT and SIGTERM interrupt it, and the next start resumes it.
+    A signal ends reinforcement learning after the current step. It interrupts other methods, and the next start
+    resumes them.
     """
     run = replace(run, launched=_has_launcher())
     config = prepared(config, run)
@@ -45,7 +46,7 @@ def train(config: Config, run: Run) -> None:
 
 
 def prepared(config: Config, run: Run) -> Config:
-    """Check that this run can be done, prepare the process for torch, and return the configuration with the plan."""
+    """Check that the run is possible and prepare the process for torch. Return the configuration as planned."""
     require_model(config)
     if run.offline is None:
         check_base_model(config)
@@ -66,7 +67,7 @@ def prepared(config: Config, run: Run) -> Config:
 
 
 def one_heap() -> None:
-    """Make all threads allocate from one heap. By default, glibc gives autograd's thread its own.
+    """Make all threads allocate from one heap. By default, glibc gives autograd's thread a second one.
 
     Each heap keeps the memory of a pass: passes of 2,048 tokens took 11 GiB with two heaps and take 6 with one.
     """
@@ -118,7 +119,7 @@ async def _train(config: Config, run: Run) -> None:
 
 
 async def _stop_without_launcher(stop: asyncio.Event) -> None:
-    """Stop when the launcher is gone: it passes signals on to its trainer processes, and a killed launcher cannot."""
+    """Set `stop` when the launcher has ended: a killed launcher cannot pass the signal on to its processes."""
     launcher = os.getppid()
     while os.getppid() == launcher:  # noqa: ASYNC110 - nothing notifies of a parent's end
         await asyncio.sleep(LAUNCHER_POLL_S)

@@ -34,7 +34,7 @@ OF_STEP = ("reward_mean", "rollouts", "groups_equal", "entropy", "staleness_mean
 
 
 class Work(Section):
-    """What agents do in a trial, with the options of `run`. `samples`: rollouts per held-out task and evaluation."""
+    """What agents do in a trial. `samples`: how many rollouts an evaluation makes of each held-out task."""
 
     agent: Annotated[
         list[str],
@@ -50,7 +50,7 @@ class Work(Section):
 
 
 class Trial:
-    """Runs a trial in a directory with a config.yaml and a tasks.jsonl, each part as a separate process.
+    """Runs a trial in a directory that has a config.yaml and a tasks.jsonl.
 
     `env`: variables for its processes, such as the visible GPUs. `passes`: how many times agents work on the tasks.
     """
@@ -66,7 +66,7 @@ class Trial:
         self.minutes: dict[str, float] = {}
 
     async def run(self) -> Json:
-        """Run the trial and return its result. Raises LightningError if a part fails, with the reason from its log."""
+        """Run the trial and return its result. Raises LightningError if one of its processes fails."""
         config = load_config(self.launch.path)
         async with AsyncExitStack() as stack:
             with self.timed("start"):
@@ -90,9 +90,9 @@ class Trial:
         return {"held_out": {"before": before, "after": after}, "minutes": self.minutes} | found
 
     async def evaluate(self, name: str) -> Json:
-        """Return the live version's mean reward and other results on the held-out tasks, and each task's mean reward.
+        """Evaluate the live version on the held-out tasks. Return its mean reward, also by task, and other results.
 
-        A complete evaluation is not repeated.
+        An evaluation that is already complete is not repeated.
         """
         out = self.directory / f"{name}.json"
         if (row := evaluation(out)) is None:
@@ -109,7 +109,7 @@ class Trial:
     async def train(self, api: ApiClient) -> None:
         """Let agents work and the trainer learn until the tasks are used up, the trainer is done, or `ended` returns.
 
-        If the tasks are used up, the remaining rollouts are trained on.
+        If the tasks are used up first, train on the remaining rollouts.
         """
         options = ["--tasks", str(self.directory / "tasks.jsonl"), "--ahead", str(self.work.ahead)]
         options += ["--repeat", str(self.passes), *self.agent()]
@@ -158,7 +158,7 @@ class Trial:
         }
 
     def prepare(self, settings: Json, seed: int, groups: int) -> None:
-        """Write tasks.jsonl, shuffled for each pass, and config.yaml, with this trial's own ports, paths and seed."""
+        """Write `groups` shuffled tasks to tasks.jsonl and the trial's `settings`, with free ports, to config.yaml."""
         lines, order = [task.line for task in read_tasks(self.work.tasks)], random.Random(seed)
         shuffled = chain.from_iterable(order.sample(lines, len(lines)) for _ in repeat(None))
         (self.directory / "tasks.jsonl").write_text("".join(f"{line}\n" for line in islice(shuffled, groups)))
@@ -214,7 +214,7 @@ def evaluation(file: Path) -> Json | None:
 
 
 def draw(results: Sequence[Json], path: Path) -> None:
-    """Save a plot of each step's reward over the rollouts so far; rings are evaluations. It needs matplotlib."""
+    """Save a plot of the mean reward over the number of rollouts. Raises LightningError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

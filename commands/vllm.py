@@ -104,9 +104,9 @@ def require_model(config: Config) -> str:
 
 
 def vllm_program(config: Config, *, alone: bool = False) -> Program:
-    """Return vLLM's command. Raise LightningError if vLLM is not installed, ConfigError if the settings cannot work.
+    """Return how to start vLLM. Raise LightningError if vLLM is not installed, ConfigError if the settings cannot work.
 
-    `alone`: if there is no room for a trainer, warn and give vLLM all GPUs; a trainer then needs others.
+    `alone`: if no trainer fits beside vLLM, give vLLM all GPUs and log a warning.
     """
     model = require_model(config)
     check_base_model(config)
@@ -202,7 +202,7 @@ def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
 
 
 def parsers_of(model: str, extra_args: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return vLLM's parser options for a Hugging Face id or a directory, and a warning if vLLM will refuse tools.
+    """Return vLLM's parser options for a model (an id or a directory), and a warning if vLLM will refuse tools.
 
     Options that `vllm.extra_args` sets are not returned.
     """
@@ -221,7 +221,7 @@ def parsers_of(model: str, extra_args: Sequence[str]) -> tuple[list[str], str | 
 
 
 def _known(model: Path) -> tuple[str | None, str | None]:
-    """Return the tool parser and the reasoning parser, found by the model's name or else by its chat template."""
+    """Return the tool and reasoning parsers by the model's name, or else only a tool parser by its chat template."""
     name = model.resolve().name.lower()
     for pattern, tool, reasoning in FAMILIES:
         if re.search(pattern, name):

@@ -19,7 +19,7 @@ TYPES = {
 
 
 class LightningError(Exception):
-    """The base of all errors here. Its message is shown to users: what was wrong, where, and what to do."""
+    """The base of all our errors. Its message tells users what is wrong, where, and what to do."""
 
     status = 500
     type: str | None = None  # None: the type of the status
@@ -118,20 +118,20 @@ class UpstreamUnreachable(LightningError):
 
 
 class StoreUnavailable(LightningError):
-    """The store cannot be opened, read or written: it is locked, full, damaged, unreachable or busy, for example."""
+    """The store cannot be opened, read or written, for example because it is locked, full or damaged."""
 
     status = 503
     headers = ((b"retry-after", b"1"),)
 
 
 class OtherSchema(StoreUnavailable):
-    """The store's tables are missing, of another version, or another program's. The store is left unchanged."""
+    """The store has no tables of ours, or tables of another version. It is left unchanged."""
 
     exit_code = 2
 
 
 class Overloaded(LightningError):
-    """Too many large requests, unread answers or connections at once: memory or file descriptors are used up."""
+    """There are too many large requests, unread answers or connections at once."""
 
     status = 503
     headers = ((b"retry-after", b"1"),)

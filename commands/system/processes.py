@@ -1,4 +1,4 @@
-"""Starts, watches and stops child processes without leaving orphans; says why one died or what holds a port."""
+"""Starts, watches and stops child processes, and leaves no orphans."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ WORKER = "--multiprocessing-fork"  # in the command of a worker that Python's mu
 
 
 class ChildDied(LightningError):
-    """A child failed: it ended, or closed its port. The message says how, with the reason from its log."""
+    """A child process ended or closed its port. The message gives the reason from its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A program to keep running. It is healthy once `health_url` answers with 200; None: as soon as it runs.
+    """A program to keep running. It is healthy when `health_url` answers with 200, or at once if that is None.
 
-    `may_end`: exit code 0 is not a failure; then `done` is printed. `restarts`: how often it is restarted within
-    `RESTARTS_S` when it dies. If a `vital` program dies more often, or any program ends with exit code 2 (a wrong
-    configuration), the others end with it; other programs are restarted after `RESTARTS_S`. A program also counts as
-    dead if its port, once open, is closed for `grace_s`: vLLM can wait for ever for the calls of a lost worker.
+    `may_end`: exit code 0 is not a failure, and `done` is printed. `restarts`: how often the program may be restarted
+    within `RESTARTS_S`. If it dies more often and is `vital`, all programs are stopped; otherwise it is restarted after
+    `RESTARTS_S`. Exit code 2 (a wrong configuration) always stops all. A program also counts as dead if its port, once
+    open, stays closed for `grace_s`: vLLM can wait for a lost worker for ever.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Child:
         self._lifeline = -1
 
     async def launch(self) -> None:
-        """Start the program under its guard, in its own process group. Its output is appended to the log."""
+        """Start the program under a guard, and append its output to the log."""
         self.release()
         make_private(self.log)
         with self.log.open("ab") as output:
@@ -102,7 +102,7 @@ class Child:
             await self.process.wait()
 
     async def stop(self, say: Callable[[str], None]) -> None:
-        """Send SIGINT, then SIGTERM after half of `grace_s`. When the program or `grace_s` ends, kill what is left."""
+        """End the program with SIGINT or else SIGTERM, or kill it after `grace_s`. Then kill what it left running."""
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(TimeoutError, ProcessLookupError):
                 if self.running:
@@ -121,7 +121,7 @@ class Child:
             self._lifeline = -1
 
     async def ended(self) -> int:
-        """Wait for the program to end and return its exit code. A program whose port stays closed is killed."""
+        """Wait for the program to end and return its exit code. Kill it if its port stays closed for `grace_s`."""
         ended, was_open, open_at = asyncio.ensure_future(self.process.wait()), False, 0.0
         try:
             while not (await asyncio.wait([ended], timeout=PORT_POLL_S))[0]:
@@ -173,7 +173,7 @@ class Supervisor:
         return child
 
     async def wait_healthy(self, child: Child) -> None:
-        """Wait until the child's health URL answers with 200. Raise ChildDied if it ends, LightningError on timeout."""
+        """Wait until the child is healthy. Raise ChildDied if it ends first, LightningError if it takes too long."""
         spec, began = child.spec, time.monotonic()
         self._say(f"waiting for {spec.name}")
         tell_at = began + STILL_S
@@ -192,7 +192,7 @@ class Supervisor:
         self._say(f"{spec.name} is ready after {duration(time.monotonic() - began)}")
 
     async def keep_up(self, child: Child) -> None:
-        """Restart the child when it dies, as its spec allows. Return once it ends with success, or raise ChildDied."""
+        """Restart the child whenever it dies. Return if it ends with success; raise ChildDied if it may not restart."""
         spec, restarts = child.spec, list[float]()
         while (code := await child.ended()) != 0 or not spec.may_end:
             now = time.monotonic()
@@ -226,7 +226,7 @@ class Supervisor:
 
 
 def make_directory(path: Path, option: str) -> Path:
-    """Create the directory if needed and return its absolute path. Raises ConfigError with the option's name."""
+    """Create the directory if needed and return its absolute path. Raises ConfigError if that is impossible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -265,7 +265,7 @@ def _read_from(log: Path, begin: int) -> str:
 
 
 def reason(log: Path, begin: int = 0) -> str:
-    """Return the last line after byte `begin` that states a reason, or else the last line that is not empty."""
+    """Return the last line of a log that states a reason, or else its last line that is not empty."""
     text = _read_from(log, begin)
     told = [line for line in _TELLING.findall(text) if not any(word in line for word in _ELSEWHERE)]
     lines = told or [line for line in text.splitlines() if line.strip()] or ["it printed nothing"]
@@ -273,7 +273,7 @@ def reason(log: Path, begin: int = 0) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line that is neither empty nor a warning, without vLLM's process prefix; "" if there is none."""
+    """Return a log's last line that is neither empty nor a warning; "" if there is none."""
     try:
         text = _read_from(log, max(0, log.stat().st_size - NEWEST_BYTES))
     except OSError:  # it is being started
@@ -290,9 +290,9 @@ def free_port() -> int:
 
 
 def require_free_port(host: str, port: int, key: str) -> None:
-    """Raise LightningError, with what to change, if the address cannot be bound; if a process has the port, name it.
+    """Raise LightningError if the address cannot be bound. Its message says what to change.
 
-    The process that has the port may be about to end, so this waits a little.
+    If another process has the port, this waits a little first, because that process may be about to end.
     """
     until = time.monotonic() + ENDING_S
     while (error := _why_not_bound(host, port)) and error.errno == errno.EADDRINUSE and time.monotonic() < until:
@@ -318,7 +318,7 @@ def _why_not_bound(host: str, port: int) -> OSError | None:
 
 
 def holder_of(port: int) -> tuple[int, str] | None:
-    """Return the id and command of the process that listens on this port (for workers, the supervisor), or None."""
+    """Return the id and command line of the process that listens on this port; None if it is unknown."""
     with suppress(psutil.Error, StopIteration):  # it has just ended, or is another user's
         listening = (one for one in psutil.net_connections("tcp") if one.pid and one.status == psutil.CONN_LISTEN)
         process = psutil.Process(next(one.pid for one in listening if one.laddr.port == port))

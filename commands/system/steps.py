@@ -41,7 +41,7 @@ def step_printer(console: Console) -> Show:
 
 
 async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None]) -> None:
-    """Show every step that another process finishes from now on, and why training stops. Runs until cancelled."""
+    """Show each step that a trainer finishes from now on, and say why training stops. Runs until cancelled."""
     async with opened(config) as database:
         store = Store(database)
         last, stopped, seen = await store.steps.last(), None, None
@@ -61,7 +61,7 @@ async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None
 
 
 async def say_warnings(trainer: Path, say: Callable[[str], None]) -> None:
-    """Print each warning and error of a trainer's log once, however often it repeats. Runs until cancelled."""
+    """Print each distinct warning and error in a trainer's log once. Runs until cancelled."""
     said = set[str]()
     with trainer.open("rb") as log:
         while True:

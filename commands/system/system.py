@@ -28,7 +28,7 @@ AFTERWARDS_S = 10.0  # that the proxy may take to end after the last answer
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Passes our configuration to child processes: the file, the options that override it, and other `variables`."""
+    """What child processes are started with: the configuration file, the overriding options, further `variables`."""
 
     path: Path | None
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ async def running_system(
     *,
     trains: bool,
 ) -> AsyncIterator[Supervisor]:
-    """Run vLLM, the proxy and, if it `trains`, the trainer during the block. Yield their supervisor once ready.
+    """Run vLLM, the proxy and, if `trains`, the trainer. Yield their supervisor once vLLM and the proxy are ready.
 
     Agents are served even while the trainer keeps dying, unless its configuration is wrong.
     """

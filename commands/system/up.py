@@ -28,7 +28,7 @@ DATE = re.compile(r"^\d{4}-\d\d-\d\d (?=\d\d:)")
 
 
 async def up(config: Config, launch: Launch, logs: Path, console: Console) -> None:
-    """Run vLLM, proxy and trainer until cancelled or one is lost for good. Show calls, steps and messages."""
+    """Run vLLM, proxy and trainer, and show what they do, until cancelled. Raises ChildDied if one is lost for good."""
     plan = make_plan(config)
     if plan.cards:
         console.print(*plan_tables(plan), sep="\n")
@@ -68,7 +68,7 @@ class UpView:
         )
 
     async def follow(self, log: Path) -> None:
-        """Show lines as they are added to a log, until cancelled. The lines have their own times."""
+        """Show the lines that are added to a log, until cancelled."""
         size, rest = log.stat().st_size, b""
         while True:
             await asyncio.sleep(POLL_S)

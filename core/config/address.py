@@ -1,4 +1,4 @@
-"""Removes secrets, or entire server addresses, from texts for errors, logs and records; finds secrets in addresses."""
+"""Removes secrets or entire addresses from texts, and finds the secrets in an address."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads the configuration: a YAML file, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options.
 
-Each wrong key or value is reported in one line; for an unknown key, with the key that was probably meant.
+Each wrong key or value is reported in one line. For an unknown key, this line suggests similar ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_GUESSES = 3
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
-    """Read `path`, then the environment, then `overrides` (such as {"proxy.port": 1}). The last one wins.
+    """Read `path`, the environment and `overrides` (such as {"proxy.port": 1}). Later ones override earlier ones.
 
     Raises ConfigError with a line for each wrong key or value: its source, its name, the problem.
     """
@@ -56,7 +56,7 @@ def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, pat
 
 
 def variables() -> list[tuple[str, str]]:
-    """Return the environment variables that set a key, each with its key. Raises ConfigError for misspelt ones."""
+    """Return each environment variable that sets a key, with that key. Raises ConfigError if one seems misspelt."""
     found, wrong = [], []
     for name in sorted(os.environ):
         if (key := _key_of(name)) is not None:
@@ -69,7 +69,7 @@ def variables() -> list[tuple[str, str]]:
 
 
 def inherited() -> dict[str, str]:
-    """Return the variables for a user's program, without our keys, settings (they may hold keys) and rollout names.
+    """Return our environment without our own settings, keys and rollout names, for a user's program.
 
     The variables of `proxy.host` and `proxy.port` stay: the program may run our commands.
     """
@@ -88,7 +88,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML file's keys and values. Raises ConfigError if it has something else or cannot be read."""
+    """Return the keys and values of a YAML file. Raises ConfigError if it cannot be read or holds anything else."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -123,7 +123,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _key_of(variable: str) -> str | None:
-    """The key that a variable sets; None if it sets none: it may belong to another program."""
+    """The key that a variable sets; None if it sets none."""
     section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
     if not variable.startswith(_PREFIX) or variable in _NOT_CONFIG:
         return None
@@ -137,7 +137,7 @@ def _did_you_mean(guesses: Sequence[str]) -> str:
 
 
 def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
-    """Keys of the same section that resemble a wrong one, or else the full names of keys elsewhere with this name."""
+    """Keys in the same section that resemble a wrong key, or else the full names of keys elsewhere with its name."""
     above, _, name = re.sub(r"\.\d+", "[]", wrong).rpartition(".")
     keys = [key.rpartition(".") for key in _keys(model)]
     near = get_close_matches(name, [last for before, _, last in keys if before == above], _MOST_GUESSES, 0.75)
@@ -145,7 +145,7 @@ def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
 
 
 def _meant_by(variable: str) -> list[str]:
-    """The variable that a wrong one resembles, or else those of keys with its name (PORT: proxy.port and vllm.port)."""
+    """The variable that a wrong one resembles, or else the variables of keys with its name."""
     name = variable.removeprefix(_PREFIX).lower()
     keys = {key.replace(".", "_"): key for key in _keys(Config) if "[]" not in key}
     near = get_close_matches(name, keys, 1, 0.85) or [one for one in keys if keys[one].endswith(f".{name}")]
@@ -153,7 +153,7 @@ def _meant_by(variable: str) -> list[str]:
 
 
 def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
-    """Every section and every key with its section, such as proxy.port, or upstreams[].name for items of a list."""
+    """The full names of all sections and keys, such as proxy.port, or upstreams[].name in a list."""
     for name, kind in fields_of(model).items():
         yield before + name
         for inner, mark in ((kind, ""), *((item, "[]") for item in get_args(kind))):
@@ -162,7 +162,7 @@ def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def _parsed(text: str, source: str) -> Any:
-    """Parse YAML. Errors give the problem and, if known, its place. They do not quote values, which may be secret."""
+    """Parse YAML. Raises ConfigError with the problem and, if known, its place."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:

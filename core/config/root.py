@@ -1,4 +1,4 @@
-"""The configuration: all its sections, including features', and checks across them. `file.py` reads it."""
+"""The configuration: all sections, including features', and the checks that concern several of them."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ CanBeOff = BeforeValidator(lambda value: "off" if value is False else value)  # 
 
 
 def check_key(what: str, key: SecretStr | None) -> None:
-    """Raise ValueError if a header cannot carry this key unchanged. An empty key may come from an unset variable."""
+    """Raise ValueError if the key is empty or a header cannot carry it unchanged."""
     text = "none" if key is None else key.get_secret_value()
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError(f"{what} cannot be sent: it must be ASCII without spaces or line breaks, and not empty")
 
 
 def check_url(key: str, url: str, *, is_vllm: bool) -> str:
-    """Return `url`, the value of `key`, if requests can be sent to it. Raise ValueError otherwise."""
+    """Return `url` if requests can be sent to it. Otherwise raise ValueError, which names `key`."""
     parts = urlsplit(url)
     try:
         host, _ = parts.hostname, parts.port
@@ -71,11 +71,11 @@ class Section(BaseModel):
 
 
 class FeatureSection(Section):
-    """A feature's keys: the section of the configuration that has the feature's name.
+    """The section of the configuration that has a feature's keys and its name.
 
-    `functions`: names of credits, baselines and losses that it adds, by kind. `moved`: old names of keys, with the new
-    ones. `names_of_call_fields`: the fields that it adds to each call. By default, the methods answer as if the feature
-    did not exist. `config`: the whole `Config`.
+    `functions`: the names of credits, baselines and losses that the feature adds, by kind. `moved`: the new names of
+    renamed keys, by their old ones. `names_of_call_fields`: the fields that it adds to each call. The methods here
+    answer as if the feature did not exist. Their `config` is the whole `Config`.
     """
 
     name: ClassVar[str]

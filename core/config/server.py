@@ -93,7 +93,7 @@ class StoreConfig(Section):
 
     @property
     def may_be_there(self) -> bool:
-        """Return whether a store may exist: its file exists, or it is on a server. Read-only commands create none."""
+        """Return whether the store may exist: either its file exists, or it is on a server."""
         return self.is_postgres or self.path.is_file()
 
     @property

@@ -45,19 +45,19 @@ AirEvent = Literal["tool_error", "bad_arguments", "repeated_call", "truncated"]
 
 
 def _cron(text: str) -> str:
-    """The cron expression for a time of day (02:00). A cron expression (0 2 * * 1-5) is returned unchanged."""
+    """The cron expression for a time of day (02:00). Any other text is returned unchanged."""
     day = re.fullmatch(r"(\d{1,2}):(\d{2})", text.strip())
     return f"{int(day[2])} {int(day[1])} * * *" if day else text
 
 
 def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
-    """Times from 4 h before `now` on; `reverse`: from 4 h after it, back. An hour that clocks repeat counts once."""
+    """The scheduled times from 4 h before `now` on or, with `reverse`, backwards from 4 h after it."""
     begin = datetime.fromtimestamp(now + 4 * 3600 if reverse else now - 4 * 3600)
     return (moment.timestamp() for moment in CronSim(_cron(text), begin, reverse=reverse))
 
 
 def _time(value: Any) -> Any:
-    """Check a time. An integer becomes a time of day again: YAML reads an unquoted 12:30 as 12 * 60 + 30."""
+    """Check a time. Turn an integer back into a time of day, because YAML reads 12:30 as 12 * 60 + 30."""
     text = f"{value // 60:02}:{value % 60:02}" if type(value) is int else value
     try:
         next(_times(str(text), 0.0))
@@ -172,7 +172,7 @@ class TrainerConfig(WithFeatures):
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """Return `rewards.range`. Rewards outside it, stored before it was set, count as its nearer end."""
+        """Return `rewards.range`. Stored rewards outside this range count as its nearer end."""
         return self._range
 
     @classmethod
@@ -184,7 +184,7 @@ class TrainerConfig(WithFeatures):
     @model_validator(mode="before")
     @classmethod
     def _live_traffic_goes_back(cls, value: Any) -> Any:
-        """Make `collapse.action: rollback` the default for live traffic, because what users want may change."""
+        """Make `rollback` the default of `collapse.action` if `lone_rollouts` is `running`, as with live traffic."""
         if isinstance(value, dict) and value.get("lone_rollouts") == "running":
             collapse = value.get("collapse", {})
             return value | {"collapse": {"action": "rollback"} | collapse} if isinstance(collapse, dict) else value
@@ -238,7 +238,7 @@ class TrainerConfig(WithFeatures):
 
     @property
     def credits(self) -> dict[str, str]:
-        """Return the credit function of each agent that has its own; `*` stands for all other agents."""
+        """Return the credit functions by agent; `*` stands for all other agents."""
         return {"*": self.credit} if isinstance(self.credit, str) else self.credit
 
     @property

@@ -54,7 +54,7 @@ class UpstreamConfig(Section):
         return tuple(map(below, self.servers)) or self.urls
 
     def server_name(self, url: str) -> str:
-        """Return the name of one of its servers, for places that must not show the server's address."""
+        """Return a name for one of its servers that does not show the server's address."""
         servers = [*dict.fromkeys((*self.urls, *self.published_to))]
         return self.name if len(servers) == 1 else f"{self.name}, server {servers.index(url) + 1} of {len(servers)}"
 
@@ -74,7 +74,7 @@ class UpstreamConfig(Section):
 
     @cached_property
     def masked(self) -> tuple[str, ...]:
-        """Return the secrets to mask in its answers, longest first, without short ones ("EMPTY") that may be words."""
+        """Return the secrets to mask in its answers, longest first. Short ones are left out, as they may be words."""
         return tuple(sorted({one for one in self.secrets() if len(one) >= SHORTEST_KEY}, key=len, reverse=True))
 
     def faults(self) -> Iterator[str]:
