@@ -1,6 +1,6 @@
 """Assembles a streamed answer into what the same call returns without streaming. Pure.
 
-`joined` and `put` combine values; `AnswerParts` finds the part that a piece belongs to, `ToolCalls` its tool call:
+`joined` and `put` combine values; `AnswerParts` and `ToolCalls` find the part that a piece belongs to. For example,
 `{index 0, id a, name f}`, `{index 0, id "", arguments "{"}`, `{index 0, arguments "}"}` are one call of f with "{}".
 Servers differ: some give every call index 0 or no index, repeat id and name, leave them empty, or send them late.
 """
@@ -29,7 +29,7 @@ _TEXTS = {"function": "arguments", "custom": "input"}
 def joined(old: Any, new: Any, name: str) -> Any:
     """Return a field's value joined with the next chunk's: texts, lists and objects grow; null and "" change nothing.
 
-    Words (`role`, `id`, …) and numbers are replaced. An object or list in `old` is changed in place, `new` never.
+    Words (`role`, `id`, …) and numbers are replaced. Objects and lists in `old` are changed in place.
     """
     if isinstance(new, dict):
         merged = old if isinstance(old, dict) else {}
@@ -50,7 +50,7 @@ def joined(old: Any, new: Any, name: str) -> Any:
 
 
 def put(into: Json, name: str, value: Any) -> None:
-    """Set a field; an empty value (not 0 or false) replaces nothing. Objects are joined field by field."""
+    """Set a field. Empty values other than 0 and false replace nothing. Objects are joined field by field."""
     old = into.get(name)
     if isinstance(value, dict) and isinstance(old, dict):
         merged = into[name] = dict(old)
@@ -71,7 +71,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
-    """The position of the one that `item` continues: of the same type and index, or the last, if a text of its type."""
+    """The position of the part that `item` continues, or None. Without an index, that can only be the last part."""
     if not isinstance(item, dict):
         return None
     alike, places = (item.get("type"), item.get("index")), range(len(items))
@@ -127,7 +127,7 @@ class ToolCalls(AnswerParts["StreamedCall"]):
             self.keep(call, index, call.id)
 
     def _call_of(self, piece: StreamedCall, index: int | None) -> StreamedCall:
-        """The call that a piece belongs to: found by id or index, or else the last piece's; a new one if none fits."""
+        """The call that a piece belongs to, found by id or index; else the last piece's call, or a new one."""
         call, last, same = self.get(index), self.get(None), self.get(piece.id or "")
         if same and (index is None or not piece.name or (piece.name == same.name and not same.is_complete)):
             call = same
@@ -208,7 +208,7 @@ class StreamedCall:
 
 
 class Assembler:
-    """Joins the pieces of texts, tool calls and tokens. For other fields, the last non-empty value is kept."""
+    """Joins the pieces of texts, tool calls and tokens. Other fields keep their last non-empty value."""
 
     def __init__(self) -> None:
         self._top: Json = {}

@@ -101,7 +101,7 @@ def _said(role: str, content: Any) -> list[Atom]:
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content, without calls, results and thoughts, as one text: clients split and join texts."""
+    """Return a message's content as one text, since clients split and join texts. Omits calls, results and thoughts."""
     if not isinstance(content, list):
         return content.strip() if isinstance(content, str) else ""
     texts = []
@@ -263,14 +263,14 @@ def ends_of(text: str) -> str:
 def fragments(text: str) -> Iterator[str]:
     """Yield the characteristic pieces of a text, which can be found again in whatever wraps it.
 
-    Texts inside JSON (escaped line breaks) and Python lists (`', '`) are split too."""
+    The text is also split at escaped line breaks, as in JSON, and at `', '`, as in Python lists."""
     lines = text.replace("\\n", "\n").replace("', '", "\n")
     pieces = (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
     return (piece for piece in pieces if len(_bytes(piece)) >= TELLING)
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text after the last `</think>`, or all of it. Models write no `<think>` if the prompt ends with it."""
+    """Return the text after the last `</think>`, or all of it if there is none. The prompt may have the `<think>`."""
     return text.rpartition("</think>")[2].strip()
 
 

@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def _wants_usage(body: Json, options: Any) -> bool:
-    """Whether to ask for usage: only for a stream with one answer, because an answer's end is held (see ChatStream)."""
+    """Whether to ask for usage: the agent did not, and it wants a stream with a single answer."""
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)  # tokens are one prompt
     if body.get("stream") is not True or several or body.get("n") not in (None, 1):
@@ -67,7 +67,7 @@ _LOGPROB = re.compile(rb'"logprob":(%b),"bytes":' % _NUMBER)  # no string can ho
 
 
 class UsualChunks:
-    r"""Passes on the usual chunks of a stream without parsing them: faster, with the same result for agent and record.
+    r"""Passes on the usual chunks of a stream unparsed, because that is faster. Agent and record get the same result.
 
     With token ids and log-probabilities, vLLM sends this chunk, in one line, for the text "Hi":
 
@@ -98,9 +98,9 @@ class UsualChunks:
         return self._start != b""
 
     def learn(self, raw: bytes, *, is_last: bool) -> None:
-        """Learn from a parsed chunk how usual chunks begin. None is expected after the last chunk.
+        """Learn from a parsed chunk how usual chunks begin. After the last chunk, no more are expected.
 
-        Nor is one after a chunk that begins differently: the record takes the answer's id from the newest parsed chunk.
+        The same holds after a chunk that begins differently, because the record has the newest parsed chunk's id.
         """
         if is_last or (self._start and not raw.startswith(self._start)):
             self._start = b""
@@ -235,7 +235,7 @@ class ChatStream(Transcript):
         return out
 
     def read(self, raw: bytes, event: Json) -> Any:
-        """Keep a chunk's tokens, and its error if it is or contains one. Return the error or None."""
+        """Keep a chunk's tokens, and its error if it is or contains one. Return the error, if any."""
         self._catch_up()
         self._tokens.add(event)
         if (error := error_in(raw, event)) is not None:

@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's API, as a server's own route answers it, without token ids (`as_chat/` gets them)."""
+"""Reads the answers of /v1/messages, Anthropic's API, as a server's own route gives them: without token ids."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _object(value: Any) -> Json:
 
 
 def _as_whole(block: Json) -> Json:
-    """The block in its non-streamed form. A tool's input comes in pieces of JSON, which may be cut off."""
+    """The block in its non-streamed form. A tool's input is parsed, but remains text if it was cut off."""
     whole = {name: value for name, value in block.items() if name != "partial_json"}
     if given := block.get("partial_json"):
         try:

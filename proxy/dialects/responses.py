@@ -1,4 +1,4 @@
-"""POST /v1/responses, as a server's own route answers it, without token ids (`as_chat/` gets them).
+"""Reads the answers of /v1/responses as a server's own route gives them: without token ids.
 
 The record has finished items as they were sent. Their missing fields, and items that were never finished, are filled in
 from `added` events and deltas.
@@ -146,7 +146,7 @@ class _Item:
         self._parts: dict[tuple[str, int], Json] = {}
 
     def ends_before(self, item: Json, what: str) -> bool:
-        """Return whether a piece with another id at the same index belongs to another item."""
+        """Return whether a piece that seems to belong to this item begins a new one."""
         if self.id is not None and item.get("id") == self.id:
             return False
         return item.get("type") != self._type or self._state == "done" or (what == "added" and self._state == "added")

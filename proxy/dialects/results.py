@@ -44,8 +44,8 @@ def after_call(place: bytes, name: str, arguments: str) -> bytes:
 class Brought(NamedTuple):
     """A result in a request, with what identifies the recorded call that it belongs to.
 
-    `call`: that call as the request repeats it, if it does; `place`: the place of that call. `answer`: the id of the
-    response with the call, or of the call's item. `is_old`: an earlier request may have brought the result.
+    `call`: that call, if the request repeats it. `place`: the place of the call, or else of the result. `answer`: the
+    id of the response with the call, or of the call's item. `is_old`: an earlier request may have brought the result.
     """
 
     result: ToolResult
@@ -57,7 +57,7 @@ class Brought(NamedTuple):
 
 @dataclass(slots=True)
 class _Resent:
-    """A call that a request repeats, or refers to by an item's id. Its answer begins at item number `turn`."""
+    """A call that a request repeats, or refers to by an item's id. The answer with the call begins at item `turn`."""
 
     turn: int
     call: ToolCall | None
@@ -70,7 +70,7 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
     """Yield the results in the messages after the first `known`.
 
     A result belongs to the call with the same id that the request repeats before it. A result without an id belongs to
-    the first call in the newest answer that lacks a result. Example, where the model counts ids from 0 in every answer:
+    the newest answer's first call that lacks a result. Example, where the model counts ids from 0 in every answer:
 
         recorded   user: go                       answer: call f(1), id f:0; call f(2), id f:0
         recorded   user: stop                     answer: call f(1), id f:0

@@ -84,7 +84,7 @@ PROBES: dict[str, tuple[str, Json]] = {
 
 
 def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
-    """Infer the chat template's behaviour from the answers (status and body) to the probes, some of which may fail."""
+    """Infer the chat template's behaviour from the answers (status and body) to the probes. What is unclear is None."""
     bodies = {name: body if status == 200 else {} for name, (status, body) in answers.items()}
     prompts = {name: body.get("prompt_token_ids") or [] for name, body in bodies.items()}
     counts = {name: body.get("input_tokens") or len(prompts[name]) for name, body in bodies.items()}
