@@ -50,7 +50,7 @@ class Hooks:
 class ProxyPlugin:
     """A feature of the proxy, or a third-party package. `__init__` raises ConfigError if the plugin cannot run.
 
-    `key_id`, where a method has it: the caller may see only what comes from rollouts opened with this key; None: all.
+    `key_id`: the caller may see only what comes from rollouts opened with this key; with None, everything.
     """
 
     routers: ClassVar[Sequence[APIRouter]] = ()
@@ -89,7 +89,7 @@ class ProxyPlugin:
         return {}
 
     async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
-        """Return a function from version to fields for `GET /policy/versions`. The versions are read afterwards."""
+        """Return a function that, given a version's number, returns its fields for `GET /policy/versions`."""
         return lambda _: {}
 
     async def measure(self, store: Store, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""Plugs features and third-party packages into the proxy. docs/architecture.md explains it.
+"""Plugs features and third-party packages into the proxy (see docs/architecture.md).
 
 Third-party plugins cannot make a call fail: hooks that calls wait for have time limits, and errors are only logged.
 """
@@ -91,7 +91,7 @@ _OTHERWISE: Mapping[str, Any] = {
 
 
 class OthersPlugin(ProxyPlugin):
-    """Runs a third-party plugin. Only features can choose weights (hooks `choose` and `placed`) or make `upstreams`."""
+    """Runs a third-party plugin. Its hooks `choose` and `placed` and its `upstreams` are ignored."""
 
     def __init__(self, name: str, plugin: ProxyPlugin) -> None:
         super().__init__(plugin.config)

@@ -35,7 +35,7 @@ class Health:
         self.problems[upstream, url] = problem
 
     def up(self, upstream: UpstreamConfig, urls: Sequence[str] = ()) -> list[str]:
-        """Return the servers without a known problem, among `urls` or else all of the upstream's."""
+        """Return those of `urls` (by default, all of the upstream's) that have no known problem."""
         return [url for url in urls or upstream.urls if not self.problems.get((upstream.name, url))]
 
     def is_down(self, upstream: UpstreamConfig) -> bool:
@@ -63,7 +63,7 @@ class Health:
         await asyncio.gather(*(watch(*one) for one in checked))
 
     async def _problem(self, upstream: UpstreamConfig, url: str) -> str | None:
-        """Return the server's problem, if any. Any answer but HTTP 5xx is fine: a server may need a key."""
+        """Return the server's problem, or None. Every answer below HTTP 500 is fine: the server may need a key."""
         limit, way = aiohttp.ClientTimeout(total=upstream.connect_timeout_s), through(upstream, url)
         try:
             async with self._session.get(

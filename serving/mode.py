@@ -1,4 +1,4 @@
-"""Decides how new weights reach vLLM, for all processes on a store, and checks that its versions fit `policy.model`."""
+"""Decides how new weights reach vLLM, and checks that the store's versions fit `policy.model`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAVED = "config.json"  # of a checkpoint: every key of the trainer, and policy.m
 
 
 def has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU that we may use, by its device file or, under WSL, by nvidia-smi."""
+    """Return whether there is an NVIDIA GPU that we may use."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     if any(re.fullmatch(r"nvidia\d+", file.name) for file in DEVICES.glob("nvidia*")):
@@ -37,8 +37,8 @@ def publish_mode(config: Config) -> PublishMode:
     """Return how new weights reach vLLM: as configured, or for `auto` as recorded in the store.
 
     If nothing is recorded, this is `lora` on a GPU, and `merged` on a CPU, where LoRA makes vLLM ten times slower. For
-    `auto`, full weights are always `merged`, and weights that a service trains `lora`. Raises ConfigError if
-    `policy.adapters` is set but `auto` means `merged`.
+    `auto`, full weights are always `merged`, and weights that a service trains are always `lora`. Raises ConfigError
+    if `policy.adapters` is set but `auto` means `merged`.
     """
     if config.policy.publish != "auto":
         return config.policy.publish
@@ -56,7 +56,7 @@ def publish_mode(config: Config) -> PublishMode:
 
 
 async def decide(config: Config, store: Store, who: str) -> PublishMode:
-    """Return the mode in which `who` publishes. Record it if configured or none is recorded; warn if another is."""
+    """Return the mode in which `who` publishes, recording it if needed. Log a warning if another was recorded."""
     mode = publish_mode(config)
     if mode == "merged" and config.merged_obstacle is not None:
         raise ConfigError(config.merged_obstacle)

@@ -39,7 +39,7 @@ def key_file(directory: Path) -> Path:
 
 
 def operator_headers(directory: Path) -> dict[str, str]:
-    """Return the header that opens operator routes. Makes its key if needed; ConfigError if the file cannot be used."""
+    """Return the header that opens operator routes, making its key if needed. Raises ConfigError if that fails."""
     path = key_file(directory)
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
@@ -101,7 +101,7 @@ class OperatorGuard:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Return whether every endpoint at the path, for any method, is open to all callers; some only for reading."""
+    """Return whether all endpoints at the request's path are open to callers without the operator's key."""
     matched = [route for route in _leaves(scope["app"].routes) if route.matches(scope)[0] is not Match.NONE]
     for route in matched:
         path = getattr(route, "path", "")

@@ -1,4 +1,4 @@
-"""Makes policy versions live, reloads what vLLM has lost, pinned versions included, and resumes paused servers."""
+"""Makes policy versions live, gives vLLM back versions that it has lost, and resumes paused servers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Check = Callable[[VllmServer], Awaitable[None]]
 
 
 class NotServed(LightningError):
-    """vLLM is running, but cannot serve a version, does not serve it although it should, or does not say."""
+    """vLLM is running, but cannot serve a version, does not serve it yet, or does not say whether it does."""
 
     status = 503
 
 
 class Superseded(LightningError):
-    """Another version was made live, or is being tested, so the planned successor of the old one is dropped."""
+    """A version cannot follow the live one, because another was made live or is being tested."""
 
     status = 409
 
@@ -73,9 +73,9 @@ class Swap:
                 await self.vllm.ask(lambda server: server.go_on(label), loaded)
 
     async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
-        """Give the version's merged weights to one server after another. It goes live once half of them have it.
+        """Give the version's merged weights to one server after another; once half have them, the version goes live.
 
-        For that, `check` must pass on each server of that half that stays reachable, and on at least one.
+        For that, `check` must pass on at least one server, and on every server of that half that stays reachable.
         """
         async with self._locked():
             await self._require_successor(version, expected)
@@ -141,7 +141,7 @@ class Swap:
                 log.warning("%s does not have its old weights back yet: %s", shown(server.base_url), error)
 
     async def promote(self, number: int) -> PolicyVersion:
-        """Make a version live by hand. Raises Conflict if it has no files or its publishing failed or has not ended."""
+        """Make this version live. Raises Conflict if it has no files or its publishing failed or has not ended."""
         version = await self.store.versions.get(number)
         if number and (version.path is None or version.status in ("failed", "publishing")):
             raise Conflict(f"policy version {number} cannot go live: {obstacle(version, self.mode)}", param="version")
@@ -149,14 +149,14 @@ class Swap:
         return await self.store.versions.live()
 
     async def rollback(self) -> PolicyVersion:
-        """Make live again the newest earlier version that was live and still can be; Conflict if there is none."""
+        """Return to the newest earlier version that was live and can be again. Raises Conflict if there is none."""
         live = (await self.store.versions.live()).version
         if (earlier := await self.store.versions.before(live)) is None:
             raise Conflict(f"there is no version before {live} to go back to")
         return await self.promote(earlier.version)
 
     async def has_label(self, server: VllmServer | VllmFleet, version: PolicyVersion) -> bool:
-        """Return whether one server's merged weights, or all servers', carry this version's label, verified or not."""
+        """Return whether the merged weights of a server, or of all, carry this version's label, verified or not."""
         return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
 
     async def load(self, version: PolicyVersion) -> None:
@@ -167,7 +167,7 @@ class Swap:
         await self.vllm.ask(lambda server: server.unload_adapters(version.served_models))
 
     async def problems(self, pinned: Collection[int] = (), *, only_look: bool = True) -> Problems:
-        """Return, by server, why it lacks the live or `pinned` versions; None if it has them.
+        """Return, for each server, why it does not serve the versions that it should; None if it does.
 
         Unless `only_look`, servers first get what they lack. Raises one of the problems if every server has one.
         """
@@ -177,12 +177,12 @@ class Swap:
         return await self.vllm.each(partial(self._mend_adapters, pinned, only_look=only_look))
 
     async def restore(self, pinned: Collection[int]) -> Problems:
-        """Give servers what they lack, and return the remaining problems. Raises one of them if all have one."""
+        """Give servers what they lack, and return the remaining problems. Raises one if every server has one."""
         async with self._locked():
             return await self.problems(pinned, only_look=False)
 
     async def _mend_weights(self, server: VllmServer, *, only_look: bool) -> None:
-        """Give a server the merged weights that it should have, and resume it. `only_look`: raise NotServed instead."""
+        """Give a server the merged weights that it lacks, and resume it; with `only_look`, raise NotServed instead."""
         placed = {} if self.placed is None else await self.placed()
         version = placed.get(server.base_url) or await self.store.versions.live()
         label = await self._label(server, version)
@@ -200,7 +200,7 @@ class Swap:
         await server.go_on(labels_of(version)[0])
 
     async def _label(self, server: VllmServer, version: PolicyVersion) -> str | None:
-        """Return the label of a server's weights; None if the server has no labels, and the store no versions yet."""
+        """Return the label of a server's weights. If it has none, return None for a new store, else raise NotServed."""
         error, until = self._refused.get(server, (None, 0.0))
         if monotonic() >= until:
             self._refused.pop(server, None)
@@ -242,7 +242,7 @@ class Swap:
                 await self.store.versions.forget_files(version.version)
 
     async def _require_successor(self, version: PolicyVersion, expected: int | None) -> None:
-        """Raise NotServed for a version of another mode, Superseded if the live one is not the `expected` one."""
+        """Raise NotServed if the version has another mode, and Superseded if `expected` is set and not live."""
         self._require_mode(version)
         live = (await self.store.versions.live()).version
         if expected not in (None, live):
@@ -309,6 +309,6 @@ def files_of(version: PolicyVersion) -> str:
 
 
 def labels_of(version: PolicyVersion) -> tuple[str, ...]:
-    """Return vLLM's labels for a version. The time in them tells stores apart; vLLM starts with the label `default`."""
+    """Return vLLM's labels for a version. Version 0 also has `default`, the label that vLLM starts with."""
     label = f"{version.version}-{int(version.created_at * 1000)}"
     return (label,) if version.version else (label, "default")

@@ -42,13 +42,13 @@ AWAY = (UpstreamUnreachable, UpstreamTimeout)
 
 
 def operator_session() -> ClientSession:
-    """Return a session for the classes below. It closes idle connections after 4 s, before vLLM does after 5 s."""
+    """Return a session for the classes below. It closes idle connections after 4 s, because vLLM does so after 5 s."""
     return ClientSession(connector=TCPConnector(keepalive_timeout=4))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VllmServer:
-    """One vLLM server. Operator routes are next to the /v1 of its `base_url`. `model`: the preferred base model."""
+    """One vLLM server. `model`: the preferred name of the base model."""
 
     session: ClientSession
     base_url: str
@@ -77,7 +77,7 @@ class VllmServer:
         return {model["id"]: model.get("root") for model in await self.models()}
 
     async def load_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Serve the LoRA adapter at each path under its name, replacing any other. Harmless if already served."""
+        """Load the LoRA adapters (paths by name) that are not served yet, replacing others of the same name."""
         served = await self.adapters() if adapters else {}
         for name, path in adapters.items():
             if (root := served.get(name, "")) not in (path, None):
@@ -100,7 +100,7 @@ class VllmServer:
         await self._send("/resume")
 
     async def load_weights(self, path: str) -> None:
-        """Freeze running requests, which keep their caches, and load the weights at `path` with the label `loading`."""
+        """Freeze running requests, and load the weights at `path` under the label `loading`."""
         await self._send("/pause?mode=keep")
         await self.name_weights(LOADING)
         where = {"kwargs": {"weights_path": path}}
@@ -134,7 +134,7 @@ class VllmServer:
         return await self._complete(model, [*prompt], asked, read)
 
     async def probe(self, model: str) -> list[tuple[str, dict[str, float]]]:
-        """Sample with a fixed seed and prompt. Return each position's token and likely tokens' log-probabilities."""
+        """Sample with a fixed seed and prompt. Return each token, and log-probabilities of likely ones in its place."""
 
         def read(choice: Any) -> list[tuple[str, dict[str, float]]]:
             likely = choice["logprobs"]["top_logprobs"]
@@ -207,7 +207,7 @@ Work = Callable[[VllmServer], Awaitable[T]]
 
 
 class VllmFleet:
-    """All vLLM servers of the policy. Servers that are down are left out; if any other refuses, its error is raised."""
+    """All vLLM servers of the policy."""
 
     def __init__(
         self, session: ClientSession, urls: Sequence[str], headers: Mapping[str, str] = {}, model: str | None = None
@@ -226,7 +226,7 @@ class VllmFleet:
     async def each(
         self, work: Work[T], servers: Collection[VllmServer] | None = None
     ) -> dict[VllmServer, T | LightningError]:
-        """Do the work on all servers, or on `servers`. Return results and errors; raise an error if all failed."""
+        """Do the work on `servers` (by default, all). Return each one's result or error; if all fail, raise one."""
 
         async def tried(server: VllmServer) -> T | LightningError:
             try:
@@ -242,7 +242,7 @@ class VllmFleet:
         return done
 
     async def ask(self, work: Work[T], servers: Collection[VllmServer] | None = None) -> dict[VllmServer, T]:
-        """Like `each`, but leave out servers that are down, and raise the error of a server that refused."""
+        """Like `each`, but leave out servers that are down, and raise any other server's error."""
         answers: dict[VllmServer, T] = {}
         for server, outcome in (await self.each(work, servers)).items():
             if not isinstance(outcome, LightningError):

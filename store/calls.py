@@ -233,7 +233,7 @@ class Calls(Records):
     async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
         """Return some of a rollout's calls in order, without tool results and rewards.
 
-        Also reads the calls that these are stored as differences from, back to `known` ones, without returning them.
+        The parents that these calls are restored from are read too, except for the `known` ones.
         """
         rows = await self._db.all(CALLS_WITH_PARENTS, {"call_ids": dumps([*call_ids]), "known": dumps([*known])})
         calls = await asyncio.to_thread(_read_calls, rows, known=known)
@@ -244,9 +244,9 @@ class Calls(Records):
     ) -> ModelCall | None:
         """Return the call that this request repeats: the newest one with the same request that did not succeed.
 
-        Failed calls are preferred to unfinished ones, which another process may be answering. If there are none, it is
-        the rollout's newest call, if that has the same request: its answer did not reach the client. Calls in `running`
-        and calls before the newest `REPEATED` are ignored. `known`: as in `some`.
+        Failed calls are preferred to unfinished ones, which another process may be answering. If there are neither, the
+        rollout's newest call is returned if it has the same request: its answer did not reach the client. Calls in
+        `running` and calls before the newest `REPEATED` are ignored. `known`: as in `some`.
         """
         rows = await self._db.all(CALLS_TO_REPEAT, {"rollout_id": rollout_id, "newest": REPEATED})
         calls = await self.some([call_id for (call_id,) in rows if call_id not in running], known)
@@ -281,7 +281,7 @@ class Calls(Records):
         return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
 
     async def giver(self, rollout_id: str, response_id: str) -> Giver | None:
-        """Return the call that produced the response with this `id`; None if there is none."""
+        """Return the call that produced the response with this id; None if there is none."""
         params = {"rollout_id": rollout_id, "response_id": response_id}
         for call_id, response, upstream in await self._db.all(RESPONSES_WITH, params):
             answer = loads_or_none(response)
@@ -290,7 +290,7 @@ class Calls(Records):
         return None
 
     async def untrainable(self, newest: int) -> dict[str, int]:
-        """Count the policy's calls among the `newest` by their stored `untrainable_reason`, if they have one."""
+        """Count the policy's untrainable calls among the `newest` calls, by their stored reason."""
         return dict(map(tuple, await self._db.all(UNTRAINABLE, {"newest": newest})))
 
 
@@ -303,7 +303,7 @@ def _read_calls(
     *,
     short: bool = False,
 ) -> list[ModelCall]:
-    """Read a rollout's calls, in order of `seq` (parents before children). `log`: rows of POLICY_LOG_DURING."""
+    """Return the calls in `rows`, which are in order of `seq`. `log`: rows of POLICY_LOG_DURING."""
     tools = defaultdict[str, list[ToolCall]](list)
     for tool in tool_calls:
         made = read(ToolCall, tool, id=tool["tool_call_id"], result=loads_or_none(tool["result"]))
@@ -325,7 +325,7 @@ def _read_calls(
 
 
 def _versions(row: Row, log: Sequence[Row]) -> tuple[int, ...]:
-    """Return the versions that answered: the first and, with merged weights, the last and all live between."""
+    """Return the versions that answered: the first and, with merged weights, those that replaced it meanwhile."""
     first, last = row["policy_version"], row["policy_version_end"]
     if first is None or last is None:
         return () if first is None else (first,)

@@ -99,7 +99,7 @@ class ConversationIndex(Records):
         return max(calls, key=lambda one: (calls[one] or {"calls": 0})["calls"], default=None)
 
     async def rollout_at(self, exact: bytes, loose: bytes) -> str | None:
-        """Take an entry that waits at a point of a conversation, and return its rollout, else the last one there.
+        """Take an entry waiting at a point of a conversation, and return its rollout; else return the last one there.
 
         `exact`, `loose`: the point's digests with and without tool results. Matches of `exact` are preferred.
         """
@@ -138,7 +138,7 @@ class ConversationIndex(Records):
 
 
 async def forget_conversations(database: Database, rollout_id: str) -> None:
-    """Forget a rollout's digests. There is no index by rollout, because every call would have to maintain it."""
+    """Forget a rollout's digests. This reads whole tables, because an index by rollout would slow down every call."""
     for of_it, delete in ((TIPS_OF, TIP_DELETE), (POINTS_OF, POINT_DELETE)):
         if rows := await database.all(of_it, {"rollout_id": rollout_id}):
             await database.commit([(delete, [dict(row) for row in rows])])

@@ -52,7 +52,7 @@ class Writing:
         self.why, self._logged = None, False
 
     def require(self, has_room: bool = True) -> None:
-        """Raise StoreUnavailable if the newest record could not be written, and that was recent or the disk is full."""
+        """Raise StoreUnavailable if the newest record could not be written lately, or the disk is still full."""
         if self.why is not None and (time.monotonic() < self._at + REFUSED_S or not has_room):
             raise StoreUnavailable(f"the newest record could not be written: {self.why}")
         self.succeeded()
@@ -102,14 +102,14 @@ Work = Callable[[Transaction], Coroutine[Any, Any, T]]
 class Database(Reads):
     """An open database. `where`: its location, for display.
 
-    Raises StoreUnavailable if it cannot be reached, read or written, and ConstraintRefused if a row is not allowed.
+    Methods raise StoreUnavailable if it cannot be reached, read or written, and ConstraintRefused for a refused row.
     """
 
     where: str
     damage: str | None = None  # what is wrong with its file, as far as was seen
 
     async def look_for_damage(self) -> None:
-        """Check the store once for damage; note it in `damage` and in the log. Database servers check themselves."""
+        """Check a database file once for damage, and note what is found in `damage` and in the log."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -124,7 +124,7 @@ class Database(Reads):
         """Do `work` in one transaction of about `size` bytes, for statements that need each other's results."""
 
     async def value(self, kind: Callable[[Any], T], sql: str, **params: object) -> T | None:
-        """Return the first column of a query's first row, converted to this type; None if there is no row or a NULL."""
+        """Return a query's first value, converted by `kind`; None if there is no row or the value is NULL."""
         return kind(row[0]) if (row := await self.one(sql, params)) and row[0] is not None else None
 
     async def record(self, kind: type[T], sql: str, **params: object) -> T | None:
@@ -140,7 +140,7 @@ class Database(Reads):
 
     @abstractmethod
     async def quick(self, sql: str, params: Params | None = None) -> Row | None:
-        """Return the first row of a query that every call needs. Long queries do not delay it."""
+        """Return the first row of a short query that calls wait for, or None. Long queries do not delay it."""
 
     @abstractmethod
     async def require_writable(self) -> None:
@@ -154,9 +154,9 @@ class Database(Reads):
 
     @abstractmethod
     def lock(self, work: str) -> AbstractAsyncContextManager[bool]:
-        """Yield whether this process got the lock for this work, which it holds until the block or the process ends.
+        """Yield whether this process got the lock for this work. It holds the lock until the block ends.
 
-        If the connection to a server that has the lock breaks, the block is cancelled and raises StoreUnavailable.
+        If the lock is on a server and the connection to it breaks, the block is cancelled and raises StoreUnavailable.
         """
 
 
@@ -187,7 +187,7 @@ async def all_in_passing(database: Database, statement: str, params: Params) -> 
 
 
 def read(kind: type[T], row: Row, **made: Any) -> T:
-    """Return the record (a dataclass or a NamedTuple) in a row, by its columns' names.
+    """Return a row as a record (a dataclass or a NamedTuple), whose fields are the columns of the same names.
 
     JSON lists and objects are decoded, and 0 and 1 become booleans in boolean fields. `made`: the other fields.
     """

@@ -107,7 +107,7 @@ class Keyring(Records):
 async def require_keys(config: Config) -> None:
     """Raise ConfigError if other machines can reach the proxy and there is no key.
 
-    Raises StoreUnavailable if the store cannot be opened, before a server starts.
+    Raises StoreUnavailable if the store cannot be opened.
     """
     proxy = config.proxy
     async with opened(config.store) as database:

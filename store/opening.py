@@ -41,7 +41,7 @@ async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator
 
 
 def first_value(config: StoreConfig, statement: str) -> Any:
-    """Return a query's first value as a string, synchronously; None without such a value or a readable store."""
+    """Return a query's first value as a string; None if there is none or the store cannot be read."""
 
     async def ask() -> Any:
         async with opened(config, to_write=False) as database:

@@ -106,13 +106,13 @@ class Reports(Records):
     async def newest_rollouts(self, filters: dict[str, Any]) -> Sequence[Row]:
         """Return the newest `NEWEST_ROLLOUTS` rollouts. `at`: when a rollout ended, or began if it has not ended.
 
-        Filters: mode, task_id, key_id.
+        `filters` may have mode, task_id and key_id.
         """
         statement = NEWEST.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
         return await self._db.all(statement, {**filters, "limit": NEWEST_ROLLOUTS})
 
     async def summaries(self, rollout_ids: Sequence[str], words_in: WordsIn) -> dict[str, Summary]:
-        """Return the summaries of rollouts by id. `words_in`: finds the first words in a stored request and answer."""
+        """Return summaries by rollout id. `words_in` finds the first words of a stored request and answer."""
         found: dict[str, Summary] = {}
 
         def read_some(rows: Sequence[Row]) -> None:
@@ -157,7 +157,7 @@ class Credit(Records):
     """Reads the credit of calls, which `TrainingSteps.claim` writes."""
 
     async def of(self, rollout_id: str) -> Sequence[Row]:
-        """Return the rollout's calls, in order, with how each was trained on (as in `CallCredit`; None if it was not).
+        """Return the rollout's calls in order, with the fields of `CallCredit`, which are None for an untrained call.
 
         `prompt`, `answer`: token counts.
         """
@@ -166,9 +166,9 @@ class Credit(Records):
     async def group_of(
         self, rollout_id: str, key_id: str | None = None, *, siblings: bool = True
     ) -> list[ComparedRollout]:
-        """Return a rollout and its siblings, compared or not, oldest first. Without `siblings`: only the rollout.
+        """Return a rollout and its siblings, at most `SIBLINGS` rollouts in total, oldest first.
 
-        With `key_id`, only siblings that were opened with this key. At most `SIBLINGS` rollouts.
+        With `key_id`, only siblings that were opened with this key are returned; without `siblings`, none are.
         """
         values = {"rollout_id": rollout_id, "key_id": key_id, "siblings": siblings, "limit": SIBLINGS}
         return await self._db.records(ComparedRollout, COMPARED_WITH, **values)

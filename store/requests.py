@@ -1,4 +1,4 @@
-"""Stores a request as its difference from an earlier one, because agents resend their whole history. Pure.
+"""Stores a request as its difference from an earlier one, because agents resend their whole history.
 
 A stored request is `{"new": {NAME: value, …}, "shared": {NAME: n, …}}`: a field in `shared` begins with the first n
 items of its parent's full field (list items, Unicode code points, or object members); its value in `new` follows.
@@ -73,7 +73,7 @@ def shrink_request(request: Json, parent: Json | None) -> Json:
 
 
 def _shared(value: Any, before: Any) -> int:
-    """Return how many leading items or characters are shared with the parent's value; of an object, all or none."""
+    """Return how many leading items or characters a value shares with its parent's. An object shares all or none."""
     if isinstance(value, dict):
         return len(value) if is_same(value, before) and len(encode(value)) >= LARGE_OBJECT else 0
     if type(value) is not type(before) or not isinstance(value, list | str):
@@ -103,7 +103,7 @@ class Parent(NamedTuple):
 
 
 def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> dict[str, Parent]:
-    """Return the newest parents for reading later calls of a rollout: from the known ones and these calls."""
+    """Return the newest of the known parents and these calls, for reading later calls of the rollout."""
     more = {call.call_id: Parent(call.request, pack_ids(call.row_token_ids)) for call in calls[-PARENTS:]}
     return dict([*{**known, **more}.items()][-PARENTS:])
 
@@ -139,7 +139,7 @@ def begun(before: Any, shared: int, own: Any) -> Any:
 
 
 def short_calls(rows: Iterable[Row], known: Mapping[str, Parent]) -> Iterator[Json]:
-    """Yield, for each of a rollout's short calls, its id, its answer's tokens and the fields that depend on the parent.
+    """Yield each stored call's id, its answer's tokens, and the fields that are given relative to its parent.
 
     `known`: calls that were read before and may be parents of these. Work and memory for all calls are linear in the
     rollout's content.
@@ -162,7 +162,7 @@ def short_calls(rows: Iterable[Row], known: Mapping[str, Parent]) -> Iterator[Js
 
 
 def _stored_request(row: Row) -> Json:
-    """Parse a stored request. If its wrapper makes it too deeply nested for the parser, parse it without that."""
+    """Parse a stored request; if it is too deeply nested for the parser, parse it without its wrapper."""
     text = row["request"] or row["large_request"]
     try:
         stored: Json = loads(text) if len(text) < LARGE else loads_in_turns(text)

@@ -85,7 +85,7 @@ class Pages(NamedTuple):
 
 
 class Keeper:
-    """Enforces retention, in the proxy. Of several processes on one store, one at a time does the work."""
+    """Enforces retention. If several proxies use a store, one of them at a time does the work."""
 
     def __init__(self, database: Database, config: Config, on_delete: OnDelete) -> None:
         self._db = database
@@ -106,7 +106,7 @@ class Keeper:
             await asyncio.sleep(every_s)
 
     async def tidy(self) -> None:
-        """Delete rollouts that exceed `store.retention`, old answers and digests, and return the space to the disk."""
+        """Delete old answers and digests, and rollouts that exceed `store.retention`; then free the disk space."""
         now = time.time()
         await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
         ((points, tips),) = await self._db.all(CONVERSATION_COUNTS)
@@ -132,7 +132,7 @@ class Keeper:
     async def _delete(self, before: float, reason: str, waiting: bool | None = None, limit: float = 0.0) -> None:
         """Delete rollouts that were over at `before` (Unix time), oldest first, until at most `limit` bytes are used.
 
-        `waiting`: True for only rollouts that wait for the trainer, False for only others, None for all.
+        `waiting`: True to delete only rollouts that wait for the trainer, False only others, None all.
         """
         over = {"before": before, "quiet": min(before, time.time() - ABANDONED_S)}
         params = {"after": 0, "limit": LOOK, **over, **self._waiting}
@@ -150,7 +150,7 @@ class Keeper:
             params["after"] = rows[-1]["n"]
 
     async def _forget_old(self, statement: str, before: float, most: int = ALL) -> None:
-        """Run a DELETE of `LOOK` rows repeatedly until none are left or `most` rows are deleted."""
+        """Delete old rows, `LOOK` at a time, until none are left or `most` are deleted."""
         while most > 0:
             limit = min(LOOK, most)
             count = len(await all_in_passing(self._db, statement, {"before": before, "limit": limit}))

@@ -1,4 +1,4 @@
-"""The posted rewards, and each rollout's returns, which are stored with it so that lists and filters read one column.
+"""The posted rewards, and the returns computed from them, which are stored with each rollout.
 
 A post recomputes the returns of its rollouts. When the rules change, all are recomputed, newest first, a few at a time;
 `stale_to` tracks the progress. A repeated post gets the first one's answer.
@@ -126,9 +126,9 @@ Answer = list[dict[str, Any]]
 
 
 class Scored(NamedTuple):
-    """A rollout with its `trusted_reward`. `version`: the one that it began with. Times are Unix times.
+    """A rollout with its `trusted_reward`. `version`: the policy version that it began with.
 
-    `done`: when it had ended and was rewarded.
+    `done`: when it had both ended and been rewarded. Times are Unix times.
     """
 
     version: int
@@ -140,7 +140,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Uncounted:
-    """None of the newest rewards is trusted. `rewards`: their number; `story`: a text for people."""
+    """A warning that none of the newest rewards is trusted. `rewards`: their number; `story`: a text for people."""
 
     rewards: int
     story: str
@@ -175,11 +175,11 @@ class Rewards(Records):
         return await self._db.write(lambda db: answer_once(db, key, body, work))
 
     async def since(self, version: int, newest: int) -> list[Scored]:
-        """Return the newest ended training rollouts with a trusted reward, of this or later versions, oldest first."""
+        """Return the newest ended training rollouts of `version` or later that have a trusted reward, oldest first."""
         return (await self._db.records(Scored, SINCE_VERSION, version=version, newest=newest))[::-1]
 
     async def uncounted(self) -> Uncounted | None:
-        """Return a warning, with what to do, if none of the newest rewards is trusted; None if one is."""
+        """Return a warning if none of the newest rewards is trusted; None if one is, or if there are none."""
         ((rewards, counted, evaluated),) = await self._db.all(NEWEST_REWARDS)
         if not rewards or counted:
             return None
@@ -211,7 +211,7 @@ class Rewards(Records):
             await in_passing(self._db, _count_some)
 
     async def keep(self) -> None:
-        """Recompute outdated returns until cancelled: a process that changed the rules may end before all are done."""
+        """Keep recomputing outdated returns, because the process that changed the rules may have ended."""
         while True:
             with suppress(StoreUnavailable):  # the next look may succeed
                 await self.recount()
@@ -280,7 +280,7 @@ def _read_rules(row: Row | None) -> Rules:
 async def answer_once(
     db: Transaction, key: str | None, body: bytes, work: Callable[[Transaction], Awaitable[Answer]]
 ) -> Answer:
-    """Do `work`, or return the stored answer for the same key and body. Raises Conflict if the body differs."""
+    """Do `work` and store its answer, or return the answer stored under `key`. Raises Conflict if the body differs."""
     if key is None:
         return await work(db)
     body_hash = hashlib.sha256(body).hexdigest()

@@ -1,4 +1,4 @@
-"""Opens, finds, counts, ends (also when idle) and deletes rollouts, and knows which await the reward function."""
+"""Opens, finds, counts, ends and deletes rollouts, and lists those that await the reward function."""
 
 from __future__ import annotations
 
@@ -201,11 +201,11 @@ class Rollouts(Records):
         may_reward: bool = True,
         sibling_of: str | None = None,
     ) -> None:
-        """Open rollouts with this metadata. `names`: each with the hash of the rollout's own key.
+        """Open rollouts with this metadata. `names`: the rollouts, each with the hash of its own key.
 
         Several rollouts of a task form a group; with `sibling_of`, all join that rollout's group. Without `may_reward`,
-        the keys may only call the model. `policy_version` or `model` answers the alias in these rollouts, instead of
-        the live version.
+        the keys may only call the model. In these rollouts, `policy_version` or `model` answers requests for the alias,
+        instead of the live version.
         """
         grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
         same: dict[str, Any] = {
@@ -228,7 +228,7 @@ class Rollouts(Records):
         return await self._db.records(Rollout, ROLLOUTS_OF_VERSION, version=version, limit=limit)
 
     async def opened_for(self, rollout_id: str) -> tuple[str | None, int | None]:
-        """Return the model that answers for the alias in this rollout, and its policy version; each None if unset."""
+        """Return the rollout's model for the alias and its policy version; each is None if not set."""
         row = await self._db.quick(ROLLOUT_OPENED_FOR, {"rollout_id": rollout_id})
         return (None, None) if row is None else (row["alias_model"], row["policy_version"])
 
@@ -357,7 +357,7 @@ def _pattern(string: str) -> str:
 
 
 async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:
-    """End rollouts idle for `rollouts.end_after_idle_s`, if set, until cancelled, in one process at a time."""
+    """Keep ending rollouts that have been idle for `rollouts.end_after_idle_s`. If that is not set, return at once."""
     if (idle_s := config.end_after_idle_s) is None:
         return
     while True:

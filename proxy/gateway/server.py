@@ -68,7 +68,7 @@ def calls_at_once(files: int) -> int:
 class Connections:
     """Limits connections: closes the oldest ones without a request if there are too many.
 
-    If calls have no room, a call without a key whose answer is slow or unread is closed in favour of the new one.
+    If there is no room for a new call, it takes the place of a call without a key whose answer is slow or unread.
     """
 
     def __init__(self, files: int) -> None:
@@ -155,7 +155,7 @@ class _Joining:
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. An HTTP/1.0 answer without a length ends with the connection; a reset aborts it."""
+    """A request and its answer. An unfinished HTTP/1.0 answer ends with a reset, so that it does not look complete."""
 
     _has_length = True
 
@@ -291,7 +291,7 @@ class ServerProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _wait_until_taken(self, before: float = math.inf) -> None:
-        """End the connection if the client has read too little of its answer since `before` bytes were unread."""
+        """Abort the connection once the client reads too slowly. `before`: its unread bytes at the last check."""
         size = self.transport.get_write_buffer_size()
         if size > before - SLOW_BYTES * UNTAKEN_S / SLOW_S:
             self.transport.abort()
@@ -316,7 +316,7 @@ class ServerProtocol(HttpToolsProtocol):
         return waits and "caller" not in self._state
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Parse the request again without its upgrade headers: with them, the parser would not read its body."""
+        """Refuse WebSockets and CONNECT; parse any other request again, without its upgrade headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse()

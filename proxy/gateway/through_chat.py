@@ -86,7 +86,7 @@ class ChatRoute:
             return ChatDecision()
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
-        """Keep what an answered Responses call added, for calls that continue it. The call's record is durable."""
+        """Keep what an answered Responses call added, for calls that continue it. Called once the call is recorded."""
         if start.endpoint == "responses" and end.status == "ok" and isinstance(end.response, dict):
             size = len(start.request_text or b"") + 8 * sum(len(choice.token_ids) for choice in end.choices)
             exchange = exchange_of(start.request, end.response)._replace(size=size)
@@ -113,7 +113,7 @@ class Templates:
         return asked.result() if asked is not None and asked.done() else Template()
 
     async def learned(self, route: Route, request: Request) -> Template:
-        """Return a server's template, probing it with the credentials of the first request that needs it."""
+        """Return a server's template. If it is unknown, probe the server with this request's credentials."""
         name = route.upstream.name
         if name not in self._asked:
             self._asked[name] = asyncio.create_task(self._learned(route, request))

@@ -53,8 +53,8 @@ _FORCED = ("required", "any")  # what `tool_choice` is where the model has to ca
 class Conversation:
     """A request that names no rollout: its atoms, and the state after each of them.
 
-    `size`: of the request, in bytes; large ones are handled in a thread. `within`: its key, task and mode; other
-    conversations with the same messages may differ in these.
+    `size`: the request's size in bytes; a large request is handled in a thread. `within`: its key, task and mode, in
+    which conversations with the same messages may differ.
     """
 
     def __init__(self, caller: str, name: RolloutName, request: Json, size: int = 0) -> None:
@@ -74,7 +74,7 @@ class Conversation:
         return digest(self.within, "asked", self._system, self.begun[-1].exact if self.begun else b"", *ids)
 
     def ends(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the digests of each beginning that ends in an answer, as far as the request shows, the longest first.
+        """Yield the digests of each beginning of the request that seems to end in an answer, the longest first.
 
         An answer may have been empty; then two user messages follow each other.
         """
@@ -188,7 +188,7 @@ def start_statements(start: CallStart, conversation: Conversation) -> list[State
 def end_statements(start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
     """Return statements that let requests find the answered call that they continue.
 
-    A failed call has none, except for the id of a response that is still under way.
+    There are none for a failed call, except for the id of a response that is still under way.
     """
     try:
         return list(_end_statements(start, conversation, end)) if isinstance(end.response, dict) else []

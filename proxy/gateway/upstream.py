@@ -47,7 +47,7 @@ IDLE_CLOSED_S = 1.0  # in which a server refuses what comes over a connection th
 
 
 class Route(NamedTuple):
-    """Where a call goes, with the fallbacks to try, in order, if the upstream is down, busy or fails."""
+    """Where a call goes, with the fallbacks to try, in order, if the upstream is down, busy or failing."""
 
     upstream: UpstreamConfig
     model: str | None  # None: the agent's
@@ -102,7 +102,7 @@ class Answer(ABC):
 
     @abstractmethod
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the headers for the agent; without Content-Length if the body may change or was decoded."""
+        """Return the headers for the agent, without Content-Length if the body is decoded or `keep_length` is False."""
 
     @abstractmethod
     async def _next(self) -> bytes: ...
@@ -132,7 +132,7 @@ class Answer(ABC):
         return self._ahead
 
     async def sniff(self, *, wants_stream: bool) -> None:
-        """Detect from the body's first bytes whether it is a stream: some servers declare the wrong type."""
+        """Correct `is_stream` by the body's first bytes if a stream was declared or asked for."""
         if self.status != 200 or not (self.is_stream or wants_stream):
             return
         ahead = head = b""
@@ -150,7 +150,7 @@ class Upstream(Protocol):
     """A configured upstream that requests can be sent to."""
 
     async def open(self, request: Request) -> Answer:
-        """Send the request; wait for the answer to begin. Raises UpstreamUnreachable, UpstreamTimeout, Unsupported."""
+        """Return the answer once it has begun. Raises UpstreamUnreachable, UpstreamTimeout or Unsupported."""
 
     async def close(self) -> None:
         return
@@ -177,7 +177,7 @@ class KeyMask:
         return data
 
     def feed(self, data: bytes) -> bytes:
-        """Return the next piece of a body, holding back an end that may be the beginning of a key."""
+        """Return the next piece of a body, with keys masked. An end that may be the beginning of a key is held back."""
         data = self.once(self._held + data)
         size = max((n for key in self._keys for n in range(1, len(key)) if data.endswith(key[:n])), default=0)
         self._held = data[len(data) - size :]
@@ -189,7 +189,7 @@ class KeyMask:
 
 
 class _Protocol(ResponseHandler):
-    """A connection to an upstream. `uses`: requests sent so far; `answered`: bytes of an answer have arrived."""
+    """A connection to an upstream. `uses`: requests sent so far; `answered`: whether the last answer has begun."""
 
     uses, answered = 0, False
     _sent: Callable[[], None] | None = None
@@ -295,7 +295,7 @@ class HttpUpstream(Upstream):
             raise _broken_off(config, error) from None
 
     async def _send(self, base_url: str, request: Request, *, anew: bool) -> HttpAnswer | None:
-        """Send the request. Return the answer once its head is there; None if the server had closed the connection."""
+        """Send the request. Return the answer once it has begun, or None if the server had closed the connection."""
         config, way, url = self._config, self._ways[base_url], _url(base_url, request.path, request.query)
         try:
             connection = await self._connector.connect(way, [], self._timeout)
@@ -323,7 +323,7 @@ class HttpUpstream(Upstream):
         return HttpAnswer(config, connection, begun, base=way.url, url=url, decodes=request.identity)
 
     def _head(self, way: aiohttp.ClientRequest, url: URL, request: Request) -> bytes:
-        """The request line (the full URL for an HTTP proxy), the agent's headers except those for us, and our own."""
+        """Return the request's head: its first line, the agent's headers except those for us, and our own."""
         config, own = self._config, dict(self._vouching)
         if config.session_header and request.rollout_id:
             own[config.session_header.lower().encode()] = request.rollout_id.encode()
@@ -371,7 +371,7 @@ class HttpAnswer(Answer):
     __del__ = release
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the upstream's headers without hop-by-hop and outdated ones; redirects within it lead back to us."""
+        """Return the upstream's headers for the agent. Redirects within the upstream lead back to us."""
         message, mask = self._message, self._mask
         headers = [(name.lower(), value) for name, value in message.raw_headers]
         dropped = _HOP_BY_HOP.union(_named_by_connection(headers))
@@ -385,7 +385,7 @@ class HttpAnswer(Answer):
         return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
 
     def _location(self, value: bytes) -> bytes:
-        """A redirect's target, made relative if it is within the upstream (any scheme), so that it leads back to us."""
+        """Return a redirect's target, made relative if it is within the upstream, so that it leads back to us."""
         if not value.startswith((b"/", b"http://", b"https://")):
             return value
         try:
@@ -412,7 +412,7 @@ class HttpAnswer(Answer):
 
 
 def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
-    """The headers that `Connection` lists as hop-by-hop. `headers` have lower-case names."""
+    """Return the names of the headers that `Connection` lists as hop-by-hop. `headers` have lower-case names."""
     return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
 
 
@@ -425,6 +425,6 @@ def _url(base_url: str, path: str, query: bytes) -> URL:
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
-    """The error for a request or answer that was interrupted. Masks keys: aiohttp's errors may quote received data."""
+    """Return the error for an interrupted request or answer, with keys masked: aiohttp may quote received data."""
     text = KeyMask(*upstream.masked).once(why_it_failed(error).encode()).decode()
     return UpstreamUnreachable(f"upstream {upstream.name} failed: {text}")

@@ -130,7 +130,7 @@ class PostgresDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Commit within `store.busy_timeout_s`, plus time for `size` bytes, because calls wait for it."""
+        """Commit, but wait no longer than `store.busy_timeout_s` plus the time that `size` bytes may take."""
 
         async def work(db: Transaction) -> None:
             # Every process locks rollouts and digests in the same order.
@@ -166,7 +166,7 @@ class PostgresDatabase(Database):
         return min(FROZEN_S, self._config.busy_timeout_s) if self._frozen else self._config.busy_timeout_s
 
     async def _to_the_end(self, work: Work[T], begin: str, seconds: float) -> T:
-        """Run `work` shielded: a transaction that has begun is completed even if its caller is cancelled."""
+        """Run `work` in a transaction, which is completed even if the caller is cancelled."""
         task = asyncio.ensure_future(self._transact(work, begin, seconds))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -177,7 +177,7 @@ class PostgresDatabase(Database):
             raise
 
     async def _transact(self, work: Work[T], begin: str | None, seconds: float) -> T:
-        """Do `work`, with or without a transaction. Retry while the server is down or another transaction conflicts."""
+        """Do `work`, in a transaction unless `begin` is None. Retry for a while if the server is down."""
         until = monotonic() + min(seconds, self._config.busy_timeout_s)
         while True:
             committing = False
@@ -199,7 +199,7 @@ class PostgresDatabase(Database):
 
     @asynccontextmanager
     async def _connection(self, seconds: float) -> AsyncIterator[asyncpg.Connection]:
-        """Lend a connection; close it if the block takes too long, and roll back what the block did not commit."""
+        """Lend a connection, and close it if the block takes more than `seconds`. A block that fails is rolled back."""
         async with self._pool.acquire(timeout=min(seconds, self._config.busy_timeout_s)) as connection:
             try:
                 async with asyncio.timeout(seconds) as limit:
@@ -266,20 +266,20 @@ async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
 
 
 async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
-    """Compress with LZ4 if the server can: as small as with its default, at a third of the work."""
+    """Let the server compress with LZ4 if it can: that takes a third of the work."""
     with suppress(asyncpg.PostgresError):  # it was built without, or is older than 14
         await connection.execute("SET default_toast_compression = lz4")
 
 
 async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:
-    """Return the names of the `parts` without tables here. Raises OtherSchema if the database has another schema."""
+    """Return the names of `parts` whose tables are missing. Raises OtherSchema if the database has another schema."""
     tables = {row[0] for row in await connection.fetch(TABLES)}
     rows = await connection.fetch(NUMBERS) if "schema_numbers" in tables else []
     return missing_parts(where, tables, {row["room"]: row["number"] for row in rows})
 
 
 async def make_tables(connection: asyncpg.Connection, where: str) -> None:
-    """Make the tables that are missing, in one transaction: several processes may start at once."""
+    """Make the missing tables. Several processes may do so at once."""
     if not await missing_in(connection, where):
         return
     async with connection.transaction():
@@ -326,7 +326,7 @@ def require_held() -> None:
 
 @asynccontextmanager
 async def _until_lost(connection: asyncpg.Connection, work: str) -> AsyncIterator[None]:
-    """Cancel the block when the connection ends, and raise StoreUnavailable instead of the cancellation."""
+    """If the connection ends during the block, cancel the block and raise StoreUnavailable."""
 
     def lose(_: object) -> None:
         with suppress(RuntimeError):  # the block has just ended

@@ -1,4 +1,4 @@
-"""Translates the store's statements for PostgreSQL (syntax, numbered parameters, values), and runs them."""
+"""Translates the store's statements and values for PostgreSQL, and runs them."""
 
 from __future__ import annotations
 
