@@ -48,7 +48,7 @@ class Injection(NamedTuple):
 
 
 class Transcript:
-    """A streamed answer: turns upstream bytes into bytes for the agent, and into a record. Subclasses read its events.
+    """Turns the bytes of a streamed answer into bytes for the agent and a record. Subclasses read its events.
 
     The last event, and all after it, is `held` until the record is written. If the stream is rewritten, an unfinished
     frame is kept from the agent, because it may hold injected fields.
@@ -108,13 +108,13 @@ class Transcript:
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to send now. The last event and all that follows stay in `held`.
 
-        If the stream is rewritten, raises UpstreamUnreachable for an event longer than any plausible one.
+        If the stream is rewritten, raises UpstreamUnreachable for an event of more than `MAX_HELD_BYTES`.
         """
         self.size += len(data)
         return self.parse(data)
 
     def end(self) -> bytes:
-        """Return the bytes to send at the stream's end; a [DONE] without a blank line, or its substitute, is `held`."""
+        """Return the bytes to send at the stream's end. An unfinished [DONE], or what replaces it, is `held`."""
         last = self.decoder.close()
         out = self.flush() + (b"" if self.rewrites or last.is_done else last.raw)
         if last.is_done or self.complete:
@@ -159,7 +159,7 @@ class Transcript:
 
 
 class Dialect:
-    """A recorded API: what it adds to requests for vLLM, what it removes from answers, where tokens and errors are."""
+    """Knows a recorded API: what to add to requests for vLLM and remove from answers, and where the tokens are."""
 
     def inject(self, body: Json) -> tuple[Json, Injection]:
         """Return the request for a vLLM upstream, and the fields that were added to it."""
@@ -174,7 +174,7 @@ class Dialect:
         return None
 
     def tokens(self, body: Json) -> Tokens:
-        """Return the tokens that a non-streamed answer reports. Call it before `agents`, which may change it."""
+        """Return the tokens that a non-streamed answer reports. Call this before `agents`, which may change it."""
         raise NotImplementedError
 
     def stream(self, injection: Injection) -> Transcript:
@@ -189,7 +189,7 @@ class BufferedTranscript:
     """An answer that is not a stream. Its last non-blank byte waits for the record, like a stream's last event.
 
     `rewrites`: the agent gets other bytes than the upstream sent, which are only known at the end. Until then only
-    blanks are passed on, with which some servers keep the connection alive.
+    blanks are passed on, which some servers send to keep the connection alive.
     """
 
     may_end = True
@@ -210,7 +210,7 @@ class BufferedTranscript:
         self._body: Any = None
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to send now: none before `shown` is set, which lets the answer pass as it arrives."""
+        """Return the bytes to send now. There are none until `shown` is set."""
         blanks_alone = self._may_be_sent == self.size
         if not self.rewrites and (text := data.rstrip(_BLANKS)):
             self._may_be_sent = self.size + len(text) - 1

@@ -1,6 +1,6 @@
 """Reads a rollout's calls as chat, whatever their API: the messages that the model was shown, and its answers.
 
-`additions` compares the messages of calls, so that each is shown once.
+`additions` compares the messages of calls, so that each message is shown once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChatMessage(dict[str, Any]):
 
     @cached_property
     def identity(self) -> int:
-        """Return a digest of role, text and tool calls. Clients add and drop empty fields, and change call ids."""
+        """Return a digest of role, text and tool calls, but not of call ids, which clients change."""
         called = tuple((call.name, same_arguments(call.arguments)) for call in calls_in(self))
         return hash((str(self.get("role")), body(self).strip(), called))
 
@@ -51,7 +51,7 @@ class ChatTurn(NamedTuple):
 
 
 def chat_turns(calls: Sequence[Json]) -> Iterator[ChatTurn]:
-    """Yield a rollout's calls (in the control API's form) as chat, one by one: together they take much memory."""
+    """Yield a rollout's calls, given in the control API's form, as chat."""
     calls = full_calls(calls, prompts=False)
     reader = _Reader()
     for call in calls:
@@ -109,7 +109,7 @@ class _Reader:
         return messages, messages_answered(response), request.get("tools") or []
 
     def _completions(self, request: Json, response: Json) -> tuple[list[Json], list[Json]]:
-        """A text prompt as chat. One that extends an earlier prompt and its answer is the conversation's next turn."""
+        """The messages shown and the answer. A prompt that extends an earlier one and its answer is the next turn."""
         prompts = request["prompt"] if isinstance(request["prompt"], list) else [request["prompt"]]
         if len(prompts) != 1 or not isinstance(prompt := prompts[0], str):
             raise Untranslatable("the prompt is not a single text")
@@ -155,7 +155,7 @@ def _tool_call(call: Json) -> Json:
 
 
 def _tidy_tool(tool: Json) -> Json:
-    """A tool with its fields in a fixed order, because templates show them in that order."""
+    """A tool with name, description and parameters first, because templates show fields in their order."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
@@ -187,7 +187,7 @@ def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[ChatMe
 
 
 def beginnings(messages: Iterable[ChatMessage]) -> Iterator[int]:
-    """Yield a digest of every beginning of a conversation, from the empty one to all of it."""
+    """Yield a digest of every beginning of a conversation, from the empty one to the whole conversation."""
     digest = hash(())
     yield digest
     for message in messages:

@@ -60,7 +60,7 @@ class TokenTurn:
 def turn_of(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
 ) -> TokenTurn | None:
-    """Return a call's turn; None unless it has only texts, known tokens and one answer. `rendered`: as in TokenTurn."""
+    """Return a call's turn; None unless its messages are text, it has one answer, and all tokens are known."""
     messages, answered = request.get("messages"), answers(response)
     if not (prompt and len(answered) == len(choices) == 1 and choices[0].token_ids and _are_texts(messages)):
         return None
@@ -78,7 +78,7 @@ def shape(request: Json) -> Json:
 
 
 def is_supported(request: Json) -> bool:
-    """Return whether vLLM accepts a token prompt for this request, and gives a single answer to continue."""
+    """Return whether vLLM accepts a token prompt for this request, and gives only one answer."""
     request = as_read(request)
     is_plain = request.get("n") in (None, 1) and request.get("add_generation_prompt") is not False
     return is_plain and not any(map(request.get, _UNSUPPORTED.split())) and _are_texts(request.get("messages"))
@@ -139,6 +139,6 @@ def exact_prompt(turn: TokenTurn, history: list[int], rendered: list[int], closi
 
 
 def _sampled_with(turn: TokenTurn, follows: list[int]) -> int:
-    """How many of the tokens after an answer were sampled with it (the end of turn): 0 if the answer was cut short."""
+    """How many of the tokens that follow an answer were sampled with it, as its end of turn; 0 if it was cut off."""
     answer = [] if turn.finish_reason == "length" else turn.sampled_ids
     return next((n for n in range(min(len(answer), len(follows)), 0, -1) if answer[-n:] == follows[:n]), 0)

@@ -193,7 +193,7 @@ class Translator(ChatApi, ABC):
         yield from self.added(text)
 
     def _called(self, *, is_all: bool) -> Iterator[Json]:
-        """Events for new pieces of calls. A call waits until the one before it or the answer (`is_all`) is complete."""
+        """Events for new pieces of calls. A call waits for the end of the one before it or of the answer (`is_all`)."""
         calls = self.calls.opened
         while self._place < len(calls):
             call, is_last = calls[self._place], self._place + 1 == len(calls)
