@@ -1,4 +1,4 @@
-"""Reads requests as vLLM does, and numbers, errors and states that servers write in different ways. Pure."""
+"""Reads values that clients and servers write in different ways: numbers, flags, errors and states. Does no I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LAX: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (bool,
 
 
 def as_read(request: Json) -> Json:
-    """Return the request as vLLM reads it: "1" counts as 1, and 1 as true. Values that it refuses stay unchanged."""
+    """Return the request with numbers and flags as vLLM reads them, such as "1" as 1. Invalid values stay unchanged."""
     read = {}
     for name, value in request.items():
         kind = _READ_AS.get(name)
@@ -58,7 +58,7 @@ SAID = "the upstream sent an error: "
 
 
 def error_in(raw: bytes, event: Json) -> Any:
-    """Return the error that an event contains or is, even without an `error` field; None if there is none."""
+    """Return the error that an event contains, or the event itself if it is an error; None if it is neither."""
     if (error := named_error(event)) is not None:
         return error
     if event.get("choices") is not None:
@@ -70,7 +70,7 @@ def error_in(raw: bytes, event: Json) -> Any:
 
 
 def named_error(body: Json) -> Any:
-    """Return the error in an answer, an event or one of its choices; None if there is none."""
+    """Return the error in an answer or event, or else in one of its choices; None if there is none."""
     if error := body.get("error") or body.get("errors"):
         return error
     choices = body.get("choices")
@@ -86,5 +86,5 @@ def message_of_error(error: Any) -> str:
 
 
 def is_under_way(response: Any) -> bool:
-    """Return whether a response is not finished and must be polled (`background: true`)."""
+    """Return whether a response is queued or in progress."""
     return isinstance(response, dict) and response.get("status") in ("queued", "in_progress")

@@ -1,4 +1,4 @@
-"""The features, which some users never need: a folder each. To remove one, delete its folder, line and tests.
+"""The list of features. Each is a folder. To remove a feature, delete its folder, its line here and its tests.
 
 A folder has any of: `config.py` (settings), `proxy.py` (a plugin for the proxy), `trainer.py` (a plugin for the
 trainer), `commands.py` (commands), `schema.sql` (tables) and `views/` (views for the page).

@@ -1,6 +1,6 @@
 """`POST /agl/api/rollouts/{id}/attempt/0/events`: takes the events of agents of Agent Lightning 1.0 (AGL_EVENT_URL).
 
-A `reward` event rewards the rollout and ends it; the newest reward counts. Other events become notes named by type.
+A `reward` event rewards the rollout and ends it; the newest reward counts. Any other event becomes a note.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The section `algorithms`: settings of the algorithms here. The algorithm NAME is the function NAME in NAME.py."""
+"""The section `algorithms`: settings of the algorithms in this folder. The one named NAME is in NAME.py."""
 
 from __future__ import annotations
 

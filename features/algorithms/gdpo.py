@@ -23,7 +23,7 @@ from ...trainer.types import Sibling
 
 
 def gdpo(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
-    """Return each sibling's advantage, repeated for its calls. A name for which it has no reward adds nothing."""
+    """Return each sibling's advantage, repeated for each of its calls."""
     found = [0.0] * len(group)
 
     def add(returns: Mapping[int, float], weight: float) -> None:

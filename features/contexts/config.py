@@ -19,7 +19,7 @@ class ContextsConfig(FeatureSection):
 
     @classmethod
     def call_fields(cls, calls: Sequence[ModelCall]) -> Sequence[Mapping[str, Any]]:
-        """Return each call's edges, and whether another attempt was used instead (none and False if unreadable)."""
+        """Return each call's edges (none if they cannot be determined), and whether the call was rejected."""
         from .graph import graph_of  # here, since every command reads the configuration
 
         if (graph := graph_of(calls)) is None:

@@ -81,12 +81,13 @@ class _Order(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call, in the form that later calls are compared with. Its request (all of its `fields`) ends at `node`.
+    """A call, prepared for comparison with later calls. Its request, of which `fields` has all, ends at `node`.
 
-    `first`: the node before its conversation; `nodes`: the last node of each message. `attempts`: the calls with the
-    same request. `order`: the tool call that probably started it; `is_ordered`: a distinctive part of its prompt or a
-    header shows this. `root`: the first call of its context. `told`: texts that first appear in its answer. `used`:
-    its answer is in a later context; `kept`: in the history there. `has`: calls with answers in its request (cached).
+    `first`: the node before its conversation. `nodes`: the last node of each message. `attempts`: the calls with the
+    same request. `order`: the tool call that probably started it. `is_ordered`: whether a header or a distinctive part
+    of its prompt shows this. `root`: the first call of its context. `told`: texts that first appear in its answer.
+    `used`: whether a later context has its answer. `kept`: whether it does so as history. `has`: the calls whose
+    answers are in its request, once this is known.
     """
 
     call: ModelCall
@@ -114,7 +115,7 @@ class _Call:
 
     @property
     def form(self) -> str | None:
-        """The form of the requested answer; None if the conversation is incomplete or not text."""
+        """The fields that say which answer is wanted, as JSON; None if the conversation is empty or on the server."""
         is_whole = self.node is not self.first and "conversation" not in self.fields
         return dumps([self.fields.get(name) for name in FORM]) if is_whole else None
 
@@ -135,7 +136,7 @@ class _Call:
 
     @property
     def may_sum_up(self) -> bool:
-        """Whether its answer may be a summary: a text that answers a new question and is in no later history."""
+        """Whether its answer may be a summary: it is a text, follows a new prompt and is in no later history."""
         return self.is_final and not self.kept and any(map(_is_prompt, self.node.up_to(self.node.tip)))
 
 
@@ -185,7 +186,7 @@ class Graph:
         self._remember(mine)
 
     def rejected(self) -> dict[int, int]:
-        """Map each rejected call, whose answer no later context has, to the attempt used instead, both by index.
+        """Map each rejected call's index to that of the attempt used instead. No later context has the rejected answer.
 
         That attempt has the same request, and began later or was still running. A call that began after it had ended
         is a fresh start. Calls that different tool calls started are not attempts at the same thing.
@@ -206,11 +207,11 @@ class Graph:
         return found
 
     def summaries(self) -> set[int]:
-        """Return the places of the calls with an answer that replaces history in a later prompt."""
+        """Return the indices of the calls whose answers replace history in a later prompt."""
         return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
 
     def _attempts(self, mine: _Call) -> list[_Call]:
-        """The attempts of the call that this one repeats, or else its agent's calls with the same request and form."""
+        """Earlier attempts: those of the call that the client sent again, or else calls with the same request."""
         if (earlier := self._again.get(mine.call.call_id)) is not None:
             return earlier.attempts
         form = mine.form
@@ -254,7 +255,7 @@ class Graph:
             self._responses[name] = node.then(keyed(mine.said))
 
     def _edges(self, mine: _Call) -> list[Edge]:
-        """The edges of a call: to its history and answers in its prompt, or to its starter; and to what it retries."""
+        """The call's edges. Also notes its starter, the answers that it uses and its new texts."""
         continued, held = self._history(mine)
         came = Edge("continues", continued.place) if continued is not None and not held else None
         new = [*mine.node.up_to(None if came is None else mine.node.tip)][::-1]
@@ -294,7 +295,7 @@ class Graph:
         return edges
 
     def _history(self, mine: _Call) -> tuple[_Call | None, set[_Call]]:
-        """The call that the request continues, if any, and the (later) calls with answers that the request contains."""
+        """The call that the request continues, or None; and the calls after it whose answers the request contains."""
         tip = mine.node.tip
         there = tip.answered if tip is not None else []
 
@@ -308,7 +309,7 @@ class Graph:
         return continued, {one for one in held if continued is None or one.place > continued.place}
 
     def _held(self, node: Node) -> _Call | None:
-        """The call with this atom in its answer, or with the tool call that this atom is the result of."""
+        """The call whose answer has this atom, or the tool call that this atom is the result of; None if unknown."""
         atom = node.atom
         if atom.kind != "text" and atom.who in self._made:
             return self._made[atom.who]
@@ -321,7 +322,7 @@ class Graph:
         return {one for one, n in found.items() if n >= min(QUOTED * len(one.told), ENOUGH)}
 
     def _summaries(self, mine: _Call, new: Sequence[Node], quoted: set[_Call]) -> set[_Call]:
-        """The calls with text answers that are in the prompt while the history that they summarise is not.
+        """The calls that may be summaries: the prompt has their answers, but not all the answers that they had read.
 
         Such an answer is in a user or system message, or is the first answer of a history with a different beginning.
         """
@@ -343,10 +344,10 @@ class Graph:
         return one.has
 
     def _rewritten(self, new: Sequence[Node], quoted: set[_Call]) -> _Call | None:
-        """The newest quoted call of the newest context of which something else (a question or a result) is quoted, too.
+        """The newest quoted call of the newest context from which the prompt has more than answers, or None.
 
-        If the call's answer ended its context, it may be a critique or a summary: then a user message from that context
-        must be in the prompt, too.
+        If an answer ended its context, it may be a critique or a summary. Then the prompt must also have a user message
+        of that context.
         """
         texts = _texts(one for one in new if one.atom.who not in ("system", "assistant"))
         around = {self._known[text].root for text in texts if text in self._known and text not in self._told}
@@ -365,10 +366,10 @@ class Graph:
         return next((found[0] for found in [*by_context.values()][:NEWEST] if any(map(may_be, found))), None)
 
     def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
-        """Edges to answers of other contexts that are tool results here, or that a user message quotes.
+        """Edges to answers from other contexts that new tool results and user messages contain.
 
-        A tool result is the answer of the context that its tool call started, if known, or else of a later context. A
-        user message can only quote answers of sub-agents that this context started.
+        A tool result has the answer of the context that its tool call started, if known, or else an answer given after
+        the tool call. A user message can only quote answers of sub-agents that this context started.
         """
         caller, found = self.calls[came.place], set[_Call]()
         for node in new:
@@ -391,7 +392,7 @@ class Graph:
                 yield Edge("returns", one.place)
 
     def _delegate(self, root: _Call, caller: _Call | None = None) -> None:
-        """Note that a tool call started a context, although the context's prompt differs from the tool call's text."""
+        """Add an edge from a context to the call that started it, unless the context's first call has edges."""
         by = caller if root.order is None else root.order.by
         if by is not None and not root.edges:
             root.edges = [Edge("delegates", by.place)]
@@ -405,11 +406,11 @@ class Graph:
         return [self._last[root]] if is_same else []
 
     def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, int]:
-        """The tool call (or None) that probably started this context, and how many of its characters the prompt has.
+        """The tool call that probably started this context, or None; and the length of its text in the prompt.
 
-        A tool call that has not started a context yet is preferred. The match is certain if the text is the whole
-        prompt; if it is a part, later calls must confirm it. If headers name the thread's parent, only tool calls of
-        that parent match, whatever the prompt shows.
+        A tool call that has not started a context yet is preferred. The match is certain if its text is the whole
+        prompt; if the text is a part, later calls must confirm the match. If headers name the thread's parent, only
+        tool calls of that parent match, whatever the prompt shows.
         """
         parent = mine.says("parent")
 
@@ -428,7 +429,7 @@ class Graph:
         return order, size
 
     def _tried(self, mine: _Call, order: _Order | None) -> _Call | None:
-        """The attempt that this call retries: sent again, failed, or with an unused answer. None if there is none."""
+        """The newest earlier attempt that was sent again, failed or has an unused answer; None if there is none."""
         is_same = order is None or order.name in self._begun
         for one in reversed(mine.attempts[:-1]):
             is_over = one.call.status != "incomplete" and one.is_over_for(mine)
@@ -507,7 +508,7 @@ def keyed(atoms: Iterable[Atom]) -> list[KeyedAtom]:
 
 
 def telling(atom: Atom) -> frozenset[str]:
-    """Return the texts that identify a quotation of an atom: pieces of its texts, and a tool call's id."""
+    """Return texts by which a quotation of the atom is recognised: pieces of it, and a tool call's unique id."""
     said = [*strings(parsed(atom.what))] if atom.kind == "call" else [ends_of(atom.what)]
     pieces = {piece for text in said for piece in fragments(text)}
     return frozenset(pieces | {atom.who} if atom.kind == "call" and is_unique(atom.who) else pieces)

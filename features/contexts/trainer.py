@@ -28,7 +28,7 @@ from .graph import graph_of
 
 
 def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
-    """Return how a rollout's calls are treated. An attempt that is left out had no effect, so it is no decision."""
+    """Return the calls, and which are left out or negative. Rejected calls that are left out count as superseded."""
     if (graph := graph_of(calls)) is None:
         return Sifted(calls)
     rejected, summaries = graph.rejected(), graph.summaries()

@@ -57,7 +57,7 @@ class Ranks(Processes):
         self._joined = False
 
     def prepare(self, state: PartialState, model: Any) -> Any:
-        """Join the other ranks; shard or move the model; copy rank 0's unsharded trained weights to all other ranks."""
+        """Join the other ranks. Return the model on its device, with rank 0's values of unsharded trained weights."""
         self._join(state)
         if self.sharded:
             shard(model, state.device)
@@ -85,7 +85,7 @@ class Ranks(Processes):
 
     @contextmanager
     def together(self, method: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """On rank 0, in the outermost block, make other ranks call the trainer's `method`; else just run the block."""
+        """Run the block. If it is rank 0's outermost one, the other ranks call the trainer's `method` meanwhile."""
         with self.turn, _lost_ranks_named():
             tells = self.rank == 0 and self.size > 1 and not self._calling
             if tells:
@@ -97,7 +97,7 @@ class Ranks(Processes):
                 self._calling = self._calling and not tells
 
     def follow(self, trainer: object) -> None:
-        """Make the calls that rank 0 makes, until rank 0 ends. Only rank 0 acts on SIGINT and SIGTERM."""
+        """Make the same calls as rank 0 until rank 0 calls `end`. SIGINT and SIGTERM are ignored."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         while True:
@@ -135,7 +135,7 @@ class Ranks(Processes):
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum all ranks' gradients in float32, in one message. FSDP2 has already summed the sharded ones."""
+        """Sum the ranks' unsharded gradients in float32. FSDP2 has already summed the sharded ones."""
         if self.size == 1:
             return
         parameters = [p for p in parameters if not isinstance(p, DTensor)]
@@ -171,7 +171,7 @@ def is_sharded() -> bool:
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
-    """Shard the decoder layers of `model` (on the CPU, perhaps with adapters), and move everything to `device`."""
+    """Shard the decoder layers of `model`, and move it all to `device`. Raises ConfigError if this is unsupported."""
     plugin = FullyShardedDataParallelPlugin()
     check(plugin)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -240,7 +240,7 @@ def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares
 
 
 def _longest_first(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
-    """Assign parts, longest first, to the rank with the least work (Graham 1969): within 4/3 of the optimum."""
+    """Assign each part, longest first, to the rank with the least work: within 4/3 of the optimum (Graham 1969)."""
     shares: Shares = [[] for _ in range(ranks)]
     for part in sorted(parts, key=lambda part: cost(part.tree), reverse=True):
         min(shares, key=lambda share: _work(share, cost)).append(part)

@@ -32,7 +32,7 @@ def environments(
         list[str] | None, typer.Option("--with", metavar="PACKAGE", help="with --install: one more package")
     ] = None,
 ) -> None:
-    """List third-party environments of a kind, one a line, or install the kind. Without KIND, list the kinds."""
+    """List the third-party environments of a kind, or install the kind. Without KIND, list the kinds."""
     from ...core.errors import ConfigError
     from .source import KINDS, KindsEnvironment
 
@@ -81,7 +81,7 @@ def _with_options(name: str, callback: Callable[..., None]) -> Callable[..., Non
 
 
 def _stand_in(name: str, environment: str, arguments: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return what `environment` replaces in the arguments. Raises ConfigError if any conflict or are missing."""
+    """Return new values for the arguments that `environment` replaces. Raises ConfigError for wrong arguments."""
     from ...core.errors import ConfigError
     from .source import experiment_of, source_of
 

@@ -42,7 +42,7 @@ class EnvironmentTasks(NamedTuple):
 
 
 def source_of(environment: str, arguments: str | None, defaults: dict[str, Any]) -> EnvironmentTasks:
-    """Make an environment's tasks; `defaults` are for missing arguments. Raises ConfigError if there are no tasks."""
+    """Make an environment's tasks, with `defaults` for missing arguments. Raises ConfigError if this fails."""
     kind, colon, name = environment.partition(":")
     if not (colon and name):
         raise ConfigError(f"--environment must be KIND:NAME, as in reasoning_gym:gcd; got {environment!r}")
@@ -86,7 +86,7 @@ def _given(arguments: str | None) -> dict[str, Any]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write the file atomically: another command may be reading or writing the same one."""
+    """Write the file atomically: another command may be reading or writing the same file."""
     file.parent.mkdir(exist_ok=True)
     with written(file) as part:
         part.write_text(text)
@@ -110,11 +110,11 @@ class KindsEnvironment:
 
     @property
     def is_there(self) -> bool:
-        """Whether this installation of lightning-proxy has installed it, with the current requirements."""
+        """Whether it is installed, with the current requirements, for this installation of lightning-proxy."""
         return self._stamp.is_file() and self._stamp.read_text() == self._needs
 
     def install(self, further: Sequence[str]) -> None:
-        """Create or update the environment; keep its tasks. Raises LightningError if venv or pip fails."""
+        """Create or update the environment, with the packages `further`. Raises LightningError if venv or pip fails."""
         wanted = [*self.requires, *further]
         typer.echo(f"installing into {self.directory}, with dependencies: {', '.join(wanted)}")
         self._stamp.unlink(missing_ok=True)
@@ -136,7 +136,7 @@ class KindsEnvironment:
         self._stamp.write_text(self._needs)
 
     def ask(self, *what: str, given: str = "") -> list[str]:
-        """Return the lines that the kind's program prints for the input `given`. Raises ConfigError if it fails."""
+        """Return the lines that the kind's program prints for the input `given`. Raises ConfigError if this fails."""
         if not self.is_there:
             do = f"lightning-proxy environments {self.kind} --install"
             raise ConfigError(f"{self.kind} is not installed in {self.directory}, or is out of date; run `{do}`")

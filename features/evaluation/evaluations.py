@@ -89,7 +89,7 @@ class Evaluations:
         return {one.version: one for one in read}
 
     async def is_due(self, live: PolicyVersion, every_steps: int) -> bool:
-        """Return whether no evaluation of the live version, or of the last `every_steps` steps, ended or failed."""
+        """Return whether an evaluation is due: none has ended for this version or for the last `every_steps` steps."""
         after = (live.step or 0) - every_steps
         return await self._db.one(DONE, {"version": live.version, "after": after}) is None
 
@@ -104,14 +104,14 @@ class Evaluations:
         await self._db.execute(ENDED, version=version, at=time.time(), **dict.fromkeys(RESULT) | result)
 
     async def forget_broken_off(self) -> None:
-        """Delete evaluations that a trainer left unfinished when it was stopped or killed."""
+        """Delete unfinished evaluations, which a stopped or killed trainer left."""
         await self._db.execute("DELETE FROM evaluations WHERE ended_at IS NULL")
 
     async def under_way(self) -> set[int]:
         return {row["version"] for row in await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})}
 
     async def best(self) -> Best | None:
-        """Return the version with the best held-out reward, or the newest not clearly worse in training, or None."""
+        """Return the version with the best held-out reward, or else one chosen by training rewards; None without these."""
         servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]  # the few that have files
         stored = await self.read(OF_VERSIONS, versions=dumps(servable))
         if servable == [0] and not stored:

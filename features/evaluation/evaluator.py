@@ -40,7 +40,7 @@ class Evaluator:
         return await self.evaluations.under_way() | (set() if best is None else {best.version})
 
     async def evaluate(self, stop: asyncio.Event, verify: Callable[[], Awaitable[object]]) -> None:
-        """Evaluate the live version if due, once it is verified. If `stop` is set, the next start evaluates it."""
+        """Verify and evaluate the live version if it is due. If `stop` is set meanwhile, leave this to the next start."""
         live = await self._core.store.versions.live()
         if self._config.tasks is None or not await self.evaluations.is_due(live, self._config.every_steps):
             return
@@ -56,7 +56,7 @@ class Evaluator:
             stopped.cancel()
 
     async def _evaluate(self, live: PolicyVersion) -> None:
-        """Evaluate a version. Store the result, or why there is none: a failed evaluation does not stop training."""
+        """Evaluate a version and store the result. If this fails, store the reason, so that training goes on."""
         version, step = live.version, live.step or 0
         await self.evaluations.begin(version, step)
         log.info("policy version %d is being evaluated on held-out tasks", version)

@@ -24,7 +24,7 @@ SET = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
 
 
 def alone() -> None:
-    """Keep only the variables KEPT, LC_* and, in a rollout, OF_ROLLOUT; add SET. Third-party code must see no keys."""
+    """Keep only allowed environment variables, so that third-party code sees none of the user's keys. Add SET."""
     kept = KEPT | OF_ROLLOUT if ROLLOUT in os.environ else KEPT
     for name in os.environ.keys() - kept:
         if not name.startswith("LC_"):
@@ -34,7 +34,7 @@ def alone() -> None:
 
 @contextmanager
 def own_folder() -> Iterator[None]:
-    """Run the block in an empty folder, also as HOME. A rollout's is removed with its task file, after a kill, too."""
+    """Run the block in a new folder, which is also its HOME. In a rollout, the folder lies beside the task file."""
     task = os.environ.get(TASK_FILE)
     place = task and Path(task).parent
     with tempfile.TemporaryDirectory("-environment", dir=place, ignore_cleanup_errors=True) as folder:

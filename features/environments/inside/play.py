@@ -31,7 +31,7 @@ LONGEST_S = 3600  # an episode that hangs ends then
 
 
 def main() -> None:
-    """Run the program. Wrong input is reported in one line, a failing episode by a traceback with the reason last."""
+    """Run the program. It reports an error in one line, but an unexpected error of an episode by a traceback."""
     alone()
     name, *rest = sys.argv[1:]
     kind = importlib.import_module(f".{name}", __package__)
@@ -65,7 +65,7 @@ def tasks(kind: Any, name: str) -> list[str]:
 
 
 def episode(kind: Any) -> None:
-    """Play this rollout's task, post its rewards, and end the rollout. `run` ends processes that are left over."""
+    """Play this rollout's task, post the rewards and end the rollout."""
     signal.alarm(LONGEST_S)
     run = current()
     found = kind.play(task(), run)
@@ -106,14 +106,14 @@ class Arguments:
         self.shared: Json = {"model": self.take("model", "policy"), "sampling": sampling}
 
     def take(self, key: str, default: Any) -> Any:
-        """Remove a key; return its value or the default. Raises Wrong if the types differ (default None: any type)."""
+        """Remove a key and return its value, or else the default. Raises Wrong unless it has the default's type, if any."""
         value, kind = self.left.pop(key, default), type(default)
         if default is not None and type(value) is not kind:
             raise Wrong(f"{key} must be of type {kind.__name__}, such as {default!r}; got {value!r}")
         return value
 
     def has(self, text: str) -> bool:
-        """Return whether the task that `text` identifies is in this split. The hash decides: no task is in both."""
+        """Return whether this split has the task that `text` identifies. No task is in both splits."""
         return (int(digest(text), 16) % HELD_OUT == 0) == (self.split == "held_out")
 
 

@@ -64,7 +64,7 @@ def _solved(entry: Json, system: str) -> list[Json]:
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Call the model once and score its answer. `format`: it has `<answer>` tags; `unscored`: `score_answer` failed."""
+    """Call the model once and score its answer. Measures `format` (it has the tags) and `unscored` (scoring failed)."""
     from reasoning_gym.utils import extract_answer
 
     generator = _generator(task["generator"], task["settings"])

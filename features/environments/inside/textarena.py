@@ -57,7 +57,7 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Play to the end. Seat N is named `player-N` if the policy plays it, or else `opponent-N`."""
+    """Play the game to its end. Seat N is named `player-N` if the policy plays it, or else `opponent-N`."""
     game = _made(task["game"], task["settings"])
     game.reset(num_players=task["players"], seed=task["seed"])
     program, rng = _program(task["opponent"]), random.Random(task["seed"])

@@ -96,7 +96,7 @@ async def _episode(task: Json, run: Rollout) -> Any:
 
 
 def _config(env: Json, run: Rollout | None = None) -> Any:
-    """verifiers' configuration. By default, the taskset's harness (`null`, not `bash`) runs on this machine."""
+    """The configuration for verifiers. By default, harnesses run on this machine, with `null` in place of `bash`."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import EnvConfig
     from verifiers.v1.env import Env
@@ -120,7 +120,7 @@ def _client(run: Rollout) -> Json:
 
 
 def _run_scripts_here() -> None:
-    """Run the harnesses' program with this Python: verifiers would download an environment for it with uv."""
+    """Have verifiers run its harnesses' program with this Python, not in an environment that uv would download."""
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
     from verifiers.v1.runtimes import subprocess
 
