@@ -111,7 +111,7 @@ class Evaluations:
         return {row["version"] for row in await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})}
 
     async def best(self) -> Best | None:
-        """Return the version with the best held-out reward, or else one chosen by training rewards; None without these."""
+        """Return the version with the best held-out reward, or else one chosen by training rewards, or None."""
         servable = [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]  # the few that have files
         stored = await self.read(OF_VERSIONS, versions=dumps(servable))
         if servable == [0] and not stored:

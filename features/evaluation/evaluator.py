@@ -40,7 +40,7 @@ class Evaluator:
         return await self.evaluations.under_way() | (set() if best is None else {best.version})
 
     async def evaluate(self, stop: asyncio.Event, verify: Callable[[], Awaitable[object]]) -> None:
-        """Verify and evaluate the live version if it is due. If `stop` is set meanwhile, leave this to the next start."""
+        """Verify and evaluate the live version if it is due. If `stop` is set, leave this to the next start."""
         live = await self._core.store.versions.live()
         if self._config.tasks is None or not await self.evaluations.is_due(live, self._config.every_steps):
             return
