@@ -98,7 +98,7 @@ class LessonPlan:
 
 
 def read_experiment(file: Path, config: Path | None) -> Experiment:
-    """Read the file. `config`: used if the file names none. Raises ConfigError with a line for each wrong key."""
+    """Return the experiment in a file. `config` is used if the file names none. Raises ConfigError for wrong keys."""
     try:
         found = Experiment.model_validate({"config": config} | read_yaml(file))
     except ValidationError as error:
@@ -108,7 +108,7 @@ def read_experiment(file: Path, config: Path | None) -> Experiment:
 
 
 def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
-    """Return all lessons, by seed, then variant, in the file's order. Raises ConfigError if a variant cannot be run."""
+    """Return all lessons: every variant with one seed, then with the next. Raises ConfigError if one cannot be run."""
     base = read_config(experiment.config)
     config_of(deepcopy(base), path=experiment.config)
     shared = experiment.model_dump(mode="json", exclude={"config", "seeds", "variants"}, exclude_none=True)
@@ -230,7 +230,7 @@ def say(what: str, lesson: str = "") -> None:
 async def run_lessons(
     plan: Experiment, lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env]
 ) -> list[str]:
-    """Run the lessons without a result, one per slot at a time. Save results; return the names of failed lessons."""
+    """Run lessons without a result, one per slot at a time, and add their results. Return the failed ones' names."""
     left = iter([lesson for lesson in lessons if lesson.name not in results])
     failed: list[str] = []
 
@@ -253,7 +253,7 @@ async def run_lessons(
 
 
 def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
-    """Return finished lessons' results. Raises ConfigError if one is unreadable, or settings or files have changed."""
+    """Return finished lessons' results by name. Raises ConfigError if one is unreadable or made with other settings."""
     results: dict[str, Json] = {}
     for lesson in lessons:
         if not lesson.result.is_file():
@@ -277,7 +277,7 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
 
 
 def gpus_of(jobs: int) -> list[Env]:
-    """Return each job's environment variables. Several jobs divide the GPUs, if there are any, among them."""
+    """Return each job's environment variables, which divide the GPUs. Raises ConfigError if these are too few."""
     gpus = list(cards()) if jobs > 1 else []
     if gpus and len(gpus) < jobs:
         raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs at least one")
@@ -366,7 +366,7 @@ def write(results: Sequence[Json], directory: Path) -> None:
 
 
 def commit() -> str | None:
-    """Return the working directory's commit, `-dirty` if it has local changes; None without a checkout or git."""
+    """Return the working directory's commit, with `-dirty` after local changes; None without git or a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -406,7 +406,7 @@ class Lesson(Trial):
         self.prepare(self.lesson.settings, self.lesson.seed, groups)
 
     async def tidy(self, kept: Container[int]) -> None:
-        """Remove the other versions' weights, and all checkpoints but theirs and the last; always checkpoint 0."""
+        """Remove all versions' weights except those of `kept`, and all checkpoints except theirs and the newest."""
         shutil.rmtree(self.directory / "policy" / "checkpoints" / "0", ignore_errors=True)  # of the base model
         async with opened(load_config(self.launch.path).store) as database:
             store = Store(database)

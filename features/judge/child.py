@@ -54,7 +54,7 @@ def loaded(file: str, name: str) -> Any:
 
 
 def named(answer: Any, name: str) -> dict[str, float]:
-    """Return a function's answer as rewards by name. A number gets the function's name. Raises TypeError for others."""
+    """Return a function's answer (a number, a dict or None) as rewards by name. Raises TypeError for anything else."""
     rewards = answer if isinstance(answer, dict) else {} if answer is None else {name: answer}
     found = {}
     for key, given in rewards.items():
@@ -77,7 +77,7 @@ def error_line(error: BaseException, file: str) -> str:
 
 
 def _read(rollouts: queue.SimpleQueue[bytes]) -> None:
-    """Queue lines of standard input. At its end, the parent is done or gone: end this process, whatever it is doing."""
+    """Queue the lines of standard input. When it ends, end this process at once, even if the function is running."""
     for line in sys.stdin.buffer:
         rollouts.put(line)
     os._exit(0)

@@ -31,7 +31,7 @@ def rescore(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show rewards and reasons; post nothing")] = False,
     as_json: Json = False,
 ) -> None:
-    """Have a rewarder score completed rollouts, or those given, and record its rewards. Older rewards stay.
+    """Have a rewarder score completed rollouts, or the given ones, and record its rewards. Older rewards stay.
 
     Without --again, the same command resumes where it stopped. The exit code is 1 if the rewarder failed for a rollout.
     """
@@ -68,7 +68,7 @@ def rate(
     ] = "",
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="the maximum number of rollouts")] = 50,
 ) -> None:
-    """Rate rollouts by hand, one after another. `rewards check` compares with these rewards, named `human`."""
+    """Rate rollouts by hand. The rewards are named `human`, and `rewards check` compares a rewarder with them."""
     from .rate import rate_rollouts
 
     rate_rollouts(configuration(context), ids or [], person or getpass.getuser(), limit)

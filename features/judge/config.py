@@ -47,7 +47,7 @@ class AskedModel(Section):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether a third party may read the questions: the address is not in a private network."""
+        """Return whether the address is outside private networks, so that a third party may read the questions."""
         host = urlsplit(self.address).hostname or ""
         try:
             return not ip_address(host).is_private
@@ -112,7 +112,7 @@ class JudgeConfig(FeatureSection):
     calls: CallsConfig = CallsConfig()
 
     def named(self, rewards: RewardsConfig) -> list[tuple[str, RewarderConfig]]:
-        """Return `use` with the names of its rewards: `name`, else `reward` for a lone rewarder, else the kind."""
+        """Return each rewarder of `use` with its rewards' name: its own, or `reward` if alone, or else its kind."""
         alone = len(self.use) == 1 and rewards.function is None
         return [(entry.name or ("reward" if alone else entry.kind), entry) for entry in self.use]
 

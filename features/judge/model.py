@@ -52,7 +52,7 @@ IS_DATA = (
 
 
 class Away(Exception):
-    """A rewarder cannot work now: its model fails, its file cannot be loaded or its budget is spent. Rollouts wait."""
+    """A rewarder cannot work now, so rollouts wait: its model fails, its file does not load or its budget is spent."""
 
 
 class NoReward(Exception):
@@ -68,7 +68,7 @@ class _Refused(Away):
 
 
 class Field(NamedTuple):
-    """What to ask for besides a reason. `read` may raise ValueError. vLLM gets `pattern`: small models need it."""
+    """What to ask for besides a reason. `pattern`: a regular expression for vLLM. `read` may raise ValueError."""
 
     name: str
     schema: Json
@@ -95,7 +95,7 @@ class JudgeModel:
     async def choose(
         self, system: str, mark: str, text: str, scale: Mapping[str, float], about: Sequence[str]
     ) -> tuple[str, str]:
-        """Return the name on the scale that the model chooses, and its reason. Raises what `ask` raises."""
+        """Let the model choose a name of `scale`. Return the name and the model's reason. Raises what `ask` raises."""
 
         def read(answer: str) -> str:
             if answer not in scale:
@@ -154,7 +154,7 @@ class JudgeModel:
         return answer
 
     async def _sent(self, body: Json) -> str:
-        """Return the model's answer. Count usage: as reported, or an estimate if tokens may have been used."""
+        """Return the model's answer. Counts the tokens that it reports, or an estimate if it may have used some."""
         spent = guess = Used(len(dumps(body)) // 4)
         problem = f"{self._config.model} failed to answer"
         try:
@@ -200,7 +200,7 @@ async def spent_by_each(database: Database) -> list[Json]:
 
 
 def price_of(config: AskedModel, whole: Config) -> Price | None:
-    """Return the model's price (`prices`, or litellm's table); None if unknown. hosted_vllm is free by default."""
+    """Return the model's price from `prices` or litellm's table, or None. hosted_vllm is free unless in `prices`."""
     prices, model = Prices(whole.prices), (config.model or "").partition("/")[2]
     if config.api == "hosted_vllm":
         return prices.configured(model) or Price(0, 0, 0, 0)
@@ -208,7 +208,7 @@ def price_of(config: AskedModel, whole: Config) -> Price | None:
 
 
 def require_model(what: str, asked: AskedModel, config: Config) -> None:
-    """Raise ConfigError if the model may not be asked: no key, budget or price, or it is behind this proxy."""
+    """Raise ConfigError if the model lacks a key, budget or price that it needs, or is behind this proxy."""
     budget, what = config.section(JudgeConfig).budget, f"{what}: {asked.model}"
     if asked.is_elsewhere and asked.key is None:
         raise ConfigError(f"{what} needs a key; set {APIS[asked.api][1]}")
@@ -279,7 +279,7 @@ def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[str]:
 
 
 def written(mark: str, messages: Iterable[str], most: int) -> str:
-    """Return messages as one text, shortened to about `most` characters. `mark`, which none contains, precedes each."""
+    """Return messages as one text, each after `mark`, shortened to about `most` characters."""
     return shortened("\n".join(f"{mark} {one}" for one in messages), most)
 
 
@@ -291,7 +291,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def mark_for(texts: Iterable[str]) -> str:
-    """Return a mark that none of the texts can contain, because it depends on all of them. Same texts, same mark."""
+    """Return a mark that depends on all of the texts, so that none of them can contain it."""
     digest = hashlib.sha256()
     for text in texts:
         raw = text.encode(errors="replace")

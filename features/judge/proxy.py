@@ -53,7 +53,7 @@ class Unrated(BaseModel):
 async def get_queue(
     request: ControlRequest, person: Annotated[str, Query(min_length=1, max_length=200)], limit: Limit = 50
 ) -> Any:
-    """Completed or failed rollouts among the newest 5,000 that this person (a `source`) has not rated, newest first."""
+    """Rollouts that `person` has not rated, newest first: completed or failed ones among the newest 5,000."""
     key_id = request.caller.sees
     statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY)
     wanted = {"person": person, "limit": limit, "key_id": key_id}
@@ -64,7 +64,7 @@ async def get_queue(
 async def take_back_reward(
     request: ControlRequest, rollout_id: PathId, reward_id: Annotated[int, Path(ge=0, lt=2**63)]
 ) -> None:
-    """Delete a reward named `human` that the same key gave (`proxy.api_keys` count as one). Admins may delete any."""
+    """Delete a reward named `human`. An admin may delete any; other keys may delete only the rewards that they gave."""
     caller = request.caller
     if caller.rollout is not None:
         raise Forbidden("a rollout's own key cannot delete rewards")

@@ -37,7 +37,7 @@ POSTED = ("rollout_id", "reward", "call_id", "name", "source", "comment", "final
 
 @dataclass(slots=True, kw_only=True)
 class Rescore:
-    """A run of the command. `scored`: rollouts with their rewards or error; `there_before`: number scored before."""
+    """A run of `rescore`. `scored`: each rollout's rewards or error. `there_before`: how many were scored before."""
 
     config: Config
     ids: Sequence[str]
@@ -65,7 +65,7 @@ class Rescore:
                 await all_of(map(score, groups))
 
     async def _groups(self, api: ApiClient, rewarder: Rewarder) -> list[list[str]]:
-        """Group rollout ids to post together: all given ones, or a task's (to compare or retrain), or single ones."""
+        """Lists of rollouts to post together: the given ones, or those of a task if siblings matter, or single ones."""
         if self.ids:
             return [[(await find(api, one))["rollout_id"] for one in self.ids]]
         groups = defaultdict[str, list[str]](list)
@@ -77,7 +77,7 @@ class Rescore:
         return [*groups.values()]
 
     async def _score(self, api: ApiClient, rewarder: Rewarder, group: list[str]) -> None:
-        """Score rollouts without this version's rewards (all if `again` or `dry_run`); post, unless `dry_run`."""
+        """Score the rollouts that still need it, and post their rewards unless this is a dry run."""
         posts, scored = list[Json](), list[Json]()
         for part in [group] if rewarder.in_groups else [[rollout_id] for rollout_id in group]:
             rollouts, source = await read_rollouts(api, part), await rewarder.source()
@@ -101,7 +101,7 @@ class Rescore:
 
 
 def rescore_command(work: Rescore, *, as_json: bool) -> None:
-    """Run the command. Raises ConfigError for a wrong option; exits with 1 if the rewarder failed for a rollout."""
+    """Run the command and print the results. Exits with 1 if the rewarder failed for a rollout."""
     if work.rewarder == "function" and work.config.rewards.function is None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
     try:
@@ -179,7 +179,7 @@ class Labelled(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """`alike`: share of `pairs` that labels and scores order alike, and its 95 % interval. Score ties count as half."""
+    """`alike`: the share of `pairs` that labels and scores order alike, with its 95 % interval (`low` to `high`)."""
 
     labels: int
     pairs: int
@@ -200,7 +200,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | None:
-    """Return how scores agree with labels, within tasks if required or possible; None if there are no pairs."""
+    """Return how scores agree with labels, by pairs of the same task if required or possible; None without pairs."""
     labels, scores = (np.array([one[i] for one in found], dtype=float) for i in (2, 3))
     tasks = np.array([one.task_id or one.rollout_id for one in found])
     siblings, pairs = tasks[:, None] == tasks, np.triu(labels[:, None] != labels)
@@ -241,7 +241,7 @@ def check_rewarder(config: Config, which: str, label: str, *, as_json: bool) -> 
 
 
 async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreement, list[str]]:
-    """The rewarder's source, its agreement with the labels, and reasons why rollouts have no score."""
+    """The rewarder's source, its agreement with the labels, and the reasons why some rollouts have no score."""
     async with opened(config, which) as rewarder, ApiClient.of(config) as api:
         source, is_rank = await rewarder.source(), rewarder.in_groups
         groups = await _labelled(api, label, source)
@@ -266,7 +266,7 @@ async def _checked(config: Config, which: str, label: str) -> tuple[str, Agreeme
 
 
 async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[Json, float]]]:
-    """The labelled ones among the newest completed rollouts, by task. The rewarder's own rewards are no labels."""
+    """The labelled rollouts among the newest completed ones, each with its label, in a list per task."""
     own, groups = source.partition("@")[0], defaultdict[str, list[tuple[Json, float]]](list)
     listed = (await collect(api, {"status": "completed"}, NEWEST))[0]
     for rollout in await read_rollouts(api, [one["rollout_id"] for one in listed]):
@@ -284,7 +284,7 @@ async def _labelled(api: ApiClient, label: str, source: str) -> list[list[tuple[
 
 @retry(retry=retry_if_exception_type(Away), stop=stop_after_attempt(4), wait=wait_exponential(2), reraise=True)
 async def _scores(rewarder: Rewarder, source: str, rollouts: Sequence[Json]) -> list[float | str]:
-    """Each rollout's score (recorded ones if all have them), or why it has none. No answer is paid for twice."""
+    """Each rollout's score, or why it has none. Recorded scores are used if all of the rollouts have them."""
     recorded = [
         {(one["name"], one["call_id"]): one["reward"] for one in rollout["rewards"] if one["source"] == source}
         for rollout in rollouts

@@ -104,7 +104,7 @@ Given = list[Reward] | str  # a rollout's rewards, perhaps none; or why the rewa
 
 
 class Rewarder:
-    """Rewards ended rollouts, as `GET /rollouts/{id}?requests=whole` returns them. `at_once`: how many in parallel."""
+    """Rewards ended rollouts, given as `GET /rollouts/{id}?requests=whole` returns them, `at_once` at a time."""
 
     in_groups = False
     at_once = AT_ONCE
@@ -127,7 +127,7 @@ class Rewarder:
         """End the processes that it started, if any."""
 
     async def reward(self, rollouts: Sequence[Json]) -> list[Given]:
-        """Return each rollout's rewards, or why the rewarder failed for it, in order. Raises Away if it cannot work."""
+        """Return each rollout's rewards, or why scoring it failed. Raises Away if the rewarder cannot work now."""
         source = await self.source()
         return [
             scores if isinstance(scores, str) else self._given(rollout["rollout_id"], scores, source)
@@ -162,7 +162,7 @@ class Rewarder:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run several tasks at once, each to its end. Return their results, or raise the first error in their order."""
+    """Run all coroutines to their end, in parallel. Return the results, or raise the first error in their order."""
     found: list[T] = []
     for one in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(one, BaseException):
@@ -201,7 +201,7 @@ class FunctionProcess:
         self.version = version
 
     async def answer(self, rollout: bytes, limit_s: float) -> dict[str, float]:
-        """Return a rollout's rewards by name. Raises NoReward if it fails. Ends a late, cancelled or broken process."""
+        """Return a rollout's rewards by name. Raises NoReward if the function fails. Ends a process without an answer."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(rollout)
@@ -311,7 +311,7 @@ class Rank(ModelRewarder):
         return [[GivenScore(scores[i], found[one][1])] if i in scores else refused for i, one in enumerate(shown)]
 
     async def _without_refused(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, Any]:
-        """Order the attempts. If the model refuses and there are over two, try without each: one must not spoil all."""
+        """Order the attempts. If the model refuses three or more, try leaving out each one in turn."""
         for out in (None, *(attempts if len(attempts) > 2 else ())):
             try:
                 return await self._ordered([one for one in attempts if one != out], about)
@@ -335,7 +335,7 @@ class Rank(ModelRewarder):
         return {one: (places[letter], f"{letter}: {reason}"[:500]) for letter, one in letters.items()}
 
     def _question(self, attempts: Mapping[str, Attempt]) -> tuple[str, str]:
-        """The system prompt, and the attempts by letter: their common beginning, then the rest of each."""
+        """The system prompt, and a text with the attempts' common beginning, then the rest of each by letter."""
         every, same = [*attempts.values()], 0
         mark, most = mark_for(one for messages in every for one in messages), min(LONGEST, LONGEST_GROUP // len(every))
         while all(messages[same : same + 1] == every[0][same : same + 1] != () for messages in every):
@@ -420,7 +420,7 @@ def _rules() -> dict[str, re.Pattern[str]]:
 
 
 def by_rules(reply: UserReply) -> float:
-    """Return -1 for a repeated request; else 1 for thanks, -1 for a "no", 0 for both or neither. Long texts are cut."""
+    """Return -1 for a repeated request; else 1 for thanks, -1 for a "no", 0 for both or neither."""
     rules, text = _rules(), shortened(reply.message.strip(), 2 * LOOKED_AT)
     one, other = (Counter(WORD.findall(each.casefold())) for each in (text, shortened(reply.request, 2 * LOOKED_AT)))
     if one.total() > 2 and 2 * (one & other).total() >= SAME * (one.total() + other.total()):
@@ -453,7 +453,7 @@ def replies(rollout: Json, clean: Callable[[str], str]) -> Iterator[UserReply]:
 
 
 class Judge(ModelRewarder):
-    """Scores each call of agents with credit `judge` once. Skips held-out rollouts, which are not trained on."""
+    """Scores each call of agents with credit `judge`, once and only in rollouts that may be trained on."""
 
     label = "judge.calls"
 
@@ -487,7 +487,7 @@ class Judge(ModelRewarder):
 
 
 def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> tuple[str, str]:
-    """Return a mark, and every step as text: the last message that the model was shown, and its answer."""
+    """Return a mark, and a text with every step: the last message before the model's answer, and the answer."""
     turns = [[shown_message(one, clean) for one in (*turn.shown[-1:], *turn.answer)] for turn in chat_turns(steps)]
     mark = mark_for(text for turn in turns for text in turn)
     texts = (fenced(mark, f"Step {i}", written(mark, turn, MAX_STEP)) for i, turn in enumerate(turns, 1))

@@ -155,7 +155,7 @@ class Scorer:
             log.error("rollouts cannot be scored: internal error", exc_info=errors.exceptions[0])
 
     async def _ask(self, rewarder: Rewarder) -> None:
-        """Ask one rewarder for scores. While it cannot work, ask it about one group at a time; the others continue."""
+        """Ask a rewarder for scores, for ever. While it cannot work, it is asked about only one group at a time."""
         failed, slots = 0, asyncio.Semaphore(rewarder.at_once)
         while True:
             try:

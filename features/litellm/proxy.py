@@ -53,7 +53,7 @@ _TYPES = {
 
 
 class LitellmUpstream:
-    """Sends requests through litellm within the upstream's time limits, and turns its objects into HTTP answers."""
+    """Sends requests through litellm within the upstream's time limits, and turns the results into HTTP answers."""
 
     def __init__(self, config: UpstreamConfig) -> None:
         self._config = config
@@ -63,7 +63,7 @@ class LitellmUpstream:
         self._listed, self._served = sorted(named), frozenset(named.values())
 
     async def open(self, request: Request) -> LitellmAnswer:
-        """Call litellm, without its retries, or list models. Raises InvalidRequest or NotFound for a wrong request."""
+        """Call litellm or list the models. The provider's errors become answers; others are raised as LightningError."""
         name, path, seconds = self._config.name, request.path, self._config.first_byte_timeout_s
         if request.method == "GET" and path == "/v1/models":
             models = [{"id": model, "object": "model", "owned_by": name} for model in self._listed]
@@ -105,7 +105,7 @@ class LitellmUpstream:
         return dict(body)
 
     def _key(self, request: Request) -> str | None:
-        """The upstream's own key, else the agent's if forwarded; None: litellm reads the provider's variables."""
+        """The upstream's own key, or else the agent's if forwarded. If None, litellm reads the provider's variables."""
         if self._config.api_key is not None:
             return self._config.api_key.get_secret_value()
         headers = {name.lower(): value.decode("latin-1") for name, value in request.headers}
@@ -115,7 +115,7 @@ class LitellmUpstream:
         return headers.get(b"x-api-key") or bearer.removeprefix("Bearer ").strip() or None
 
     async def _begun(self, path: str, body: Json, key: str | None) -> LitellmAnswer:
-        """Call litellm. The operator's settings override the agent's. litellm's own time limit is only a fallback."""
+        """Call litellm, with the operator's settings in place of the agent's, and wait until the answer begins."""
         timeout = self._config.first_byte_timeout_s + self._config.idle_timeout_s
         ours = {"api_base": self._config.base_url, "api_key": key, "timeout": timeout}
         given = {name: value for name, value in ours.items() if value is not None}
@@ -248,7 +248,7 @@ async def _wind_up() -> None:
 
 
 def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
-    """Raise ImportError, before the provider is called, if litellm needs packages of its own proxy that are missing."""
+    """Raise ImportError, before the provider is called, if packages that litellm needs for streaming are missing."""
     from litellm.utils import ProviderConfigManager
 
     provider = litellm.LlmProviders(litellm.get_llm_provider(model)[1])
@@ -257,7 +257,7 @@ def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
 
 
 def _fields(path: str) -> frozenset[str]:
-    """The request fields that are passed on: the ones declared for an API and a few more, none that steers litellm."""
+    """The request fields that are passed on: those of the API and a few more, but none that steer litellm."""
     from litellm.types.llms.anthropic import AnthropicMessagesRequest
     from openai.types import completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_create_params
@@ -301,7 +301,7 @@ class ProviderError(LightningError):
 
 
 def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> LightningError:
-    """Return the error to show: ProviderError if the provider or litellm refused, else why there is no answer."""
+    """Return the error to show: ProviderError for a refusal, else one that says why there is no answer."""
     text = str(error).partition("\nTraceback (most recent call last)")[0]
     message = redacted(text, secrets)[:_LONGEST_MESSAGE]
     chain = list(_chain(error))
@@ -327,7 +327,7 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:
-    """Return the text without addresses, these secrets and secret environment variables (from 8 characters on)."""
+    """Return the text without addresses and without secrets of at least 8 characters, given or in the environment."""
     known = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     for secret in sorted({*secrets, *known}, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:

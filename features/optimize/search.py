@@ -167,7 +167,7 @@ def summary(found: dict[str, Any], *, promoted: bool) -> str:
 
 
 class Search:
-    """Tries versions of a prompt, never twice on the same task. The store has its rollouts, under the name `run`."""
+    """Tries versions of a prompt, each at most once per task. The store keeps the rollouts under the name `run`."""
 
     def __init__(
         self, api: ApiClient, runner: Runner, options: RunOptions, view: ProgressView, prompt: str, run: str,
@@ -205,7 +205,7 @@ class Search:
         return int((await self._api.request("POST", "/prompts", body))["version"])
 
     async def scores(self, version: int, tasks: Sequence[Task], *, held_out: bool = False) -> list[Score]:
-        """Return the tasks' scores, in order, running missing ones. Raises BudgetSpent if they exceed the budget.
+        """Return the tasks' scores, in order, and run tasks without one. Raises BudgetSpent if the budget is too small.
 
         Held-out tasks do not count towards the budget.
         """
@@ -243,7 +243,7 @@ class Search:
 
 
 class Reflection:
-    """A reflecting model. A text's n-th request reuses the n-th answer to it in the file. `most`: allowed answers."""
+    """A reflecting model. A file keeps its answers, at most `most`, which are reused when a search resumes."""
 
     def __init__(self, model: str, base_url: str | None, file: Path, most: int) -> None:
         self._model, self._base_url, self._file, self._most = model, base_url, file, most
@@ -331,7 +331,7 @@ def _feedback(rollout: Json) -> Iterator[str]:
 
 
 async def apo_search(job: Search, reflection: Reflection, own: str) -> None:
-    """Try prompts until the rounds are over or the budget is spent. All validated versions are in `job.tried`."""
+    """Try prompts until the rounds are over or the budget is spent. Validated versions are added to `job.tried`."""
     rng = random.Random(SEED)
 
     async def edited(parent: Candidate) -> str:
@@ -359,7 +359,7 @@ def between(answer: str) -> str | None:
 
 
 async def gepa_search(job: Search, reflection: Reflection, own: str) -> None:
-    """Try prompts until the budget is spent. All validated versions are in `job.tried`. gepa runs in a thread."""
+    """Try prompts until the budget is spent. Validated versions are added to `job.tried`."""
     try:
         import gepa
     except ImportError:
