@@ -201,7 +201,7 @@ class FunctionProcess:
         self.version = version
 
     async def answer(self, rollout: bytes, limit_s: float) -> dict[str, float]:
-        """Return a rollout's rewards by name. Raises NoReward if the function fails. Ends a process without an answer."""
+        """Return a rollout's rewards by name. Raises NoReward if the function fails or answers too late."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(rollout)
@@ -311,7 +311,7 @@ class Rank(ModelRewarder):
         return [[GivenScore(scores[i], found[one][1])] if i in scores else refused for i, one in enumerate(shown)]
 
     async def _without_refused(self, attempts: Sequence[Attempt], about: Sequence[str]) -> dict[Attempt, Any]:
-        """Order the attempts. If the model refuses three or more, try leaving out each one in turn."""
+        """Order the attempts. If the model refuses three or more, try again without one of them, each in turn."""
         for out in (None, *(attempts if len(attempts) > 2 else ())):
             try:
                 return await self._ordered([one for one in attempts if one != out], about)
