@@ -16,8 +16,8 @@ from ..core.errors import ConfigError, LightningError
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each non-empty line, or of each row of a Parquet file as JSON.
 
-    Lines end at LF, CR or CRLF only: `splitlines` would also split at U+2028, which JSON strings may hold. Raise
-    ConfigError if the file cannot be read, LightningError if the package for Parquet is missing.
+    Lines end at LF, CR or CRLF only: `splitlines` would also split at U+2028, which JSON strings may hold. Raises
+    ConfigError if the file cannot be read, and LightningError if the package for Parquet is missing.
     """
     try:
         with path.open("rb") as start:
@@ -59,13 +59,13 @@ def pyarrow() -> Any:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether the target is written in place: standard output (`-`), a pipe or a device."""
+    """Return whether the target is written in place, as standard output (`-`), a pipe or a device is."""
     return str(path) == "-" or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 @contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """Yield a path for a file or directory, which becomes `target` if no error is raised. For a stream, yield `target`.
+    """Yield a temporary path, which is renamed to `target` if no error is raised. For a stream, yield `target` itself.
 
     Raise LightningError if `target` cannot be written. BrokenPipeError is passed on: the reader has closed the pipe.
     """

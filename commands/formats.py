@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document on one line, whatever it holds and whatever characters the terminal supports."""
+    """Print any value as JSON on one line, using only characters that the terminal supports."""
     print(dumps_readable(value, sys.stdout.encoding or "utf-8"), flush=True)
 
 
@@ -28,7 +28,7 @@ def print_view(*views: RenderableType, soft_wrap: bool = False) -> None:
 
 
 def progress_bar() -> Progress:
-    """Return a progress bar that stays below the printed lines; only a terminal shows it."""
+    """Return a progress bar on stderr. It is shown only on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -95,14 +95,14 @@ def duration(seconds: float) -> str:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return an exit code in words; a negative code is the signal that killed the process."""
+    """Say how a process ended, by its exit code. A negative code is the signal that killed it."""
     if code is None or code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in {*signal.Signals} else -code}"
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Return a text for display. Markup is not applied; unprintable characters except newlines and tabs are escaped."""
+    """Return a text without markup. Its unprintable characters, except newlines and tabs, are escaped."""
     from rich.text import Text
 
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))
@@ -118,6 +118,6 @@ def cut(text: str, limit: int) -> str:
 
 
 def address(host: str, port: int) -> str:
-    """Return `host:port` for the URL of a server that listens there. For a wildcard address, the host is loopback."""
+    """Return `host:port` as a URL needs it. A wildcard address is replaced by the loopback address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -97,7 +97,7 @@ def revoke(context: typer.Context, name: Name) -> None:
 
 @app.command()
 def purge(context: typer.Context) -> None:
-    """Delete revoked keys. If no key is left here or in the configuration, this machine may call without one again."""
+    """Delete revoked keys. If the store and the configuration then have none, this machine may call without one."""
     n = _with_keyring(context, lambda ring: ring.purge()) if _has_store(context) else 0
     typer.echo(f"deleted {n} revoked key{'s' * (n != 1)}")
 
@@ -116,7 +116,7 @@ def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]
 
 
 def _has_store(context: typer.Context) -> bool:
-    """Whether there may be a store: a PostgreSQL server is not asked. Where there is none, only `create` makes one."""
+    """Return whether there may be a store; a PostgreSQL server is not asked. Only `create` makes a store."""
     return configuration(context).store.may_be_there
 
 

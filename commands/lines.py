@@ -1,4 +1,4 @@
-"""Logs a running server: a line per call as text, or per failed call as JSON, and counts if some got no line."""
+"""The log of a running server, as text or JSON: lines for calls, and counts if some calls got no line."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class _Json(logging.Formatter):
 
 
 def time_format(on_terminal: bool) -> str:
-    """Return the time format of log lines. It has the date unless they go to a terminal."""
+    """Return the time format of log lines, which has no date on a terminal."""
     return "%H:%M:%S" if on_terminal else "%Y-%m-%d %H:%M:%S"
 
 
 class _Once(logging.Filter):
-    """Filters lines that every worker logs: only one worker prints them. If that worker dies, another takes over."""
+    """Lets only one worker print the lines that every worker logs. If that worker dies, another takes over."""
 
     def __init__(self, shared: Path) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Once(logging.Filter):
 
 
 def set_up(format: LogFormat, shared: Path | None = None) -> None:
-    """Log to stderr in this format: warnings, and information from three loggers. `shared`: a directory for workers."""
+    """Log warnings, and information from three loggers, to stderr. `shared` is a directory that all workers share."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if format == "json" else _Text())
     if shared is not None:
@@ -78,9 +78,9 @@ def say(message: str, **fields: Any) -> None:
 
 
 class CallLines:
-    """Logs ended calls each second: the first few of each status, and if some got no line, how many there were.
+    """Logs, once a second, the first few ended calls of each status, and counts of all if some calls got no line.
 
-    `each`: every call may get a line, not only failed ones. `redacted` removes secrets from an upstream's error text.
+    Without `each`, only failed calls get a line. `redacted` removes secrets from an upstream's error text.
     """
 
     def __init__(self, redacted: Callable[[str], str] = str, *, each: bool = True) -> None:

@@ -48,7 +48,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a store. `columns`: in the order of a row; `key`: the columns that order its rows."""
+    """A table of a store. `columns` are in the order of a row; `key` names the columns that the rows are ordered by."""
 
     name: str
     columns: tuple[str, ...]
@@ -64,13 +64,13 @@ class Table:
         return f"SELECT {self.listed} FROM {self.name} ORDER BY {order}"
 
     def insert(self, place: str) -> str:
-        """The statement that adds a row. `place`: the placeholder of a value; {} stands for its number."""
+        """Return the statement that adds a row. `place` is a value's placeholder, where {} stands for its number."""
         places = ", ".join(place.format(number) for number in range(1, len(self.columns) + 1))
         return f"INSERT INTO {self.name} ({self.listed}) VALUES ({places})"
 
 
 async def move(from_url: str, to_url: str) -> int:
-    """Copy a store to an address that has none, and return how many rows it has. The source is not changed.
+    """Copy a store to a URL that has none yet, and return the number of rows. The source is not changed.
 
     If the copy fails, raise LightningError and leave nothing at the target.
     """

@@ -1,4 +1,4 @@
-"""`plan`: shows how GPU memory is divided and which settings follow, here or on the GPUs that `--gpus` describes."""
+"""`plan`: shows how GPU memory would be divided, and which settings follow from that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .vllm import require_model
 
 
 def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
-    """Print the plan. Raises LightningError if no GPU is known, ConfigError if nothing fits or sizes are unknown."""
+    """Print the plan. Raises LightningError if no GPU is known, ConfigError if the model is unknown or does not fit."""
     model = require_model(config)
     machine = cards_like(gpus) if gpus else cards()
     if not machine:

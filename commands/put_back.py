@@ -1,4 +1,4 @@
-"""Undoes what `doctor --learn` changed on servers and on disk, even after a kill. A journal file lists it."""
+"""Undoes what `doctor --learn` changed on servers and on disk. A journal file lists the changes, in case of a kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FRESH = "default"  # vLLM's label of the weights that it was started with
 
 @dataclass(frozen=True, slots=True)
 class LearnJournal:
-    """What to undo: adapters with names that begin with `name`, or replaced weights (`merged`); and `directories`."""
+    """What to undo: `directories`, and adapters whose names begin with `name` or, if `merged`, replaced weights."""
 
     name: str
     merged: bool
@@ -42,7 +42,7 @@ def journal_path(config: Config) -> Path:
 
 
 async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
-    """Undo what a killed `doctor --learn` left, if anything. Raises ConfigError if the locks for that are held."""
+    """Undo what a killed `doctor --learn` left, if anything. Raises ConfigError as `alone` does."""
     if journal_path(config).is_file():
         async with alone(config):
             await put_back_if_left(config, say)

@@ -62,9 +62,9 @@ COLUMNS: dict[str, dict[str, Sequence[str]]] = {
 
 
 def export_command(config: Config, target: Path, kind: str, **filters: Any) -> None:
-    """Run `export`. A file appears once complete. Raises ConfigError for a wrong option, LightningError if it fails.
+    """Run `export`. Raises ConfigError for a wrong option, and LightningError if the export fails.
 
-    `filters`: as in the control API, but `since` as on the command line.
+    `filters` are those of the control API, except that `since` is a text as on the command line.
     """
     format = "jsonl" if is_stream(target) else target.suffix.removeprefix(".")
     if format not in FORMATS:
@@ -113,7 +113,7 @@ async def _rollouts(store: Store, filters: Json) -> AsyncIterator[Rollout]:
 
 
 async def _rows(store: Store, rollout: Rollout, kind: str, left_out: Counter[str]) -> list[Json]:
-    """The rollout's rows of this kind; none if it has been deleted, or cannot be written (counted in `left_out`)."""
+    """Return the rollout's rows; none if it has been deleted, or if it cannot be written, which `left_out` counts."""
     name = rollout.rollout_id
     try:
         calls = await store.calls.of(name, short=kind == "sft")
@@ -133,7 +133,7 @@ async def _rows(store: Store, rollout: Rollout, kind: str, left_out: Counter[str
 def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
     """Yield a row for each conversation of a rollout. A conversation ends where no later call continues or repeats it.
 
-    Conversations that cannot be a row are counted in `left_out`, by reason.
+    Conversations that cannot be exported are counted in `left_out`, by reason.
     """
     turns = [
         (call, turn, fields)

@@ -36,7 +36,7 @@ UPSTREAM = SOURCE = "import"
 
 @dataclass(frozen=True, slots=True)
 class ImportedConversation:
-    """One line or row of the file. `answers`: indices of assistant messages, except those with `weight` 0."""
+    """One line or row of the file. `answers` are the indices of the assistant messages whose `weight` is not 0."""
 
     name: RolloutName
     model: str
@@ -48,7 +48,7 @@ class ImportedConversation:
 
 
 def import_command(config: Config, file: Path, model: str, reward: float) -> None:
-    """Run `import`. Raises ConfigError, and imports nothing, if a line is not a conversation.
+    """Run `import`. If a line is not a conversation, raise ConfigError and import nothing.
 
     A conversation that was imported before stays unchanged; an interrupted import is continued.
     """
@@ -77,7 +77,7 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
 
 
 def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedConversation]:
-    """Yield the file's conversations. Raise ConfigError with the number of a line that is not one."""
+    """Yield the file's conversations. Raise ConfigError at a line that is not one."""
     for number, line in lines(file):
         try:
             yield _read(line, model, reward)
@@ -139,7 +139,7 @@ def _message(message: Any, place: int) -> Json:
 
 
 async def _record(store: Store, recorder: Recorder, conversation: ImportedConversation) -> bool:
-    """Record a call for each answer, as if a model had been called, and end the rollout. Return False if it had ended.
+    """Record a call for each answer and end the rollout. If it has already ended, record nothing and return False.
 
     Calls that an interrupted import has recorded are skipped.
     """

@@ -1,4 +1,4 @@
-"""`policy export`: writes a version as a directory with a model card, for vLLM, transformers and (adapters) PEFT."""
+"""`policy export`: writes a version as a directory that vLLM and transformers can load, with a model card."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TAGS = {"rl": "reinforcement-learning"}  # on model hubs; other methods of train
 
 
 async def export_policy(config: Config, number: int, target: Path, form: Form | None) -> Form:
-    """Write version `number` to `target`, atomically, and return the form written: by default the published one.
+    """Write version `number` to the directory `target`. Return the form written, by default the published one.
 
-    Only the owner may read the files: weights can reveal users' conversations.
+    Only the owner may read the files, since weights can reveal users' conversations.
     """
     target = target.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -58,7 +58,7 @@ async def export_policy(config: Config, number: int, target: Path, form: Form | 
 
 
 async def where(config: Config, options: str = "") -> str | None:
-    """Return a text on where the live or newest weights are and how to export them; None if there are none.
+    """Return a text that says where the live or newest weights are and how to export them; None if there are none.
 
     `options`: global options for the printed export command.
     """
@@ -128,7 +128,7 @@ def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], tar
 
 
 async def _card(store: Store, config: Config, version: PolicyVersion, form: Form, steps: Sequence[Step]) -> str:
-    """Return the model card, with the header that model hubs read. `steps`: from the base model to the version."""
+    """Return the model card, with the header that model hubs read. `steps` lead from the base model to the version."""
     base, n = config.policy.model or "the base model", version.version
     hub_name = None if Path(base).exists() else base  # a directory of this machine is nobody's name of a model
     name = Path(base).name
