@@ -2,8 +2,8 @@
 
 Rollouts that were opened together are a group, however they end. Rollouts of a task that were opened one by one form
 groups in opening order: with `size` 2, rollouts 1, 2, 3 and 4 of a task are the groups (1, 2) and (3, 4), even if 1 and
-3 end first. Rollouts that a step has compared stay a group. A group is complete when all its rollouts, or `size` ones
-opened one by one, have ended and, if completed, have their rewards. Missing ones are awaited for a limited time.
+3 end first. Rollouts that a step has compared stay a group. A group is complete when all its rollouts (or `size` that
+were opened one by one) have ended, and the completed ones have their rewards. It is awaited for a limited time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_END = 2**62
 class Pool(NamedTuple):
     """Rollouts that may form groups together. `owner`: the key that opened them, if it sees only its own rollouts.
 
-    `group_id`: the first of the rollouts opened together or compared by a step; None: opened one by one.
+    `group_id`: the first rollout of those opened together, or compared by a step; None if they were opened one by one.
     """
 
     task_id: str
@@ -30,7 +30,7 @@ class Pool(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A rollout that no step has taken yet, the `n`th that was opened. Times are Unix times.
+    """The `n`th rollout that was opened. No step has taken it yet. Times are Unix times.
 
     `own`: the policy answered one of its calls. `scored`: it awaits no reward function. `since`: when it had both
     ended and got its reward. `late`: a step has taken or dropped others of its group.
@@ -50,18 +50,18 @@ class Member(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has ended, awaits no reward function and, if it was completed, has its reward."""
+        """Return whether the rollout has ended and none of its rewards is awaited."""
         return self.status != "running" and self.scored and (self.rewarded or self.status != "completed")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The siblings of a group that no step has taken. Of the `ended` ones, `rewarded` have a reward.
+    """The rollouts of a group that no step has taken. `ended`: how many have ended. `rewarded`: how many have a reward.
 
-    `complete`: no other siblings are awaited. `oldest`: when its first rollout began to wait for a step. Its rollouts
-    are the ones of `pool` with numbers above `after`, up to `last`. `awaited`: the numbers of those that have not ended
-    or await their reward. `late`: a step has taken or dropped the others. `pool` None: rollouts without a task, which
-    are not siblings; only rewarded ones are counted.
+    `complete`: no other siblings are awaited. `oldest`: when the first of them began to wait for a step. The group has
+    the rollouts of `pool` with numbers above `after`, up to `last`. `awaited`: the numbers of those that have not ended
+    or await their reward. `late`: a step has taken or dropped the others. If `pool` is None, these are rollouts without
+    a task, which are not siblings, and only rewarded ones are counted.
     """
 
     pool: Pool | None
@@ -81,10 +81,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How groups form. `size`: of groups of rollouts opened one by one. `failed`: failed ones count as rewarded.
+    """How groups form. `size`: how many rollouts that were opened one by one form a group.
 
-    `timeout_s`: how long siblings are awaited; a rollout that is still running is no sibling of an ended one opened
-    that much later.
+    `failed`: failed rollouts count as rewarded. `timeout_s`: how long siblings are awaited. A running rollout is left
+    out if it was opened longer than this before one that has ended.
     """
 
     size: int = NO_END
@@ -122,7 +122,7 @@ def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterat
 
 
 def _parts(members: Sequence[Member], grouping: Grouping) -> list[list[Member]]:
-    """Split rollouts opened one by one into groups, without ones that run too long. Only the last may be too small."""
+    """Split rollouts that were opened one by one into groups. Leave out those that run too long."""
     first = next((member.opened_at for member in members if member.has_ended), float("inf"))
     parts = list[list[Member]]()
     for member in members:

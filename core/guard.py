@@ -1,7 +1,7 @@
 """Runs one program and cleans up everything that it started: `guard.py LIFELINE_FD GRACE_S PROGRAM ARGS…`.
 
 The lifeline is a pipe. Its other end closes when the supervisor closes it or is killed. Then the program gets SIGTERM,
-and SIGKILL after GRACE_S. Once it has ended, everything that it started is killed too, in whatever group or session.
+and SIGKILL after GRACE_S. When it has ended, everything that it started is killed too, in whatever group or session.
 SIGINT, SIGTERM and SIGHUP are passed on to the program; its exit code, or the signal that killed it, becomes the
 guard's. The guard uses only the standard library, so it starts in 20 ms and can be sent to other machines as text.
 """
@@ -25,7 +25,7 @@ PRCTL, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
 
 
 def guard(lifeline: int, grace_s: float) -> None:
-    """Fork. The child returns, in its own session. This process guards it, and exits as the child does."""
+    """Fork, and return only in the child. This process guards the child, and exits as the child does."""
     this = os.getpid()
     adopt_orphans()
     wake, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,7 +59,7 @@ def guard(lifeline: int, grace_s: float) -> None:
 
 
 def _wait(child: int, lifeline: int, wake: int, grace_s: float) -> int:
-    """Return the child's exit code, negative for a signal. When the lifeline closes, send SIGTERM; wait `grace_s`."""
+    """Return the child's exit code, negative for a signal; -SIGKILL if it outlives the lifeline by `grace_s`."""
     watched, until = [wake, lifeline], math.inf
     while True:
         left = None if until == math.inf else max(until - time.monotonic(), 0.0)

@@ -23,12 +23,12 @@ LARGE = 2**17  # bytes of a request: above this, a thread costs less than the wa
 
 
 async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
-    """Run `work`, which must not share mutable state, in a thread if `size` is large: other requests need not wait."""
+    """Run `work`, in a thread if `size` (in bytes) is large. `work` must not share mutable state."""
     return work() if size < LARGE else await asyncio.to_thread(work)
 
 
 def through(upstream: UpstreamConfig, url: str) -> Mapping[str, Any]:
-    """Return aiohttp's arguments for a request to this server: with `trust_env`, the environment's proxy.
+    """Return aiohttp's arguments for a request: the environment's proxy if the upstream has `trust_env`, or else {}.
 
     A session's own trust_env would also look for the server's password in ~/.netrc.
     """
@@ -42,7 +42,7 @@ def through(upstream: UpstreamConfig, url: str) -> Mapping[str, Any]:
 
 
 def why_it_failed(error: Exception) -> str:
-    """Return the system's reason (Connection refused) or the library's, without any address."""
+    """Return why a request failed, in the system's words (Connection refused) or the library's, without addresses."""
     cause: Any = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     number = getattr(cause, "errno", None) or 0
     if number > 0:
@@ -65,7 +65,7 @@ def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 @lru_cache(1024)
 def is_loopback(authority: str) -> bool:
-    """Return whether a Host header, or a URL without a path, names the loopback interface (with or without a port)."""
+    """Return whether a Host header, or a URL without a path, names the loopback interface."""
     try:
         parts = urlsplit(authority if "://" in authority else f"//{authority}")
         host = parts.hostname

@@ -35,7 +35,7 @@ _MOST_DIGITS = 4300  # of an integer that Python reads
 
 
 class Number(float):
-    """A number that no Python float or integer can hold. Its original text is kept, and written back."""
+    """A number that no Python float or integer holds exactly. It keeps its original text, which is written back."""
 
     __slots__ = ("text",)
     text: str
@@ -53,7 +53,7 @@ class Number(float):
 
 
 def encode_as_vllm(body: Any) -> bytes:
-    """Encode JSON as vLLM's own server does. orjson writes some floats with other digits."""
+    """Encode JSON as vLLM's own server does. orjson alone would write some floats with other digits."""
     try:
         fast = orjson.dumps(body)
     except orjson.JSONEncodeError:
@@ -62,7 +62,7 @@ def encode_as_vllm(body: Any) -> bytes:
 
 
 def as_utf8(text: bytes) -> bytes:
-    """Turn JSON in UTF-16, UTF-32 or with a byte order mark, which vLLM reads, into plain UTF-8. Invalid text stays."""
+    """Convert a JSON text to UTF-8 without a byte order mark. A text that cannot be decoded is returned unchanged."""
     encoding = "utf-8" if text.startswith(b'{"') else json.detect_encoding(text)
     try:
         return text if encoding == "utf-8" else text.decode(encoding).encode()
@@ -90,7 +90,7 @@ def fields_of(record: Any) -> dict[str, Any]:
 
 
 def encode(value: Any) -> bytes:
-    """Encode JSON values and records. Also encodes what orjson refuses: lone surrogates, integers over 64 bits."""
+    """Encode a value or record as JSON, including what orjson refuses: lone surrogates, integers over 64 bits."""
     try:
         return orjson.dumps(value, default=_fragment)
     except orjson.JSONEncodeError:
@@ -122,7 +122,7 @@ class _Ready(str):
 
 
 def _written(value: Any, *, ascii_only: bool = False, readable: bool = False) -> str:
-    """The JSON of a value at any depth, as the standard library writes it, except that a `Number` keeps its text.
+    """The JSON of a value, however deep, as the standard library writes it. A `Number` keeps its text.
 
     `readable`: with spaces, and with values that have no JSON form as text; otherwise these raise TypeError.
     """
@@ -160,7 +160,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Decode a JSON text; raises ValueError if it is not JSON. Numbers that no float or integer holds become `Number`.
+    """Decode a JSON text. Raises ValueError if it is invalid. Numbers that no float or integer holds become `Number`.
 
     Texts that may have such numbers, or that orjson refuses (lone surrogates), go to the standard library's parser.
     """
@@ -174,7 +174,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def loads_rounded(text: str | bytes) -> Any:
-    """Decode a JSON text as `loads` does, but turn long numbers into floats: exact for text written from floats."""
+    """Decode a JSON text as `loads` does, but faster: long numbers may be rounded to floats."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -182,7 +182,7 @@ def loads_rounded(text: str | bytes) -> Any:
 
 
 def _has_long_numbers(text: bytes) -> bool:
-    """Whether a float might round a number in the text. Fast: Python does not loop over the bytes."""
+    """Whether a float might round a number in the text."""
     if b"0000" in text[::4].translate(_DIGITS) and _LONG_NUMBER in (digits := text.translate(_DIGITS)):
         positive = _POSITIVE in digits or digits.startswith(_LONG_NUMBER)
         if positive or digits.count(_NEGATIVE) > len(_LOGPROB.findall(text)):
@@ -198,7 +198,7 @@ def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) 
     """Decode a JSON text as `loads` does. If called in a thread, let other threads run meanwhile.
 
     orjson's parser keeps the other threads waiting. The standard library's parser returns to Python for every object
-    and number, because it is given functions for them. `constant`: the one for NaN and infinities.
+    and number, because it is given functions for them. `constant` is called for NaN and infinities.
     """
     try:
         text = text if isinstance(text, str) else text.decode()

@@ -1,4 +1,4 @@
-"""Counts what calls used and computes the cost, from `prices` in the configuration or litellm's price table.
+"""Counts the tokens of calls and computes their cost, from `prices` in the configuration or litellm's price table.
 
 Also imports litellm, which the extra `providers` installs.
 """
@@ -53,8 +53,8 @@ class Used(NamedTuple):
 def used(usage: Any) -> Used | None:
     """Return the tokens in a `usage` object; None if it has none.
 
-    Anthropic's `input_tokens` leave out cached tokens: 10, with `cache_read_input_tokens` 90, is an input of 100. Some
-    providers (xAI, Gemini) count reasoning only in `total_tokens`.
+    Anthropic's `input_tokens` leave out cached tokens: 10 of them and 90 `cache_read_input_tokens` are an input of 100.
+    Some providers (xAI, Gemini) count reasoning only in `total_tokens`.
     """
     if not isinstance(usage, dict) or usage.keys().isdisjoint(("prompt_tokens", "input_tokens", "total_tokens")):
         return None
@@ -99,7 +99,7 @@ class Prices:
         self._known: dict[str | None, Price | None] = {}
 
     def of(self, model: str | None) -> Price | None:
-        """Return a model's price; None if unknown. The first use reads a table: do not let an agent wait for it."""
+        """Return a model's price; None if it is unknown. The first call may read a large file."""
         if model not in self._known:
             self._known[model] = None if model is None else self.configured(model) or _litellms(model)
         return self._known[model]

@@ -53,7 +53,7 @@ class RolloutName(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """Who rewards, opens or ends rollouts; by default the operator, working directly on the store.
+    """Who opens, ends or rewards rollouts. The default is the operator.
 
     `key_id`: the stored key, if any. `own`: the sender may act only on rollouts that were opened with that key.
     `evidence`: the sender's rewards count towards the test of a new version.
@@ -69,7 +69,7 @@ OPERATOR = Sender()
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call. `arguments`: the model's text, maybe invalid JSON, or the JSON of what the server parsed."""
+    """One tool call. `arguments`: the model's text, which may be invalid JSON, or JSON of what the server parsed."""
 
     id: str | None
     name: str
@@ -80,7 +80,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a tool call, sent back by the agent in a later request of the rollout. Some agents send no id."""
+    """The result of a tool call, which the agent sends in a later request. Some agents send no `tool_call_id`."""
 
     tool_call_id: str | None
     content: Any
@@ -89,7 +89,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled answer. In calls that can be trained on, there is a log-probability for each token id."""
+    """One sampled answer. In calls that can be trained on, each token id has a log-probability."""
 
     index: int
     token_ids: tuple[int, ...] = ()
@@ -122,7 +122,7 @@ class CallStart(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """How a call ended. `response` is the answer that the agent received (a stream is assembled), or the error body.
+    """How a call ended. `response`: the answer that the agent received (a stream is assembled), or the error body.
 
     `fallback`: the upstream that answered in place of the intended one; then no policy version answered. `model`: the
     model requested from the fallback. `imported`: another process made the call and reported it later, so the version
@@ -302,10 +302,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """One version of the weights. 0 is the base model. `path` has the adapter (lora) or full model (merged).
+    """One version of the weights. Version 0 is the base model. `path`: the directory of its adapter or merged model.
 
-    `adapters`: per-agent adapters (`policy.adapters`): adapter name → model name in vLLM. Their files are in
-    sub-directories of `path` with these names. `verified`: a check showed that vLLM serves these weights.
+    `adapters`: the name in vLLM of each adapter in `policy.adapters`. Their files are in sub-directories of `path` with
+    the adapters' names. `verified`: a check showed that vLLM serves these weights.
     """
 
     version: int
@@ -323,7 +323,7 @@ class PolicyVersion:
 
     @property
     def served_models(self) -> tuple[str, ...]:
-        """Return the names of its adapters in vLLM, or the name of its merged model; () if it has none."""
+        """Return the names under which vLLM serves this version; () if there are none."""
         return () if self.served_model is None else (self.served_model, *self.adapters.values())
 
 

@@ -41,9 +41,9 @@ class SecretShape(NamedTuple):
 
 
 def _token(hint: str, then: str, inside: str = "A-Za-z0-9") -> SecretShape:
-    r"""A token that does not follow a letter ("risk-…") or another character from `inside`.
+    r"""The shape of a token, which must not follow a character of `inside`: "risk-…" has no token "sk-…".
 
-    It may follow an escape: JSON in a string has "\nsk-…", a URL "%20sk-…".
+    An escape may come before it: JSON in a string has "\nsk-…", a URL "%20sk-…".
     """
     begin = re.escape(hint)
     escapes = (r"\\[bfnrt]", r"\\u[0-9A-Fa-f]{4}", "%[0-9A-Fa-f]{2}")
@@ -89,7 +89,7 @@ class Redactor:
     """Redacts copies, never the originals. `text` and `value` return the same object if nothing was redacted."""
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
-        """`keys`: the configured keys. `config.secrets` redacts them whatever they look like, except short ones."""
+        """`keys`: the configured keys. `config.secrets` redacts them too, except short ones."""
         own = [SecretShape(key, re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
         chosen = [SecretShape("", pattern) for pattern in self._patterns]
@@ -110,7 +110,7 @@ class Redactor:
         return text
 
     def value(self, value: Any, root: str) -> Any:
-        """Return a JSON value redacted; `root`: the first part of the field paths that apply to it."""
+        """Return a JSON value redacted. `root`: the first part of the configured paths that apply to it."""
         if not self:
             return value
         try:
@@ -129,8 +129,8 @@ class Redactor:
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
         """Return the redacted start of a call, and whether the record may lack something that the model saw.
 
-        It may if the server remembers an earlier response, whose tokens could reveal what was redacted there. The
-        request's original text is never kept: with a repeated name, it would hold a value that was not checked.
+        That is also so if the server remembers an earlier response, whose tokens could reveal what was redacted there.
+        The request's original text is never kept: if it repeats a name, it holds a value that was not checked.
         """
         start = start._replace(request_text=None)
         unseen = self._hides and start.request.get("previous_response_id") is not None
@@ -141,7 +141,7 @@ class Redactor:
         return start._replace(request=request, model=model), shown or unseen
 
     def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
-        """Return the redacted end of a call. Tokens are removed if `shown` (from `start`) or the response changed."""
+        """Return the redacted end of a call, without tokens if `shown` (from `start`) or if the response changed."""
         response = self.value(end.response, "response")
         end = end._replace(error=end.error and self.text(end.error), usage=self._texts(end.usage))
         if not shown and response is end.response:
@@ -156,7 +156,7 @@ class Redactor:
         )
 
     def _texts(self, value: Any, *, numbers: bool = False) -> Any:
-        """The value with its texts redacted. `numbers`: numbers too, which some APIs parse from a model's text."""
+        """The value with its texts redacted and, with `numbers`, also the numbers that match the user's patterns."""
         match value:
             case str():
                 return self.text(value)

@@ -6,7 +6,7 @@ reward of each name in `trainer.reward_weights`. With weights {"reward": 1, "sty
     call a: reward 1, then reward 0, then style 1        call b: reward 1
 
 give 0.5 for a and 1 for b, so 1.5 for the rollout. A later reward of 3 for the rollout itself becomes its return.
-A name with weight 0 counts as a reward of 0; names without a weight do not count. Rewards of repeated calls count.
+A reward with the weight 0 counts as 0, one without a weight not at all. Rewards of repeated calls count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGEST = 1e30
 class Rules(NamedTuple):
     """How rewards count. `failed`: the reward of a failed rollout that got none of its own; None: no reward.
 
-    `within`: `rewards.range`. Rewards outside it, stored before it was set, count as its nearer end.
+    `within`: `rewards.range`. Stored rewards outside this range count as its nearer end.
     """
 
     weights: Mapping[str, float]
@@ -37,13 +37,13 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Rules:
-        """Return the rules in a trainer's configuration, without a judge's scores, which count only in training."""
+        """Return the rules of a trainer's configuration. A judge's scores do not count here, only in training."""
         return cls(config.reward_weights, config.failed_reward, config.reward_range)
 
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """The weighted rewards of a rollout: its `own` (None if it has none), and its calls' by id."""
+    """The weighted rewards of a rollout: its `own`, if it has one, and those of its calls, by call id."""
 
     own: float | None
     calls: Mapping[str, float] = field(default_factory=dict)

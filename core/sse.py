@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 
 
 class SSEDecoder:
-    """Cuts a byte stream into frames, however it is split. Joined, the bytes it returns and `rest` are the input."""
+    """Cuts a byte stream into frames. No byte is lost: all that it returned, followed by `rest`, is the input."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -55,7 +55,7 @@ class SSEDecoder:
         return frames
 
     def let_go(self) -> bytes:
-        """Remove and return an unfinished frame's bytes but the last 3. The rest will count as a frame without data."""
+        """Remove and return all but the last 3 bytes of an unfinished frame, which then counts as one without data."""
         self._let_go = True
         given = bytes(self._buffer[:-_BLANK])
         del self._buffer[:-_BLANK]
@@ -90,7 +90,7 @@ class SSEDecoder:
         return last
 
     def _last_of(self, raw: bytes) -> Frame:
-        """Return `raw` as a frame, without data if its beginning was returned before. It may begin the stream."""
+        """Return `raw` as a frame, but without data if `let_go` has returned the beginning of that frame."""
         text = raw.removeprefix(BOM_UTF8) if self._begins else raw
         return Frame(raw, None if self._let_go else _frame(text).data)
 

@@ -44,7 +44,7 @@ def bootstrap_mean(
     """Return the 95 % interval of the mean of `values`, one per task, by the percentile bootstrap over tasks.
 
     For a seeds x tasks array, both are resampled independently (Owen 2007). With one task or seed, the interval says
-    nothing about others. `weights`: of the tasks in the mean, equal by default. The order of tasks does not matter.
+    nothing about others. `weights`: the tasks' weights in the mean, equal by default. The tasks may come in any order.
     """
     by_seed, rng = np.atleast_2d(np.asarray(values, dtype=float)), np.random.default_rng(seed)
     seeds, tasks = by_seed.shape
@@ -76,7 +76,7 @@ class Comparison:
 def compare(values: Sequence[float], others: Sequence[float], seed: int = SEED) -> Comparison:
     """Compare `values` with `others`, paired by task: both are in the same order.
 
-    The tasks are the sample and siblings of one task are alike, so tasks are resampled, never rollouts.
+    Tasks are resampled, not rollouts, because the rollouts of one task are alike.
     """
     differences = np.asarray(values, dtype=float) - np.asarray(others, dtype=float)
     of_tasks = differences.tolist()
@@ -86,9 +86,9 @@ def compare(values: Sequence[float], others: Sequence[float], seed: int = SEED) 
 
 
 def sign_flip_p(differences: Sequence[float], seed: int = SEED) -> float:
-    """Return how often random signs give a mean at least as far from 0 (Fisher's permutation test).
+    """Return the share of sign patterns with a mean at least as far from 0 as the given one (Fisher's test).
 
-    With few tasks it tries all sign patterns, otherwise random ones and the observed one.
+    With few tasks, all sign patterns are tried, otherwise random ones and the given one.
     """
     given = np.sort(np.asarray(differences, dtype=float))
     seen = abs(given.sum()) - 1e-9  # the same numbers in another order may sum to a little less
@@ -102,7 +102,7 @@ def sign_flip_p(differences: Sequence[float], seed: int = SEED) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The evidence in one metric's pairs: two e-values after the last pair (they may have been higher before).
+    """The evidence in one metric's pairs. Its two e-values are those after the last pair.
 
     `mean`: of the differences; None if there are no pairs. `e_drop`: against "no drop". `e_safe`: against "a drop of
     the margin or more". `worse_at`, `safe_at`: the number of pairs after which each verdict was first reached.
@@ -118,14 +118,14 @@ class Evidence:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict that was reached first, `worse` if both came with one pair. More pairs do not change it then."""
+        """The verdict that was reached first, or `worse` if both were reached with the same pair."""
         if self.worse_at is not None and (self.safe_at is None or self.worse_at <= self.safe_at):
             return "worse"
         return "undecided" if self.safe_at is None else "safe"
 
 
 def evidence_of(differences: Iterable[float], margin: float, level: float, metrics: int = 1) -> Evidence:
-    """Return the evidence that pairs give, in their order. Raises ValueError if one, or an argument, is out of range.
+    """Return the evidence that pairs give in this order. Raises ValueError if a pair or an argument is out of range.
 
     Each pair is one difference: the candidate minus the live version, scaled by the metric's range, positive is better.
     Against a hypothesis "the mean is at most m" a bettor starts with the wealth 1 and bets a share c of it on each
@@ -180,8 +180,8 @@ def interval(differences: Iterable[float], level: float = 0.05, metrics: int = 1
 def difference(candidate: Sequence[float], live: Sequence[float], low: float, high: float) -> float:
     """Return how far the candidate's siblings are above the live version's: one pair, in [-1, 1].
 
-    The candidate's mean minus the live version's, divided by the range `low` to `high`. Values outside it are clipped.
-    Raises ValueError if a side has no values or the range is empty.
+    This is the candidate's mean minus the live version's, divided by the width of the range `low` to `high`. Values
+    outside it are clipped. Raises ValueError if a side has no values or the range is empty.
     """
     half = high / 2 - low / 2  # halves, so that no range is too large for a float
     if not candidate or not live or not half > 0:
@@ -219,7 +219,7 @@ def _log_mean(logs: Floats) -> Floats:
 
 
 def _low(differences: Floats, threshold: float) -> float:
-    """Return the highest excluded mean, -1 if none. All below it are excluded, too: wealth falls as the bound rises."""
+    """Return the highest mean that is excluded, or -1 if none is. All means below it are excluded, too."""
     excluded, possible = -1.0, 1.0
     for _ in range(HALVINGS):
         bound = (excluded + possible) / 2

@@ -59,7 +59,7 @@ class _ChoiceTokens:
 
 
 class Tokens:
-    """Collects tokens from an answer (one `add`) or from a stream's chunks, before injected fields are removed."""
+    """Collects the tokens of an answer, which is added whole or as the chunks of a stream."""
 
     def __init__(self, body: Json | None = None) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
@@ -141,7 +141,7 @@ def _logprobs(value: Any) -> list[Any]:
 
 
 def _are_finite(logprobs: list[Any]) -> bool:
-    """Whether all are numbers between the value that stands for minus infinity (exclusive) and 0."""
+    """Whether all are at most 0 and greater than the number that stands for minus infinity."""
     try:
         return not logprobs or bool(min(logprobs) > _MINUS_INFINITY and max(logprobs) <= 0)
     except TypeError:
@@ -149,7 +149,7 @@ def _are_finite(logprobs: list[Any]) -> bool:
 
 
 def is_greedy(request: Json) -> bool:
-    """Return whether decoding is greedy. So is vLLM's `use_beam_search`: n is 1 here, so there is only one beam."""
+    """Return whether decoding is greedy. Beam search is greedy here: n is 1, so there is only one beam."""
     limits = request.get("temperature"), request.get("top_p")
     cold = any(isinstance(limit, int | float) and limit < _GREEDY_BELOW for limit in limits)
     sure = request.get("top_k") == 1 or request.get("min_p") == 1
@@ -159,7 +159,7 @@ def is_greedy(request: Json) -> bool:
 def not_followed(request: Json) -> str | None:
     """Return why the trainer cannot recompute the distribution of the answer, or None if it can.
 
-    Parameters whose effect depends only on the tokens are no obstacle: `trainer/step/shaping.py` recomputes it.
+    Parameters whose effect depends only on the tokens are no obstacle: `trainer/step/shaping.py` recomputes the effect.
     """
     for message in conversation(request):  # there may be a hundred thousand: skip plain texts here
         content = (message.get("content") or message.get("output")) if isinstance(message, dict) else None
@@ -201,7 +201,7 @@ def constraint(request: Json) -> str | None:
 
 
 def can_be_imitated(reason: str | None) -> bool:
-    """Return whether an answer that `reason` makes untrainable can be imitated: it is complete and has no media."""
+    """Return whether an answer that cannot be trained on for this reason can still be imitated."""
     return (reason or "").startswith((GREEDY, NOT_FOLLOWED))
 
 
@@ -211,5 +211,5 @@ def is_not_followed(reason: str | None) -> bool:
 
 
 def _has_media(parts: Any) -> bool:
-    """Whether content or a part of it has media: Anthropic's tool results have nested parts."""
+    """Whether one of the parts has media, or one nested in them, as in Anthropic's tool results."""
     return any(part.get("type") in _MEDIA or _has_media(part.get("content")) for part in dicts(parts))

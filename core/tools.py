@@ -64,7 +64,7 @@ def calls_in(item: Any) -> Iterator[ToolCall]:
 
 
 def _call(call_id: Any, function: Any, name: str = "") -> ToolCall:
-    """The call, with its arguments as the model wrote them or the server parsed them; empty if there are none."""
+    """The tool call. Its arguments are the model's text, or JSON of what the server parsed; "" if there are none."""
     function = function if isinstance(function, dict) else {}
     value = next((function[where] for where in _ARGUMENTS if function.get(where) is not None), "")
     if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # as Anthropic and vLLM wrap invalid JSON
@@ -85,7 +85,7 @@ def is_call(item: Json) -> bool:
 
 
 def results_in(item: Any) -> Iterator[ToolResult]:
-    """Yield results in a message or item: chat's `tool` and `function`, `…_call_output`, Anthropic's `tool_result`."""
+    """Yield the tool results in a message or item of any recorded API."""
     if not isinstance(item, dict):
         return
     if (role := item.get("role")) in ("tool", "function"):
