@@ -167,10 +167,7 @@ def _plain(app: ASGIApp) -> ASGIApp:
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Whether a log record is worth showing. A call cut off by the proxy's end is recorded, and needs no traceback.
-
-    uvicorn's line about a failed start is not worth it: the reason is shown before.
-    """
+    """Return False for uvicorn's line about a failed start and the traceback of a call that was cut off, else True."""
     if record.msg == "Application startup failed. Exiting.":
         return False
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)

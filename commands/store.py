@@ -32,7 +32,7 @@ def info(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def compact(context: typer.Context) -> None:
-    """Return the space of deleted rollouts in an SQLite store to the disk, step by step. The proxy may keep serving."""
+    """Shrink the file of an SQLite store by the space of deleted rollouts. The proxy may keep serving."""
     from .signals import run_until_signal
 
     before, after = run_until_signal(shorten(_store_of(context)))
@@ -113,7 +113,7 @@ def info_text(found: dict[str, Any]) -> str:
 
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
-    """Give an SQLite store's free space back to the disk. Return its size and free space before and after."""
+    """Shrink the file of an SQLite store by its free space. Return its size and free space before and after."""
     from ..store.opening import opened
     from ..store.retention import give_back, read_pages
 

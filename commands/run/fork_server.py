@@ -105,7 +105,7 @@ class Server:
             os.write(self._reports, json.dumps({"id": name, **how}).encode() + b"\n")
 
     def _run(self, request: dict[str, Any]) -> int:
-        """In the program's process: become the command, or run the script as `python script.py` would."""
+        """In the program's process, become the command, or run the script and return its exit code."""
         try:
             log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):

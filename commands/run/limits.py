@@ -38,7 +38,7 @@ class PolicyCollapsed(LightningError):
 
 
 class Backlog(Observer):
-    """Allows no group that would leave more than `limit` opened rollouts out of the live weights.
+    """Keeps the number of opened rollouts that are not yet in the live weights within `limit`, by holding groups back.
 
     A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it has ended
     and nobody will reward it, when the trainer will not take it, or when the version of the step that took it is live.
@@ -64,7 +64,7 @@ class Backlog(Observer):
         self._ended.add(rollout["rollout_id"])
 
     async def wait(self) -> bool:
-        """Wait until there is room for one more group. Raise PolicyCollapsed if there never will be."""
+        """Wait until there is room for one more group. Raise PolicyCollapsed if publishing has stopped."""
         say_at = time.monotonic() + PATIENCE_S
         while not self._has_room() and not await self._forget_published() and not self._has_room():
             if not self._running and time.monotonic() > say_at:
@@ -77,7 +77,7 @@ class Backlog(Observer):
         return len(self._running) + len(self._ended) + self._group_size <= self._limit
 
     async def _forget_published(self) -> bool:
-        """Stop counting rollouts whose wait is over. Return whether new ones are needed anyway, for a running test."""
+        """Return True if a running test needs new rollouts. Otherwise, stop counting those whose wait is over."""
         policy = await self._api.policy()
         if collapse := policy["collapse"]:
             raise PolicyCollapsed(f"publishing has stopped: {Collapse(**collapse).story}")
@@ -115,7 +115,7 @@ class OverBudget(LightningError):
 
 
 class Budget(Observer):
-    """Limits a run's cost in USD: the calls of its rollouts, and what rewarders spend meanwhile. None: no limit.
+    """Limits what the calls of a run's rollouts, and rewarders meanwhile, may cost. `usd` is None for no limit.
 
     `earlier`: the cost so far of the run that is resumed. `left_out`: whether tasks were left out.
     """
@@ -132,7 +132,7 @@ class Budget(Observer):
         return self.earlier + self._calls + self._rewarders
 
     async def wait(self) -> bool:
-        """Return whether a group may start: not if the budget is spent, or if successful calls have no known cost."""
+        """Return False if the budget is spent or the cost of some calls is unknown, or else True."""
         await self.look()
         self.left_out = self._most is not None and (self.spent >= self._most or self._unpriced > 0)
         return not self.left_out

@@ -27,7 +27,7 @@ def redaction(config: Config) -> Redact | None:
 
 
 class ProgramLog:
-    """Keeps the beginning and the end of output that exceeds `most` bytes. Redacts whole lines as they come."""
+    """Redacts output and writes it to a file. If it exceeds `most` bytes, only its beginning and end are kept."""
 
     def __init__(self, path: Path, redact: Redact | None = None, most: int = MOST) -> None:
         make_private(path)
@@ -75,7 +75,7 @@ class ProgramLog:
 
 @asynccontextmanager
 async def piped(path: Path, redact: Redact | None) -> AsyncIterator[Path]:
-    """Yield a named pipe: what programs write to it goes to the log. At the end, read what is left in the pipe."""
+    """Yield a named pipe. What programs write to it is redacted and kept in the file at `path`."""
     loop, log = asyncio.get_running_loop(), ProgramLog(path, redact)
     with TemporaryDirectory(prefix="lightning-output-") as directory:
         pipe = Path(directory) / "pipe"
@@ -98,6 +98,6 @@ async def piped(path: Path, redact: Redact | None) -> AsyncIterator[Path]:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a program's output that is not empty, at most 300 characters of it."""
+    """Return up to 300 characters of the last line of a program's output that is not empty, or `no output`."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()] if log.exists() else []
     return next((line[:300] for line in reversed(lines) if line), "no output")

@@ -130,7 +130,7 @@ def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
 
 
 def sentences(results: Sequence[RolloutResult]) -> tuple[str, list[str]]:
-    """Return the summary for people, with the first failure on a second line, and warnings about what to check."""
+    """Return the summary for people, which includes the first failure, and warnings."""
     total, warnings = totals(results), []
     mean = "no reward" if total["mean_reward"] is None else f"mean reward {total['mean_reward']:.3f}"
     counts = f"{total['failed']} failed, {total['without_reward']} without a reward so far"

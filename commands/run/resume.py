@@ -24,7 +24,7 @@ GONE = 404
 
 @contextmanager
 def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
-    """Open and lock the file of `run --resume`; None: keep nothing. Raise ConfigError if it cannot be used."""
+    """Open and lock the file of `run --resume`, if a path is given. Raise ConfigError if it cannot be used."""
     if path is None:
         yield OpenedRollouts(StringIO())
         return
@@ -46,12 +46,12 @@ def opened_rollouts(path: Path | None) -> Iterator[OpenedRollouts]:
 class OpenedRollouts(Observer):
     """The file of `run --resume`. Each rollout has a line with its id and the id of its group's first rollout.
 
-    `results`: of rollouts that have a reward or await one, unless they failed or were discarded. `usd`: the cost of all
-    rollouts of earlier runs.
+    `results` are those of rollouts that have or await a reward, and neither failed nor were discarded. `usd` is the
+    cost of all rollouts of earlier runs.
     """
 
     def __init__(self, file: TextIO) -> None:
-        """Raise ValueError if a line is not a rollout. The last line may be cut off if its run was killed."""
+        """Read the file. Raise ValueError if a line names no rollout, unless it is a last line that a kill cut off."""
         self._file = file
         file.seek(0)
         *lines, cut_off = file.read().split("\n")
@@ -66,8 +66,8 @@ class OpenedRollouts(Observer):
     async def look(self, api: ApiClient) -> int:
         """Read `results` and `usd` from the proxy.
 
-        Fail rollouts that are still running and neither have a reward nor await one: new siblings replace them. Return
-        how many were failed.
+        End as failed the rollouts that are still running and neither have nor await a reward, since new siblings
+        replace them. Return how many these were.
         """
         failed = 0
         for name in self._groups:
@@ -94,9 +94,9 @@ class OpenedRollouts(Observer):
         self._file.flush()
 
     def left(self, tasks: Sequence[Task], group_size: int) -> list[Task]:
-        """Return the tasks that have too few siblings with a result; each has the siblings so far.
+        """Return the tasks that have too few siblings with a result, each with the siblings that it has.
 
-        Results of other tasks are dropped.
+        Results of tasks that are not in `tasks` are dropped.
         """
         known = {task.task_id for task in tasks}
         self.results = [result for result in self.results if result.task_id in known]

@@ -66,7 +66,7 @@ def require_success(results: Sequence[RolloutResult]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The siblings per task, the number of programs at once, and the directory for their output (None: discard it).
+    """The siblings per task, the number of programs at once, and the directory that keeps their output, if any.
 
     `choice`: `policy_version` or `model` for POST /rollouts, to answer rollouts with something other than the live
     version. `score_timeout_s`: how long to wait for a reward that the proxy gives; None: it gives none.
@@ -92,7 +92,7 @@ async def run_tasks(
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `tasks` may be endless.
 
-    If cancelled, it stops the programs and discards their rollouts.
+    If the run is cancelled or fails, the programs are stopped and their rollouts discarded.
     """
     with tempfile.TemporaryDirectory(prefix="lightning-run-") as scratch:
         logs = options.logs or Path(scratch)
@@ -159,7 +159,7 @@ class _TaskRun:
         return group
 
     async def work(self, task: Task, rollout: OpenRollout) -> None:
-        """Run the program, end its rollout unless a posted reward will, wait for any due reward, report the result."""
+        """Run the program for a rollout, wait for the reward if the proxy gives one, and report the result."""
         name = rollout.rollout_id
         try:
             code, reason = await self.run_program(task, rollout)

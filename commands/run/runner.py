@@ -60,7 +60,7 @@ class ServedRunner(ABC):
 
     The child's first line says that it is ready, or {"failed": why}. It then gets a request with an `id` for each run,
     and {"kill": id} ends one. Its reports are {"id", "started"}, {"id", "code"}, {"id", "lost": why}, {"say": what} for
-    a person, or {"failed": why}, which fails all runs. If it dies, the next run starts a new one.
+    a person, or {"failed": why}, which fails all runs. If the child dies, the next run starts a new one.
     """
 
     name = "server"
@@ -115,7 +115,7 @@ class ServedRunner(ABC):
             await asyncio.wait({self._life})
 
     async def _live(self, ready: asyncio.Future[None]) -> LightningError:
-        """Start a child and read its reports until it ends. Then fail its runs, and return the error."""
+        """Start a child and read its reports until it ends. Then fail the runs that are left, and return the error."""
         with TemporaryDirectory(prefix="lightning-server-") as directory:
             log = Path(directory) / "output.log"
             async with piped(log, self._redact) as pipe:
@@ -174,7 +174,7 @@ class ServedRunner(ABC):
 
 
 class LocalRunner(ServedRunner):
-    """Starts the command for each run. With `modules`, forks `python script.py …` after importing them once.
+    """Starts the command for each run. With `modules`, imports them once, then forks `python script.py …`.
 
     Raises ConfigError if there is no such program or script, or if `modules` are given for another kind of command.
     """

@@ -26,8 +26,8 @@ _NO_PATH = (".", "..")  # with one of these a path would name another route
 async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]], *, changes: bool = False) -> T:
     """Do `work` on the rollout with this id, or else on the only rollout with an id that begins with it.
 
-    The id may end in `…`. Work that `changes` a rollout needs the full id, unless the proxy made the id or it ends in
-    `…`: another rollout must not be changed because the intended one is gone.
+    `given` may end in `…`. If it does not, work that `changes` a rollout accepts a shortened id only if the proxy made
+    the id, so that another rollout is not changed because the intended one is gone.
     """
     start, refusal = check_id(CUT.sub("", given), "a rollout's id"), None
     if given == start and given not in _NO_PATH:
@@ -56,7 +56,7 @@ async def find(api: ApiClient, given: str) -> dict[str, Any]:
 
 
 async def collect(api: ApiClient, filters: dict[str, Any], limit: int) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the newest matching rollouts, and the API's cursor for more (None: there are no more)."""
+    """Return the newest matching rollouts, at most `limit`, and the API's cursor for more, or None at the end."""
     rollouts: list[dict[str, Any]] = []
     cursor = None
     for _ in range(MOST_PAGES):

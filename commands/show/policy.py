@@ -28,10 +28,10 @@ METRICS = {"mean": "reward", "tokens": "tokens", "latency_ms": "latency, ms"}
 def list_versions(context: typer.Context, as_json: Json = False) -> None:
     """List the policy versions, oldest first. A version that is `ready` can be promoted.
 
-    `reward` is the mean over tasks of the training rollouts that began with the version, `held out` the mean of its
+    `reward` is the mean over tasks of the training rollouts that began with the version, and `held out` that of its
     rollouts in mode `eval`.
 
-    Below the table: the best version, the running test, and the result of the last one (promotion.mode: gated).
+    Below the table, the best version is named, and the newest test of a version is described (promotion.mode: gated).
     """
     from ..api_client import look
 

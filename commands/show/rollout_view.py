@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 def rollouts_table(rollouts: Sequence[Json], now: float, width: int | None) -> Table:
-    """Return a table, one line per rollout. Long ids and tasks are cut to fit `width`; None (for programs): not cut."""
+    """Return a table with one line per rollout. Ids and tasks are cut to fit `width`, unless it is None."""
     rows = (
         (
             r["rollout_id"], r["task_id"], r["mode"], Text(r["status"], COLOURS.get(r["status"], "")),
@@ -55,7 +55,7 @@ def rollout_line(rollout: Json) -> Text:
 
 
 def rollout_detail(rollout: Json, full: bool) -> RenderableType:
-    """Return the rollout: a header, then each call's new messages and answer, and the events between calls."""
+    """Return a view of the rollout: a header, then each call's new messages and answer, and other events."""
     return Group(facts(_facts(rollout)), *_conversation(rollout, full))
 
 

@@ -120,7 +120,7 @@ def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[
 
 
 def _not_trained_on(status: Json) -> Iterator[tuple[str, str]]:
-    """Rows of names and texts: what is not trained on, why, and what keeps steps from being made."""
+    """Yield names and texts that say what is not trained on and why, and what keeps steps from being made."""
     newest = f"of the newest {count(NEWEST)}"
     if dropped := status["dropped"]:
         yield "dropped", f"{newest} rollouts: {_counted(dropped)}"
