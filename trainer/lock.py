@@ -44,7 +44,7 @@ def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
 async def require_free(config: Config, database: Database) -> None:
     """Raise ConfigError if another trainer, on any machine, is using a store that is not a file.
 
-    The server may need a moment to notice that a trainer was killed and to release its lock.
+    Waits for up to RELEASED_S, as the server may need a moment to release the lock of a killed trainer.
     """
     until = time.monotonic() + RELEASED_S
     while True:

@@ -131,8 +131,8 @@ class TrainingLoop:
     async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
         """Take one step. Return False if too few rollouts are ready.
 
-        `fewer`, `since`: as in `Collector.next_batch`. Raises Stopped if the trainer is stopped while the step waits,
-        for example for disk space; the next start takes or finishes the step.
+        `fewer` and `since` are as in `Collector.next_batch`. Raises Stopped if the trainer is stopped while the step
+        waits, for example for disk space.
         """
         started = time.perf_counter()
         batch = await self.collector.next_batch(self.base, fewer=fewer, since=since)
@@ -160,9 +160,9 @@ class TrainingLoop:
         self._free_since = time.perf_counter()
 
     async def _version_of_weights(self) -> int | None:
-        """The version of the trainer's weights, `base`; None if a later step moved them and was not published.
+        """Return `base` if the trainer's weights are that version's; None if a step moved them and was not published.
 
-        Only the newest step that moved weights matters, and only if it started from `base`. None without a publisher.
+        Without a publisher, it is None as well.
         """
         steps = await self._store.steps.newest(LINE)
         moved = next((s for s in steps if not moved_nothing(s.metrics) and "collapse" not in s.metrics), None)
@@ -172,7 +172,7 @@ class TrainingLoop:
     async def _step(self, batch: Batch) -> dict[str, Any]:
         """Take the optimizer step once the live version is verified. Return its metrics and the monitor's.
 
-        Raises Stopped, or PublishError if the live version fails verification; then no weight has moved.
+        Raises Stopped, or PublishError if the live version fails verification. In both cases, no weight has moved.
         """
         trainer, metrics = self._trainer, dict[str, Any](reward_by_task=batch.tasks)
 
@@ -196,7 +196,7 @@ class TrainingLoop:
         return metrics | signs | ({"warnings": warnings} if warnings else {})
 
     async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write the checkpoint. Once it is complete on disk, mark the step as trained in the store. Raises Stopped."""
+        """Write the checkpoint, then mark the step as trained. Raises Stopped if the trainer is stopped meanwhile."""
         checkpoint, started = self._checkpoints / str(step), time.perf_counter()
 
         async def save() -> None:
@@ -209,9 +209,9 @@ class TrainingLoop:
         await prune_checkpoints(self._store, self._config.keep_checkpoints)
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
-        """Make the trainer's weights live if no other version was made live. Raises Stopped.
+        """Make the trainer's weights live, unless another version was made live meanwhile.
 
-        A PublishError ends the trainer. The step is committed, so the next start tries again to publish it.
+        Raises Stopped. A PublishError ends the trainer; the next start tries again to publish the step.
         """
         publisher, started = self._publisher, time.perf_counter()
         if publisher is None:
@@ -236,7 +236,7 @@ class TrainingLoop:
     # After a start --------------------------------------------------------------------------------------------------
 
     async def resume(self, stop: asyncio.Event | None = None) -> None:
-        """Start, also after a kill: release claimed rollouts, load the last checkpoint, and publish it if needed."""
+        """Start or restart: release claimed rollouts, load the last checkpoint, and publish it if that was not done."""
         self._stop = stop or self._stop
         if released := await self._store.steps.release_unfinished():
             log.warning("step %s was not finished: its rollouts will be used again", released[0])
@@ -258,7 +258,7 @@ class TrainingLoop:
             await self._finish_publishing(self._publisher, last)
 
     async def _take_over(self, step: Step | None, base: int) -> None:
-        """Continue from the weights after `step` (None: untrained). Remember the served ones for later verification."""
+        """Load the weights after `step` (None: untrained), and remember the served ones for later verification."""
         publisher, live = self._publisher, await self._store.versions.live()
         checkpoint, served = self._of_step(step), None
         if not checkpoint.is_dir():

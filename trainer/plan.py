@@ -61,7 +61,7 @@ Needs = dict[str, float]  # by what they are for
 class Plan:
     """A configuration with the sizes that are planned, and the GPUs that vLLM and the trainer see (empty: all).
 
-    With GPUs, `vllm` and `trainer` have the GiB that each takes on one of its `cards`; without a plan these are empty.
+    With GPUs, `vllm` and `trainer` have the GiB that each takes on a card, by purpose. Otherwise they are empty.
     """
 
     config: Config
@@ -84,9 +84,9 @@ def make_plan(
 ) -> Plan:
     """Return the plan with the longest context that fits `gpus` (default: this machine's).
 
-    An `offline` trainer has the machine to itself, and so does one that publishes to another machine; so does vLLM if
-    not `trained`, or if a service takes the steps. A base model of unknown size or `sharded` over GPUs gets no plan;
-    on a CPU only the size of a pass is planned. Raises ConfigError if the model cannot be trained or does not fit.
+    The trainer has the machine to itself if it is `offline` or publishes to another machine. So does vLLM if nothing is
+    `trained`, or if a service takes the steps. A base model of unknown size or `sharded` over GPUs gets default sizes;
+    on a CPU, only passes are planned. Raises ConfigError if the model cannot be trained or does not fit the GPUs.
     """
     gpus = cards() if gpus is None else gpus
     about = (model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None) or {}
@@ -142,7 +142,7 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
 
 
 def _on_cpu(config: Config, shape: DecoderShape, served: bool) -> dict[str, Any]:
-    """The size of a pass. With `auto`, gradient checkpointing is used only if the longest sample needs it to fit."""
+    """Return the size of a pass, and gradient checkpointing if that is `auto` and needed."""
     wanted, room = config.trainer.gradient_checkpointing, USABLE_OF_MACHINE * machine_memory()
     if served:
         room -= (FLOAT32 * shape.parameters + SERVING) / GIB + config.vllm.kv_cache_gib
@@ -305,7 +305,7 @@ def cards() -> Cards:
 
 
 def cards_like(text: str) -> Cards:
-    """Return the cards that `8x80` describes: eight GPUs of 80 GiB. `24` is one card; `1x24,1x48` are two."""
+    """Return the cards described by `8x80` (eight of 80 GiB) or `24,48` (two). Raises ConfigError for other forms."""
     gibs: list[float] = []
     for part in text.lower().split(","):
         match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", part.strip())

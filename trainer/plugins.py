@@ -1,6 +1,6 @@
 """What a feature adds to the trainer: methods, metrics, an engine, and hooks.
 
-This module and the features' `trainer` modules are imported before torch is needed, so functions import it.
+This module and the features' `trainer` modules are imported before torch is needed, so only their functions import it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tune = Callable[["Publisher | None", asyncio.Event, "TrainerHooks"], Awaitable[S
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """An offline run. `data` None: the configured store. `directory` None: next to the policy's directory."""
+    """An offline run. Without `data` it uses the configured store; without `directory`, one next to the policy's."""
 
     data: Path | None = None
     directory: Path | None = None
@@ -40,7 +40,7 @@ class Offline:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The run that a user requested. `once`: train on what is ready, then end. `launched`: in several processes."""
+    """The requested run. `once`: train on what is ready, then end. `launched`: this is one of several processes."""
 
     method: str = "rl"
     once: bool = False
@@ -62,7 +62,7 @@ class TrainerCore:
 
 @dataclass(frozen=True, slots=True)
 class TrainerHooks:
-    """A feature's hooks in the trainer. At most one feature may have each hook.
+    """A feature's hooks in the trainer. No two features may have the same hook.
 
     `guide` adds guidance to a step's samples, such as a teacher's log-probabilities. `publisher` decides whether and
     how new weights go live. `tune` trains in place of the loop. `sift` excludes calls of a rollout, or gives them a

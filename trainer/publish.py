@@ -1,8 +1,8 @@
 """Publishes new weights: save, load into vLLM, verify, make live. Retries while vLLM is down or the disk is full.
 
-New versions are verified before they serve traffic. Merged weights on a single server go live first. They are verified
-before the trainer's weights move again, by the answers that agents get or by sampling from vLLM. If that fails, the
-previous version goes live again.
+New versions are verified before they serve traffic, except merged weights on a single server, which go live first.
+These are verified before the trainer's weights move again, by the answers that agents get or by sampling from vLLM. If
+that fails, the previous version goes live again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Publisher:
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> Mapping[str, Any]:
-        """Make the weights of `step`, which began with version `base`, live. Wait if vLLM is down or the disk is full.
+        """Make the weights of `step` live in place of version `base`. Wait while vLLM is down or the disk is full.
 
         Return `version` and the metrics of the verification. The version is verified first, except merged
         weights on the only server: `verify_live` does that later. Raises Superseded if another version was made live;
@@ -72,7 +72,7 @@ class Publisher:
         return await self._retry(f"publishing step {step}", work, stop)
 
     async def _retry(self, what: str, work: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
-        """Do the work; retry while vLLM is down, answers with an internal error, or the disk is full.
+        """Do the work; retry while vLLM is down or the disk is full, and after a few internal errors of vLLM.
 
         Unlike `waiting.until_done`, it removes the half-published version before each retry.
         """
@@ -219,7 +219,7 @@ class Publisher:
     # What a gate decides otherwise ----------------------------------------------------------------------------------
 
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
-        """Return whether the last step's weights are live, and published in the configured way."""
+        """Return whether the last step's weights are live, and were published in the current mode."""
         return last.version == live.version and live.publish == self._swap.mode
 
     async def builds_on(self, base: int, live: PolicyVersion) -> bool:
@@ -231,13 +231,13 @@ class Publisher:
         return None
 
     async def late(self, base: int) -> Step | None:
-        """Return the last step if publishing its weights, which build on version `base`, was postponed and is due."""
+        """Return the last step, which began with version `base`, if its publishing was postponed and is now due."""
         return None
 
     # The mode, files and old versions -------------------------------------------------------------------------------
 
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
-        """Return whether the live version was published in a mode other than the next one's."""
+        """Return whether the live version was published in a different mode from the next one."""
         return live.publish not in (None, self._swap.mode)
 
     async def warn_of_another_mode(self) -> None:
@@ -270,7 +270,7 @@ class Publisher:
         await self._delete(version)
 
     async def prune(self, keep: Set[int]) -> None:
-        """Remove versions except the newest, live and candidate ones, those in `keep` and adapters of running rollouts.
+        """Remove versions, except the newest, live and candidate ones, those in `keep`, and adapters in use.
 
         Versions that never went live (`promotion.mode: gated`) do not count among the newest; the last of them is kept.
         """

@@ -52,7 +52,7 @@ def rate_of(config: TrainerConfig, width: int, kept: float | None = None) -> Rat
 
 
 def rate_after(config: TrainerConfig, rate: float, updates: int) -> float:
-    """Return the learning rate after this many updates, by `trainer.lr_scheduler`; `rate` is its maximum."""
+    """Return the learning rate after this many updates, by `trainer.lr_scheduler`; `rate` is the maximum."""
     if updates < config.warmup_steps:
         return rate * updates / config.warmup_steps
     if config.max_steps is None or config.lr_scheduler not in ("linear", "cosine"):

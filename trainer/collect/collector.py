@@ -61,7 +61,7 @@ class Collector:
     ) -> None:
         """`policy` says which agents have their own adapters; `vocabulary` is the number of the model's tokens.
 
-        `sampled` says how calls were sampled; by default, their requests alone do.
+        `sampled` says how calls were sampled; by default, it only reads their requests.
         """
         policy = policy or PolicyConfig()
         self._config, self._store, self._guide = config, store, hooks.guide
@@ -124,7 +124,7 @@ class Collector:
         return take
 
     async def _trainable(self, take: Take, rollouts: Sequence[Rollout]) -> list[TrainableRollout]:
-        """The ended rollouts that can be trained on. Drops the others with a reason, and counts all in `take`."""
+        """The ended rollouts that can be trained on. The others are dropped with a reason. `take` counts both."""
         take.drop("failed or discarded", [rollout for rollout in rollouts if not self._counts(rollout)])
         members = await self._rewarded(rollouts)
         self._roll_call.look(member.sibling.calls for member in members)
@@ -159,8 +159,8 @@ class Collector:
     async def _earlier(self, rollout: Rollout, known: dict[str, Sibling | None]) -> list[Sibling]:
         """The running baseline: earlier rewarded rollouts, from the same task if it has enough, else from all tasks.
 
-        At most RUNNING_WINDOW of them; none if there are fewer than MIN_EARLIER. All of it comes from the store, so a
-        restart changes nothing. `known` has the rollouts read for this step so far, and the ones read here are added.
+        There are at most RUNNING_WINDOW, or none if fewer than MIN_EARLIER are found. They come from the store, so a
+        restart changes nothing. `known` caches the rollouts that were read.
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
             found = await self._store.waiting.earlier(
@@ -173,7 +173,7 @@ class Collector:
         return []
 
     async def _compare(self, take: Take, comparison: ComparedRollouts) -> None:
-        """Compare the members with each other, or a lone one with earlier rollouts. Take those that teach something."""
+        """Compare the members (if so configured, a lone one with earlier rollouts), and take or drop each of them."""
         members, known, _ = comparison
         if len(members) == 1 and not known and self._config.lone_rollouts == "running":
             known = await self._earlier(members[0].rollout, take.earlier)
@@ -197,7 +197,7 @@ class Collector:
     def _take_rollout(
         self, take: Take, member: TrainableRollout, credit: Sequence[Credited | None], nothing: str | None
     ) -> None:
-        """Add the rows of a rollout to the step. `nothing`: why its rewards teach nothing; None if they teach."""
+        """Add a rollout's rows to the step, or drop the rollout. `nothing`: why its rewards teach nothing, or None."""
         rollout, calls = member.rollout, member.sibling.calls
         taught = [(call, one) for call, one in zip(calls, credit, strict=True) if one is not None]
         try:
@@ -279,7 +279,7 @@ class Collector:
             log.warning("%s", found.story)
 
     async def why_no_step(self) -> str | None:
-        """Return what the next step lacks, once rollouts have waited for minutes: other rollouts, or a reward."""
+        """Return what the next step lacks, other rollouts or rewards; None if no rollout has waited for minutes."""
         if (why := self.waiting.why_none()) is not None:
             return why
         if (now := time.time()) >= self._looks_at:
@@ -307,7 +307,7 @@ class Collector:
         return found
 
     def _across_tasks(self, takes: Sequence[Take]) -> Take:
-        """Join the takes: compare an owner's rollouts across tasks, lone ones only with `lone_rollouts: running`."""
+        """Join the takes, so that an owner's rollouts are compared across tasks."""
         joined = together(takes)
         parts: dict[tuple[str | None, int], ComparedRollouts] = {}
         for take, group in zip(takes, joined.waiting, strict=True):
@@ -336,7 +336,7 @@ class Collector:
         return STALE if base - _oldest_version(trained, base) > self._config.max_staleness else None
 
     def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:
-        """The calls of trained agents. Other agents' answers appear only as context, in these calls' prompts."""
+        """The calls of the agents that are trained."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
 
@@ -372,7 +372,7 @@ class TrainableRollout(NamedTuple):
 
 
 class ComparedRollouts(NamedTuple):
-    """Rollouts that are compared with each other. `known` were seen before and count in the baseline only.
+    """Rollouts that are compared with each other. Those in `known` count in the baseline only.
 
     `owner`: the key that opened all of them, if that key sees only its own rollouts.
     """
@@ -386,7 +386,7 @@ class ComparedRollouts(NamedTuple):
 class Take:
     """What a step takes from the groups that are `waiting` for it, and how their rollouts are compared.
 
-    `base`: the policy version that the step starts from. `groups`: the ids of each group's siblings, also of awaited
+    `base`: the policy version that the step starts from. `groups`: the ids of each group's siblings, including awaited
     ones. `seen`: what the step's metrics count. `earlier`: rollouts that were read for a running baseline.
     """
 

@@ -1,4 +1,4 @@
-"""Keeps the groups that wait for a step in memory, and decides when a step may begin. Reads only what has changed."""
+"""Keeps in memory the groups that wait for a step, and decides when a step may begin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WaitingGroups:
         self._tasks: dict[str | None, list[Group]] = {}
 
     async def next(self, *, fewer: bool, since: float | None) -> list[Group]:
-        """Return the groups of the next step, in order; an empty list while there are too few (`next_batch`)."""
+        """Return the groups of the next step, in order, or an empty list while there are too few. See `next_batch`."""
         groups, now = await self._look(self._config.rollouts_per_step), time.time()
         ready = [group for group in groups if self._is_complete(group) or self._has_waited(group, now)]
         found: list[Group] = []
@@ -42,12 +42,12 @@ class WaitingGroups:
         return found if enough else []
 
     async def totals(self) -> tuple[int, float | None]:
-        """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
+        """Return how many rewarded rollouts wait for a step, and when (Unix time) the oldest began to wait, if any."""
         found = await self._look()
         return sum(group.rewarded for group in found), min((group.oldest for group in found), default=None)
 
     def why_none(self) -> str | None:
-        """Return what the next step lacks; None if the rollouts seen at the last look have not waited for long."""
+        """Return what the next step lacks; None if none of the known rollouts has waited for long."""
         found = [group for group in chain(*self._tasks.values()) if not group.late]
         if not found or time.time() - min(group.oldest for group in found) < STANDS_S:
             return None
@@ -60,7 +60,7 @@ class WaitingGroups:
                 known.remove(group)
 
     async def _look(self, limit: int = NO_END) -> list[Group]:
-        """All groups; at most `limit` rollouts without a task form one. Reads only changed groups.
+        """Return all groups, reading only those that changed. At most `limit` rollouts without a task form one.
 
         First, stored returns are brought up to date with the configured weights.
         """
@@ -78,7 +78,7 @@ class WaitingGroups:
         return [*chain(*self._tasks.values()), *([lone] if lone else [])]
 
     def _is_complete(self, group: Group) -> bool:
-        """Whether no rollout is awaited. Those without a task need `group_size`, or one if compared with earlier."""
+        """Whether the group awaits no more rollouts."""
         if group.pool is None:
             return self._config.compares_with_earlier or group.ended >= self._config.group_size
         return group.complete
@@ -103,8 +103,8 @@ class WaitingGroups:
 class Schedule:
     """Decides when steps may begin: at any time, or in rounds. `round`: the Unix time at which the current one began.
 
-    A round begins when enough rollouts wait, or at each configured time, and ends when all rollouts that waited then
-    are trained on.
+    A round begins when enough rollouts wait, or at each configured time, and ends when none of the
+    rollouts that waited at its beginning is left.
     """
 
     def __init__(self, config: ScheduleConfig, waiting: WaitingGroups) -> None:
@@ -135,12 +135,12 @@ class Schedule:
 
 
 def full_groups(groups: Sequence[Group]) -> int:
-    """Count the groups that await no more siblings, without those that a step has taken in part."""
+    """Count the groups that await no more siblings and that no step has taken in part."""
     return sum(not group.late and group.complete for group in groups)
 
 
 def what_is_missing(groups: Sequence[Group], config: TrainerConfig) -> str:
-    """Return how many groups are full and how many have begun, and how many rollouts these lack, as text."""
+    """Say how many groups are full, how many others have begun, and how many rollouts these others lack."""
     wanted, full = config.tasks_per_step, full_groups(groups)
     begun = [group for group in groups if not group.late and not group.complete]
     line = f"{full} of the {wanted} groups for the next step are full ({config.group_size} ended rollouts each)"

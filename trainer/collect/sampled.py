@@ -47,7 +47,7 @@ class Sampled:
         self._warned = False
 
     async def look(self, calls: Iterable[ModelCall]) -> None:
-        """Ask vLLM how trainable calls were sampled. If vLLM is down, raises its error only if a grammar needs it."""
+        """Ask vLLM how trainable calls were sampled. If vLLM is down, raises an error only for calls with a grammar."""
         for call in calls:
             if call.trainable and (key := self._key(call)) not in self._known and (known := await self._ask(call)):
                 self._known[key] = known
@@ -60,7 +60,7 @@ class Sampled:
         return None if isinstance(known, str) else known
 
     def why_not(self, call: ModelCall) -> str | None:
-        """Return why the call is left out because of how it was sampled; None if that is not the reason."""
+        """Return why the way in which the call was sampled excludes it from training; None if it does not."""
         if not call.trainable:
             return call.untrainable_reason if is_not_followed(call.untrainable_reason) else None
         known = self._of(call)
@@ -70,7 +70,7 @@ class Sampled:
         return self._known.get(self._key(call)) or _by_request(call)
 
     async def _ask(self, call: ModelCall) -> Known | None:
-        """Ask vLLM, or read the request if vLLM cannot tell. While it is down, return None, or raise for a grammar."""
+        """Ask vLLM, or read the request if vLLM cannot tell. If it is down, return None, or raise for a grammar."""
         if self._vllm is None:
             return _by_request(call)
         try:

@@ -1,4 +1,4 @@
-"""Selects the agents to train (`trainer.agents`), and warns about names that no call ever had."""
+"""Selects the agents to train (`trainer.agents`), and warns about configured names that no call has had."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_NAME = "no name (calls without X-Agent-Name)"
 
 
 class TrainedAgents:
-    """The agents that are trained, by name; or all of them, treated as one, if `configured` is None."""
+    """The agents that are trained: those that `configured` names or, if it is None, all of them, treated as one."""
 
     def __init__(self, configured: Sequence[str] | None) -> None:
         self._trained = (OTHERS,) if configured is None else tuple(configured)
@@ -26,14 +26,14 @@ class TrainedAgents:
         return tuple(name for name in self._trained if name != OTHERS)
 
     def role(self, agent: str | None) -> str | None:
-        """Return the role of an agent's call: the agent's own name, `*`, or None if it is not trained."""
+        """Return the agent's name if it is trained by name, `*` if it is trained with all others, or else None."""
         if agent in self._trained:
             return agent
         return OTHERS if OTHERS in self._trained else None
 
 
 class RollCall:
-    """Warns once about each configured agent that has made no call: after a typo, nothing would be trained.
+    """Warns once about each configured agent that has made no call: its name may be misspelt.
 
     `others`: agents named in other options, by option.
     """

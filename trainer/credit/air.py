@@ -66,7 +66,7 @@ def _events(call: ModelCall, seen: set[tuple[str, bytes]]) -> Iterator[AirEvent]
 
 
 def failed(tool: ToolCall) -> bool:
-    """Return whether the agent sent the result back as an error.
+    """Return whether a tool call's result, as the agent sent it back, is an error.
 
     Not every API has a flag for it, so the result decides too: a text that begins like an exception, or a JSON object
     with an error or an error flag.
@@ -80,7 +80,7 @@ def failed(tool: ToolCall) -> bool:
 
 
 def tool_schemas(request: Json) -> dict[str, Any]:
-    """Return the JSON schema of each tool that a request offers, for any recorded API; None for free-form input."""
+    """Return, by name, the JSON schema of each tool that a request offers; None for a tool with free-form input."""
     found: dict[str, Any] = {}
     tools = dicts(request.get("tools"))
     for tool in [*tools, *(tool for namespace in tools for tool in dicts(namespace.get("tools")))]:

@@ -44,7 +44,7 @@ Strategy = Callable[[Sequence[Sibling], TrainerConfig], Values]
 
 
 def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited | None]]:
-    """Return the credit of each call; None for calls that are left out, and for agents that are not trained.
+    """Return the credit of each call; None for calls that are left out or made by agents that are not trained.
 
     By default, all agents count as one, and `grpo` compares the rollout's return with its siblings' (`uniform`).
     An agent that `trainer.agents` names is compared with itself only, in rollouts in which it made a decision: one
@@ -161,7 +161,7 @@ OF_CALLS = STRATEGIES.keys() - {"uniform"}  # they compare the returns of calls,
 def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, discount: float) -> list[float]:
     """Compute R_t = r_t + discount x R_{t+1} for each call. The last call's reward includes the rollout's own.
 
-    Calls that have no answer, were sent again, or are left out as rejected are not discounted.
+    Nothing is discounted at calls that have no answer, were sent again, or are left out as rejected.
     """
     ahead, factor = rewards.final or 0.0, 1.0
     returns: list[float] = []
@@ -202,7 +202,7 @@ def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> li
 
 
 def training_rules(config: TrainerConfig) -> Rules:
-    """Return how rewards count in training. Unlike in the return that users see, a judge's scores count too."""
+    """Return how rewards count in training. A judge's scores count here, but not in the return that users see."""
     return Rules.of(config)._replace(weights=config.training_weights)
 
 
@@ -247,7 +247,7 @@ BASELINES: Mapping[str, Callable[[Sequence[float]], list[Baseline]]] = MappingPr
 
 
 def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | None:
-    """Return one baseline per return; None if there are fewer than two returns, or all are equal."""
+    """Return one baseline per return; None if there are fewer than two returns, or if all are equal."""
     if len(returns) < 2 or math.isclose(max(returns), min(returns), rel_tol=1e-9, abs_tol=1e-9):
         return None
     found: list[Baseline] = (BASELINES.get(name) or load("trainer.baseline", name))(returns)
