@@ -174,7 +174,7 @@ class Dialect:
         return None
 
     def tokens(self, body: Json) -> Tokens:
-        """Return the tokens that a non-streamed answer reports. Call this before `agents`, which may change it."""
+        """Return the tokens that a non-streamed answer has. Call this before `agents`, which may change the answer."""
         raise NotImplementedError
 
     def stream(self, injection: Injection) -> Transcript:

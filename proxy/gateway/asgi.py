@@ -43,7 +43,7 @@ _ONCE = frozenset([
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """Return headers by lower-case name. Raises InvalidRequest for repeated `_ONCE` ones or a bad Transfer-Encoding."""
+    """Return the headers by lower-case name. Raises InvalidRequest if they are ambiguous."""
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
@@ -124,7 +124,7 @@ class Bodies:
         self._seconds = config.body_timeout_s
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
-        """Return the body. `loan` holds the memory of a body in pieces. Raises LightningError or ClientDisconnected."""
+        """Return the body; `loan` holds one that comes in pieces. Raises LightningError or ClientDisconnected."""
         length, now = headers.get("content-length", ""), asyncio.get_running_loop().time
         self._require_size(int(length) if length.isdecimal() else 0)
         body, seen, end, slow_at = bytearray(), 0, now() + self._seconds, now() + SLOW_S
@@ -157,7 +157,7 @@ class Bodies:
 
 
 class Memory:
-    """Lends memory to bodies and answers. Each key gets at most a quarter, or the largest body's size if more."""
+    """Lends memory to bodies and answers. Each key gets up to a quarter, or the largest body's size if that is more."""
 
     def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
         """`largest`: the size of the largest body, in bytes."""
@@ -168,7 +168,7 @@ class Memory:
         self.changed = asyncio.Event()
 
     def loan(self, key: Hashable) -> Loan:
-        """Return an empty loan. Raise Overloaded if clients with this key do not read their answers."""
+        """Return an empty loan. Raise Overloaded if the unread answers of this key take its entire share."""
         if self.not_taken[key] >= self.share:
             raise Overloaded("too many answers to this key are unread; read them, then try again")
         return Loan(self, key)
@@ -184,7 +184,7 @@ class Memory:
         return False
 
     def add(self, key: Hashable, size: int) -> None:
-        """Count `size` more bytes as lent; if it is negative, as returned, so that waiting loans may get their turn."""
+        """Count `size` more bytes as lent, or fewer if it is negative, and wake the waiting loans."""
         self._free -= size
         self._of_key[key] += size
         self.changed.set()
@@ -192,7 +192,7 @@ class Memory:
 
 @dataclass(eq=False, slots=True)
 class Loan:
-    """The memory that a request holds: first for its body, then for its answer. Leaving `with` gives back the rest."""
+    """The memory that a request holds: first for its body, then for its answer. The end of `with` gives it back."""
 
     _memory: Memory
     key: Hashable

@@ -35,7 +35,7 @@ _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
 
 
 class Target(NamedTuple):
-    """An attempt: where the request goes, and its form. `sent` is its JSON. `translated`: whether it is now a chat."""
+    """Where an attempt goes, and the request that it sends. `translated`: whether the request was made a chat."""
 
     route: Route
     request: Request
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
 @dataclass(eq=False)
 class Attempts:
-    """The attempts to get a request answered: `async with attempts as answer`. `target`: the current or last one."""
+    """Gets a request answered: `async with attempts as answer`. `target` is the current or last attempt."""
 
     upstreams: Upstreams
     first: Route
@@ -69,7 +69,7 @@ class Attempts:
         return self.target.route is not self.first
 
     async def __aenter__(self) -> Answer:
-        """The first answer that is neither 429 nor a server error, or else the last upstream's answer or error."""
+        """Return the first answer that is neither 429 nor 5xx, or the last upstream's, whatever it is."""
         for following in self.first.fallbacks:
             why = f"upstream {self.upstream.name} is down"
             try:
@@ -90,7 +90,7 @@ class Attempts:
         self._answer.release()
 
     async def _ask_with_retries(self) -> Answer:
-        """The target's answer. Retries while a new server loads the version, and without additions that are refused."""
+        """The target's answer. Retries while a new server lacks the version, and drops additions that are refused."""
         joins, opened = JOIN_TRIES, None if self.fell_back else self.open_first
         opened = opened or partial(self.upstreams.open, self.upstream)
         while True:

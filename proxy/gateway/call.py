@@ -67,7 +67,7 @@ def harness_of(headers: Mapping[str, str]) -> dict[str, str] | None:
 
 
 class Question(NamedTuple):
-    """A request for a model's answer: its JSON `body`, and the `name` of its rollout (a new one if unnamed).
+    """A request for a model's answer. `body`: its JSON. `name`: its rollout, a new one if the request names none.
 
     `also` returns statements to commit together with the call's start.
     """
@@ -88,7 +88,7 @@ class Question(NamedTuple):
 
     @property
     def is_retry(self) -> bool:
-        """Return whether the agent's client resends the request automatically; OpenAI's clients count these retries."""
+        """Return whether the agent's client sent this request again by itself: OpenAI's clients count such retries."""
         return self.headers.get("x-stainless-retry-count", "0") != "0"
 
 
@@ -155,7 +155,7 @@ class Gateway:
                     raise
 
     async def _rollout(self, question: Question) -> tuple[RolloutName, Conversation | None]:
-        """The rollout that the request names or else continues, or a new one; and the conversation, if it was used."""
+        """The rollout that the request names, continues or begins; and its conversation if that was looked up."""
         name = question.name
         if self.unnamed is None or name.named or not question.recorded:
             return name, None
@@ -175,7 +175,7 @@ class Gateway:
         *,
         recorded: bool = True,
     ) -> None:
-        """Count a call for limits (`size`: request bytes). Unless `incomplete`, also in metrics, and tell listeners."""
+        """Count a call towards its limits. Unless it is `incomplete`, also count it in metrics and tell listeners."""
         if limiter is not None:
             limiter.spend(end, size)
         if end.status == "incomplete":  # a background response, which ends later
@@ -233,7 +233,7 @@ class CallUnderWay:
 
     @property
     def upstream(self) -> str:
-        """Return the name, for errors, of the upstream that is being called or that answered."""
+        """Return how errors name the upstream that is being called or that answered."""
         return f"upstream {self.attempts.upstream.name}"
 
     async def record_start(self) -> None:
@@ -270,7 +270,7 @@ class CallUnderWay:
             raise UpstreamUnreachable(f"{self.upstream}: the stream ended before its last event")
 
     async def _pass_on_whole(self, answer: Answer) -> None:
-        """Pass on an answer that is not a stream. If it arrives all at once, as most do, send nothing yet."""
+        """Pass on an answer that is not a stream. If it is complete within `AT_ONCE_S`, nothing is sent yet."""
         target, reply, showing = self.attempts.target, self.reply, list[asyncio.Task[None]]()
         transcript = self._transcript = BufferedTranscript(
             self._dialect, target.injection, answer.status, translated=target.translated
@@ -336,7 +336,7 @@ class CallUnderWay:
         await asyncio.shield(self._committed)
 
     async def failed(self, error: BaseException) -> None:
-        """Record the failure. Unless it is a cancellation, answer with it, or leave a begun answer unfinished."""
+        """Record the failure. Unless it is a cancellation, send it to the agent, or leave a begun answer unfinished."""
         status: CallStatus = "error"
         if not isinstance(error, Exception):
             status, why, limit_s = "cancelled", "the agent disconnected", self.gateway.finish_s
@@ -383,7 +383,7 @@ class CallUnderWay:
         return end, [] if known is None else end_statements(self._start, known, end)
 
     async def _commit(self, status: CallStatus, error: str | None) -> None:
-        """Record the end, in threads if the request or answer is large, and notify listeners."""
+        """Record the end and notify listeners. A large request or answer is handled in threads."""
         question, gateway = self.question, self.gateway
         size = len(question.request.body) + (self._transcript.size if self._transcript else 0)
         end, also = await in_thread_if_large(size, partial(self._end, status, error))
@@ -424,7 +424,7 @@ def end_of(
     sent: dict[str, Any],
     version: int | None,
 ) -> CallEnd:
-    """Return how a call ended, from its answer. `sent`: what the model was sent. `version`: the policy's, if any."""
+    """Return how a call ended. `sent`: the request that the model got. `version`: None if the policy did not answer."""
     unkept = transcript and transcript.unkept
     response, tokens = (transcript.response(), transcript.tokens) if transcript and not unkept else (None, Tokens())
     reason = NOT_THE_POLICY if status == "ok" and version is None else None

@@ -1,7 +1,7 @@
 """Keeps the last calls of each rollout, in a limited amount of memory.
 
-`RecentCalls` has calls as recorded, to find a new call's parent. `History` has answered calls, unredacted unless they
-were read from the store, to find the one that a new call continues, by its messages or by a response's id.
+`RecentCalls` has calls as recorded, to find a new call's parent. `History` has answered calls, to find the one that a
+new call continues. These are unredacted unless they were read from the store.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RecentCall:
     own: int = 0
 
     def measure(self, parent: RecentCall | None, shared_messages: int) -> None:
-        """Measure the request's bytes. What it shares with its parent has been measured already."""
+        """Measure the request's bytes. What it shares with its parent is not measured again."""
         messages, parent = conversation(self.request), parent or RecentCall("", {})
         self.parent_id, self.ends = parent.call_id, parent.ends[:shared_messages]
         end = shared = self.ends[-1] if self.ends else 0
@@ -187,7 +187,7 @@ class History:
     """Keeps the answered calls of recently used rollouts. Others, and other workers' calls, are read from the store."""
 
     def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
-        """`chat_of` returns a recorded call's chat request; without it, calls from the store become no turns."""
+        """`chat_of` returns a recorded call's chat request. Without it, calls from the store do not become turns."""
         self._calls = store.calls
         self._chat_of: ChatOf = chat_of or (lambda _call, _known: None)
         self._kept = RolloutMemory[Answered](memory)
@@ -239,7 +239,7 @@ class History:
     def _made(
         self, calls: Sequence[ModelCall], known: dict[str, Exchange]
     ) -> tuple[dict[str, Exchange], list[TokenTurn]]:
-        """The exchanges of recorded calls, and the newest turns. Calls of other APIs become chat requests first."""
+        """The exchanges of recorded calls, and the newest `TURNS` of their turns."""
         exchanges = by_response(call for call in calls if call.endpoint == "responses")
         made, known = list[TokenTurn](), exchanges | known
         for call in reversed(calls):

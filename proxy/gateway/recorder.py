@@ -1,8 +1,8 @@
 """Records calls: their start before they are sent upstream, their end before the answer's last byte.
 
 A plain call takes four statements: ROLLOUT_SEEN and CALL_START first, CALL_END and ROLLOUT_CALL_ENDED at its end.
-Large requests, retries, tool calls and unnamed rollouts add more. `start` returns when its statements are committed;
-the future that `end` returns is done when the end's are committed. If too many records wait, new calls wait.
+Large requests, retries, tool calls and unnamed rollouts add more. `start` returns once its statements are committed;
+the future that `end` returns is done once those of the end are. If too many records wait, new calls wait.
 
 `GroupCommit` writes many records in one commit. Records that arrive during a commit wait for the next.
 """
@@ -184,7 +184,7 @@ class Recorder(GroupCommit):
         self._begun: dict[str, _Begun] = {}  # the calls under way
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
-        """Record a call as `incomplete`, together with `also`. Raises StoreUnavailable.
+        """Record a call as `incomplete`, together with `also`. Raises StoreUnavailable if that fails.
 
         If another process has deleted the call's parent meanwhile, the call is prepared again without a parent.
         """
@@ -215,7 +215,7 @@ class Recorder(GroupCommit):
                 return self._recent.add(rollout_id, call)
 
     def resume(self, start: CallStart) -> None:
-        """Continue a call with a recorded start (perhaps from another process), so that its end can be recorded."""
+        """Take up a call whose start is recorded, perhaps by another process, so that its end can be recorded."""
         shown = False
         if self._redactor is not None:
             start, shown = self._redactor.start(start)
@@ -223,7 +223,7 @@ class Recorder(GroupCommit):
         self._begun[start.call_id] = _Begun(call, None, shown)
 
     def end(self, end: CallEnd, also: Sequence[Statement] = (), *, counted: bool = False) -> asyncio.Future[None]:
-        """Record the outcome of a call, together with `also`. Count the call, unless `incomplete` or already `counted`.
+        """Record how a call ended, together with `also`. Count the call unless it is `incomplete` or already `counted`.
 
         The future is done when the outcome is durable, or fails with StoreUnavailable.
         """
@@ -275,7 +275,7 @@ class Recorder(GroupCommit):
         return end, [(CALL_END, row), *counts, *_tool_calls(end, call), *also], stored_bytes
 
     async def put_in_order(self, end: CallEnd) -> None:
-        """Move an ended imported call to its place by time, and add the tool results that were recorded before it."""
+        """Move an ended imported call to its place in time, and add the tool results that later calls have."""
         if not await self._store.calls.put_in_order(end.rollout_id, end.call_id) or not end.tool_calls:
             return
         calls = await self._store.calls.of(end.rollout_id)
@@ -333,7 +333,7 @@ def _prepared(
 
 
 def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
-    """The statements for an answer's tool calls. `call`: None if the request, and so the places, are unknown."""
+    """The statements for an answer's tool calls. These have no places if `call` is None."""
     place = None
     if end.tool_calls and call is not None:
         call.places = call.places or places_of(call.request)
@@ -367,7 +367,7 @@ def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], 
 
 
 def _readable(row: Json) -> Json:
-    """The row with `?` for lone surrogates in names and ids, which UTF-8 cannot encode. JSON texts escape them."""
+    """The row with `?` in place of lone surrogates, which UTF-8 cannot encode."""
     return {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
 
 

@@ -143,7 +143,7 @@ class Visit(NamedTuple):
     rollout: RolloutName
 
     def request(self, body: bytes, loan: Loan | None = None, *, identity: bool = False) -> Request:
-        """Return the request to send upstream. Once it is sent, the memory loan is given back."""
+        """Return the request to send upstream. Once it is sent, `loan` is given back."""
         return Request(
             method=self.scope["method"],
             path=self.path,
@@ -157,7 +157,7 @@ class Visit(NamedTuple):
 
 
 class Relay:
-    """Admits requests, hands model calls to the gateway, lists models, and forwards all others unrecorded."""
+    """Admits requests, hands model calls to the gateway, lists models, and forwards all other requests unrecorded."""
 
     def __init__(self, config: Config, keys: Keys, gateway: Gateway, bodies: Bodies) -> None:
         self._keys = keys
@@ -255,7 +255,7 @@ class Relay:
             await reply.send(answer.status, answer.headers(keep_length=False), raw)
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
-        """Forward a request unrecorded: to the upstream that gave the response in its path, or the one for its model.
+        """Forward a request unrecorded, to the upstream that gave the response in its path or to the one for its model.
 
         The end of a background response, and the items of a compacted conversation, are recorded on the way.
         """
@@ -344,7 +344,7 @@ async def _show(reply: Reply, error: LightningError) -> None:
 
 
 def _is_allowed(path: str) -> bool:
-    """Whether a path may be forwarded: it is unambiguous and no operator route, even if a server decodes it again."""
+    """Whether a path may be forwarded: it is unambiguous, even if decoded again, and is not an operator route."""
     if path in DIALECTS:
         return True
     for _ in range(3):
@@ -358,7 +358,7 @@ def _is_allowed(path: str) -> bool:
 
 
 def _as_escaped(scope: Scope, path: str) -> str:
-    """The path as the agent escaped it if that certainly means the checked `path`, else `path` escaped by us."""
+    """The path as the agent escaped it if that certainly decodes to `path`, else `path` escaped by us."""
     sent = parse_path(scope["raw_path"].decode())
     return sent.rest if sent and unquote(sent.rest) == path and "\ufffd" not in path else quote(path)
 

@@ -59,11 +59,11 @@ class PolicyRouter:
         self._store, self._watch, self._choose = store, watch, choose
 
     async def route(self, rollout: RolloutName, model: str | None, *, recorded: bool = False) -> Route:
-        """Return where a call goes. Raises NotServed or UpstreamTimeout if neither the policy nor a fallback is ready.
+        """Return where a call goes. Raises NotServed or UpstreamTimeout if the policy is not ready and has no fallback.
 
-        The alias reaches the live version or, with adapters, the one that the rollout began with (`pin`). A rollout may
-        have been opened for another model (`opened_for`). While two versions are compared, `choose` decides for
-        `recorded` calls that are not pinned.
+        The alias reaches the live version or, with adapters and `pin_rollouts`, the one that the rollout began with.
+        A rollout may have been opened for another model (`opened_for`). While two versions are compared, `choose`
+        decides for `recorded` calls that are not pinned.
         """
         opened_for, pin, watch = None, None, self._watch
         if model == self.alias:
@@ -155,7 +155,7 @@ class PolicyRouter:
         return self._named.get(model or "", self._first)
 
     def _fallbacks(self, upstream: UpstreamConfig, model: str | None, renamed: str | None = None) -> Iterator[Route]:
-        """The upstream's fallbacks, each once, followed by its own. Omits litellm ones that do not name the model."""
+        """The upstream's fallbacks and theirs, each once. Omits those of kind litellm that do not name the model."""
         left, seen = [*upstream.fallbacks], set[str]()
         while left:
             other = self._upstreams[left.pop(0)]
@@ -202,7 +202,7 @@ class Watch:
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def current(self) -> Wanted:
-        """Return the versions that vLLM should serve, even while it is down. Raises NotServed or UpstreamTimeout."""
+        """Return the versions that vLLM should serve. Raises NotServed if it serves others, or UpstreamTimeout."""
         if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()
@@ -220,7 +220,7 @@ class Watch:
         return await self.swap.store.versions.live_now(), placed
 
     async def _check(self, timeout: float | None = None) -> None:
-        """Check, or wait for a running check. Raise UpstreamTimeout if it takes longer than `timeout` s."""
+        """Check the servers, or wait for a running check. Raise UpstreamTimeout if it takes longer than `timeout` s."""
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._look_at_vllm())
         _, pending = await asyncio.wait((self._look,), timeout=timeout)
@@ -256,7 +256,7 @@ class Watch:
             self.health.report(self.upstream.name, url, None if why is None else str(why))
 
     async def _problems(self) -> Problems:
-        """Repair servers; return their problems. Calls wait for repairs only if no server has the live version."""
+        """Repair servers, and return their problems. Waits for the repairs only if no server has the live version."""
         pinned = await self.swap.store.versions.pinned(time.time() - PINNED_S)
         if len(self.swap.vllm.servers) == 1:  # while it gets new weights, its calls are paused, then continue
             return await self.swap.restore(pinned)
@@ -274,7 +274,7 @@ class Watch:
         return problems
 
     def _mend(self, pinned: set[int]) -> asyncio.Task[Problems]:
-        """Repair servers while calls continue; return the task. The next check shows which repairs failed."""
+        """Start repairs in the background, unless some are running, and return their task."""
         if self._mending is None or self._mending.done():
             self._mending = asyncio.create_task(self.swap.restore(pinned))
             self._mending.add_done_callback(lambda done: done.cancelled() or done.exception())
