@@ -146,7 +146,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What a model was shown instead of the text that the agent `sent`. `place`: the path to it in the request."""
+    """The version that replaced the text that the agent `sent`. `place`: the path to this text in the request."""
 
     call_id: str
     name: str
@@ -220,10 +220,10 @@ class PromptRewriter:
         self._prompts: list[Prompt] = []
 
     async def put(self, question: Question, rollout: RolloutName) -> Question:
-        """Return the question with prompts inserted, as it is recorded. The agent's own texts are stored too.
+        """Return the question with prompts in place of the agent's texts, which are stored too.
 
         A prompt replaces the first message of its role that its agent sends. If the prompt or the request names no
-        agent, that message must be the text of a version. A rollout keeps the version, or own text, that it began with.
+        agent, that message must be the text of one of its versions. A rollout keeps the text that it began with.
         """
         if self._prompts or time.monotonic() >= self._looked + LOOK_S:
             self._looked = time.monotonic()
@@ -308,7 +308,7 @@ def text_at(request: Json, place: Place) -> str:
 
 
 def put(value: Any, place: Place, text: str) -> Any:
-    """Return the request with another text at that place. Objects on the path are copied, the rest is shared."""
+    """Return the request with another text at that place. Objects on the path are copied, and the rest is shared."""
     if not place:
         return text
     copied = value.copy()
@@ -347,7 +347,7 @@ class PromptVersionBody(Body):
 
 
 class PromptSeen(BaseModel):
-    """`version` and `text`: the requested version's, or else the requesting rollout's, or else the live version's."""
+    """`version` and `text` are those of the requested version, or else of the rollout's, or else of the live one."""
 
     name: str
     match: Match
@@ -358,7 +358,7 @@ class PromptSeen(BaseModel):
 
 
 async def add(database: Database, body: PromptBody) -> int:
-    """Return the number of the version with this text, adding it if needed. Raises Conflict if `match` differs."""
+    """Add the version if its text is new, and return its number. Raises Conflict if the prompt has another `match`."""
     match = body.match or Match()
     row: Json = body.model_dump() | match.model_dump() | {"metrics": dumps(body.metrics), "at": time.time()}
 
@@ -451,7 +451,7 @@ async def rollback_prompt(request: ControlRequest, name: PathId) -> dict[str, An
 
 
 async def _seen(request: ControlRequest, prompt: Prompt | str, version: int | None = None) -> dict[str, Any]:
-    """The part of a prompt that the caller may see: code that the policy runs can read its rollout's key."""
+    """The part of a prompt that the caller may see. A rollout's own key does not see the versions."""
     caller, database = request.caller, request.parts.store.database
     prompt = await prompt_of(database, prompt) if isinstance(prompt, str) else prompt
     versions, version = list[PromptVersion](), version or prompt.live

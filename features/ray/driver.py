@@ -38,7 +38,7 @@ GONE = (
 
 
 def run_program(command: Sequence[str], env: Mapping[str, str]) -> Iterator[bytes | int]:
-    """Run a program on a node that may lack our package. Yield b"" when it has begun, its output and its exit code."""
+    """Run a program on a node. Yield b"" when it has begun, then its output in pieces, and finally its exit code."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
     theirs, lifeline = os.pipe()
     with TemporaryDirectory(prefix="lightning-task-") as directory:
@@ -138,7 +138,7 @@ class Driver:
 
 
 async def end(pieces: ray.ObjectRefGenerator) -> None:
-    """Cancel a task. Wait up to END_S for its program to end; then kill its worker and wait as long again."""
+    """Cancel a task. If it does not end within END_S, kill its worker, and wait as long again."""
     for force in (False, True):
         with suppress(failures.RayError, ValueError):
             ray.cancel(pieces, force=force)

@@ -56,7 +56,7 @@ class Teacher:
         self._model = model
 
     async def guided(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's log-probabilities. Raises GuideError if a request fails."""
+        """Return the batch with the teacher's log-probabilities. Raises the same errors as `check`."""
         started, counts, samples = time.perf_counter(), Counter[str](), list[Sample]()
         if self._model is None:
             await self.check()
@@ -88,7 +88,7 @@ class Teacher:
 
 
 def answers_of(sample: Sample) -> list[tuple[int, int, bool]]:
-    """Return each answer [start, end) in a row, and whether it was sampled as vLLM scores: at plain temperature 1."""
+    """Return the start and end of each answer in a row, and whether it was sampled at plain temperature 1."""
     found, place, shaped = [], 0, {start for start, _, _ in sample.shaped}
     for sampled, tokens in groupby(sample.mask):
         start, place = place, place + len(list(tokens))

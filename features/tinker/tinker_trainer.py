@@ -1,4 +1,4 @@
-"""Takes training steps on a service with the Tinker API, through its client (JSON up to 0.24, protobuf from 0.25)."""
+"""Takes training steps on a service with the Tinker API, through its Python client."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Scores = list[list[float]]  # of each row, the log-probability of each target
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A row: lists of equal length, or empty. `targets[i]` follows `tokens[i]`. `advantages` include loss weights."""
+    """A row for the service. `targets[i]` is the token after `tokens[i]`. `advantages` include the loss weights."""
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
@@ -86,7 +86,7 @@ class TinkerService:
         self._where = shown(config.base_url or "the Tinker service")
 
     def ready(self, state: str | None) -> None:
-        """If there is no model, make one from a saved state (with its optimizer), or a new one."""
+        """Make a model if there is none: from a saved state and its optimizer, or a new one if `state` is None."""
         if self._model is not None:
             return
         log.info("requesting a model from %s", self._where)
@@ -114,7 +114,7 @@ class TinkerService:
             return _scores(self._model.forward(data, "cross_entropy"), rows)
 
     def forward_backward(self, rows: Sequence[Datum], loss: str, config: Mapping[str, float]) -> Scores:
-        """Add the rows' gradients. Return the log-probability of each target, before the step."""
+        """Add the rows' gradients to the model's. Return the log-probability of each target."""
         with self._calls(f"cannot take a step with the loss {loss}"):
             data = [self._datum(row, logprobs=row.logprobs, advantages=row.advantages) for row in rows]
             return _scores(self._model.forward_backward(data, loss, config), rows)
@@ -154,9 +154,9 @@ class TinkerService:
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
-        """On an error, abandon the model. Raises ConfigError if users must fix it, or for the third fault in a row.
+        """Abandon the model on an error. Raises ConfigError if a user must act, or for the third fault in a row.
 
-        Other errors become TrainingUnavailable; outages always do.
+        Otherwise raises TrainingUnavailable. Outages do not count as faults.
         """
         import httpx
 
@@ -203,7 +203,7 @@ def _download(url: str) -> bytes:
 
 
 def write_adapter(files: Mapping[str, bytes], model: str, directory: Path) -> Weights:
-    """Write `model`'s adapter atomically; return its weights. Raises PublishError if incomplete or not PEFT's."""
+    """Write an adapter of `model`, and return its weights. Raises PublishError if it is incomplete or not PEFT's."""
     if missing := [name for name in (WEIGHTS_FILE, CONFIG_FILE) if name not in files]:
         returned = ", ".join(files) or "nothing"
         raise PublishError(f"the training service did not return {' and '.join(missing)}; it returned {returned}")
@@ -280,7 +280,7 @@ class TinkerTrainer:
         self._computed = batch, metrics
 
     def _gradients(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
-        """Return the metrics of the forward pass. If the step is to be skipped, the service forgets the gradients."""
+        """Have the service compute gradients, and return metrics. If the step is to be skipped, abandon the model."""
         config = self.settings
         weights = token_weights(samples, config, batch.compared)
         rows = rows_of(samples, weights, config.section(TinkerConfig).reduction)
@@ -302,7 +302,7 @@ class TinkerTrainer:
         return metrics | {"computed_tokens": float(sum(len(row.tokens) for row in rows))}
 
     def optim_step(self) -> dict[str, float]:
-        """Take the step and save the state. Return all metrics; `skipped` is 1 if the step was not taken."""
+        """Take the step and save the state. Return the finite metrics; `skipped` is 1 if the step was not taken."""
         assert self._computed is not None, "forward_backward comes first"
         (batch, metrics), self._computed = self._computed, None
         begun, rate = time.perf_counter(), rate_after(self.settings, self.rate.value, self._updates)
@@ -327,7 +327,7 @@ class TinkerTrainer:
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
     ) -> list[list[float]]:
-        """Return each token's log-probability at temperature 1, under the current weights; 0.0 for a row's first."""
+        """Return each token's log-probability at temperature 1 under the current weights; 0.0 for a row's first token."""
         rows = {i: Datum(tuple(ids[:-1]), tuple(ids[1:])) for i, ids in enumerate(token_ids) if len(ids) > 1}
         self._service.ready(self._state)
         found = dict(zip(rows, self._service.logprobs([*rows.values()]) if rows else [], strict=True))
@@ -397,10 +397,10 @@ def is_plain(sample: Sample) -> bool:
 
 
 def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: str) -> list[Datum]:
-    """Return the rows of a step. `weights`: the weight of each of a rollout's tokens, by rollout id.
+    """Return the rows of a step. `weights`: the weight of every token of a rollout, by rollout id.
 
     Every loss of the service is linear in the advantage, so the advantages are multiplied by the weights. If the
-    service averages (`mean`) over a row's tokens and then over rows instead of summing, they compensate for that, too.
+    service averages over a row's tokens and then over rows (`mean`), the advantages compensate for that, too.
     """
     rows = []
     for sample in samples:
@@ -422,7 +422,7 @@ def clip_limits(config: TrainerConfig) -> tuple[float, float]:
 def numbers_of(
     samples: Sequence[Sample], logprobs: Scores, weights: Mapping[str, float], config: TrainerConfig
 ) -> dict[str, float]:
-    """Return a step's loss, ratios and KL by the names of `metric_schema`. `logprobs` are the policy's, by target."""
+    """Return a step's loss, ratios and KL, named as in `metric_schema`. `logprobs`: the policy's, for each target."""
 
     def row(values: Iterable[Iterable[float]]) -> Tensor:
         return torch.tensor([[*chain.from_iterable(values)]], dtype=torch.float64)
