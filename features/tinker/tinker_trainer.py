@@ -327,7 +327,7 @@ class TinkerTrainer:
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
     ) -> list[list[float]]:
-        """Return each token's log-probability at temperature 1 under the current weights; 0.0 for a row's first token."""
+        """Return each token's log-probability at temperature 1, under the current weights. Each row begins with 0.0."""
         rows = {i: Datum(tuple(ids[:-1]), tuple(ids[1:])) for i, ids in enumerate(token_ids) if len(ids) > 1}
         self._service.ready(self._state)
         found = dict(zip(rows, self._service.logprobs([*rows.values()]) if rows else [], strict=True))

@@ -1,4 +1,4 @@
-"""Creates the store of a `train --offline` run, once: as a snapshot of another store, or from an export."""
+"""Creates the store of a `train --offline` run, as a snapshot of another store or from an export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """Return the store in `directory`, made from `source` if missing. Raises ConfigError if it is another run's."""
+    """Return the store in `directory`, made from `source` if it is missing. Raises ConfigError if either is unfit."""
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():
@@ -61,7 +61,7 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
 
 
 def check_store(config: Config) -> None:
-    """Raise ConfigError if `policy.directory` has an offline run of another store: their step numbers would clash."""
+    """Raise ConfigError if `policy.directory` holds an offline run and `store.url` is not that run's store."""
     directory, own = config.policy.directory, config.policy.directory / STORE_FILE
     if (directory / SOURCE_FILE).is_file() and (
         config.store.is_postgres or config.store.path.expanduser().resolve() != own.resolve()
@@ -120,7 +120,7 @@ async def _import_call(recorder: Recorder, row: dict[str, Any], at: float) -> No
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an export of transitions. Raises ConfigError, which names the line, for other rows."""
+    """Yield the rows of an export of transitions. Raises ConfigError for any other file."""
     number = 0
     for number, line in lines(source):
         try:

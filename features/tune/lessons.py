@@ -91,7 +91,7 @@ class LessonReader:
         self._seen = Seen()
 
     async def read(self, among: Collection[str] | None = None) -> Lessons:
-        """Return lessons, from all rollouts or those in `among`. Holds out whole tasks. Raises NothingToLearn."""
+        """Return lessons from all rollouts, or from those in `among`. Raises NothingToLearn if there are too few."""
         self._seen = Seen()
         tasks = await self._rewarded(among)
         choose = {"sft": self._best, "dpo": self._pairs, "kto": self._thumbs}[self._method]
@@ -175,7 +175,7 @@ class LessonReader:
         return [Example((row,)) for rows in found.values() for row in rows]
 
     async def _pairs(self, siblings: Sequence[Rollout]) -> list[Example]:
-        """The pairs of a task, largest difference first. Of a rollout with several rows, only the first is used."""
+        """The pairs of a task, largest difference in reward first. Only the first row of each rollout is used."""
         config: DpoConfig = self._section
         rewards = [one.reward or 0.0 for one in siblings]
         if max(rewards) - min(rewards) < config.margin:
@@ -198,7 +198,7 @@ class LessonReader:
         ]
 
     def _why(self, rewards: Sequence[float]) -> str:
-        """Explain why there is nothing: what was found, what the method needs, and what had to be left out."""
+        """Explain why there is nothing to learn from."""
         config = self._config.section(TuneConfig)
         least = "above 0" if config.sft.min_reward is None else f"of at least {config.sft.min_reward:g}"
         rule = {
@@ -226,7 +226,7 @@ def _mixed(*what: object) -> bytes:
 
 
 def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> ModelCall | None:
-    """Return the call with tokens to learn from; unchanged if unusable, None if the template cannot render it."""
+    """Return the call with tokens to learn from, or unchanged if it is unusable; None if it cannot be rendered."""
     prompt, answer = call.prompt_token_ids, call.response_token_ids
     if not (call.trainable or can_be_imitated(call.untrainable_reason)):
         is_foreign = call.untrainable_reason in (NOT_THE_POLICY, NO_TOKEN_IDS)
@@ -241,7 +241,7 @@ def as_lesson(call: ModelCall, tokenizer: PreTrainedTokenizerBase | None) -> Mod
 
 
 def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens of prompt and answer, tokenised separately. The answer includes its end token, unless cut off."""
+    """The tokens of prompt and answer, tokenised separately. The answer has an end token unless it was cut off."""
     if call.endpoint != "chat/completions":
         raise ValueError("the call is not a chat completion")
     (choice,), request = call.response["choices"], call.request

@@ -1,9 +1,9 @@
-"""A run of fine-tuning on the store's rollouts: reads lessons, tunes the weights, commits one step.
+"""Fine-tunes the weights on lessons from the store's rollouts, and commits the result as one step.
 
-It claims no rollouts. The step is published, except offline. Until the commit, the run's own checkpoints are in
+A run claims no rollouts. The step is published, except offline. Until the commit, the run's own checkpoints are in
 `policy.directory`/METHOD/N, where N is the step that it starts from.
 
-It uses TRL's trainers: supervised (sft), pairs (DPO, https://arxiv.org/abs/2305.18290), thumbs up and down (KTO,
+The trainers are TRL's: supervised (sft), pairs (DPO, https://arxiv.org/abs/2305.18290), thumbs up and down (KTO,
 https://arxiv.org/abs/2402.01306). Only answers' tokens are in the loss; what tools returned is context. The reference
 model has the weights that the run starts from.
 """
@@ -76,7 +76,7 @@ class TuningRun:
         self._runs = config.policy.directory.absolute() / method
 
     async def run(self, stop: asyncio.Event) -> Step | None:
-        """Fine-tune, commit and publish; wait while the store is away. Return the last step. Raises NothingToLearn."""
+        """Fine-tune, commit and publish one step. Return the store's last step, or None. Raises NothingToLearn."""
         while True:
             try:
                 return await self._run(stop)
@@ -209,7 +209,7 @@ def _paired(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
 
 
 def _lent(trainer: LightningTrainer, lessons: Sequence[Example]) -> Rows:
-    """Rows, and each row's prompt with the previous row's answer, over which KTO averages KL. A step is one pass."""
+    """Rows for KTO, each with a second one over which KTO averages KL: its prompt with the previous row's answer."""
     config, most = trainer.settings.section(TuneConfig).kto, trainer.max_tokens
     samples = [one.rows[0] for one in lessons]
     lent: list[Row] = []
@@ -263,7 +263,7 @@ def _collate_pairs(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _collate_thumbs(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad B rows to (B, T), and the same prompts with other answers, under names that begin with KL_."""
+    """Pad B rows to (B, T). The same prompts with other answers have names that begin with `KL_`."""
     own = padded([row["ids"] for row in rows], [row["mask"] for row in rows])
     lent = padded([row["other_ids"] for row in rows], [row["other_mask"] for row in rows])
     values = {"ref_logps": "ref", "ref_KL_logps": "other_ref", "label": "label"}
@@ -286,7 +286,7 @@ def padded(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> dict
 
 
 def answer_logprobs(trainer: LightningTrainer, rows: Sequence[Row]) -> list[float]:
-    """Return each row's log-probability of its sampled tokens under the policy's current weights."""
+    """Return the summed log-probability of each row's sampled tokens under the current weights."""
     scored = trainer.logprobs([ids for ids, _ in rows])
     return [math.fsum(compress(scores, mask)) for scores, (_, mask) in zip(scored, rows, strict=True)]
 
@@ -358,7 +358,7 @@ class FitCallback(TrainerCallback):
 def tune(
     method: str, trainer: LightningTrainer, lessons: Lessons, directory: Path, stopped: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """Train, or resume from a checkpoint. Return metrics, None if stopped. Raises LightningError if it diverged."""
+    """Train, from the last checkpoint if any. Return metrics; None if stopped. Raises LightningError on divergence."""
     how, section = METHODS[method], getattr(trainer.settings.section(TuneConfig), method)
     before = measured(method, trainer, lessons.held_out)
     rows, config, cuda = how.rows(trainer, lessons.train), trainer.settings, torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Decides who may call: agents and admins by configured or stored keys, a rollout by the key made for it."""
+"""Decides who may call: agents and admins with configured or stored keys, and rollouts with their own keys."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """Return the id of the key whose rollouts the caller may see; None: any that `Keys.require` permits."""
+        """Return the id of the key to whose rollouts the caller is limited; None if its scope is not `own`."""
         return self.key_id if self.own else None
 
     def shown(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Caller:
         return None if self.rollout is None else self.rollout.rollout_id
 
     def counted(self, *, answers: bool = False, reads: bool = False) -> AbstractContextManager[None]:
-        """Count a request during the block, as `Limiter` does, except admins' requests that no model answers."""
+        """Count a request during the block, as `Limiter` does. Admins' requests count only if a model answers them."""
         if self.limiter is None or (self.is_admin and not answers):
             return nullcontext()
         return self.limiter.counted(answers=answers, reads=reads)
 
     def admit(self, name: RolloutName) -> RolloutName:
-        """Return the rollout that a request names, checked and owned by this caller.
+        """Return the rollout that a request names, with this caller's key as its owner.
 
         Raises Forbidden if a rollout's own key names another rollout, task or mode. Code that the policy runs can read
         that key, and could otherwise choose what its rollout is compared with, or keep it out of training.
@@ -100,7 +100,7 @@ class Caller:
 
 
 class Keys:
-    """Checks the keys of requests. Until a key is made or `proxy.api_keys` is set, everybody on this machine is let in.
+    """Checks keys. A proxy on a loopback address lets everybody in until a key is made or `proxy.api_keys` is set.
 
     All stored keys are read together, twice a second, so that no request reads their table.
     Revoked keys still count as made: revoking the last key, or the last admin key, lets nobody in who was kept out
@@ -153,7 +153,7 @@ class Keys:
                 failing = True
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller. `headers` have lower-case names. Raises Unauthorized if a key is needed but not valid."""
+        """Return the caller. Raises Unauthorized if a needed key is missing or invalid. `headers`: in lower case."""
         # Wherever the clients of OpenAI, Anthropic and Azure put them.
         bearer = headers.get("authorization", "")
         keys = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
@@ -171,7 +171,7 @@ class Keys:
         return self._anybody
 
     async def require(self, caller: Caller, rollout_ids: Iterable[str]) -> None:
-        """Raise Forbidden if a rollout's key is used beyond its rollout, NotFound for what the caller may not see."""
+        """Raise Forbidden if a rollout's key is used for others, NotFound if the caller may not see these rollouts."""
         wanted = {*rollout_ids}
         if caller.rollout_id is not None and wanted != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")
@@ -210,7 +210,7 @@ class Keys:
 
 
 def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise Forbidden for what a web page could send: a foreign Origin or host name. Called while no key is needed.
+    """Raise Forbidden for a request that a web page could send: one with a foreign Origin or host name.
 
     https://owasp.org/www-community/attacks/DNS_Rebinding
     """
@@ -222,12 +222,12 @@ def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def credentials(headers: Mapping[str, str]) -> str:
-    """Return the keys in a request's headers. Requests with different keys share no rollout that they do not name."""
+    """Return the keys in a request's headers as one string."""
     return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
 
 
 def log_change(change: str, *, once: bool = False, **fields: Any) -> None:
-    """Log a change; `fields` are for JSON. `once`: all workers see the change, but only one logs it."""
+    """Log a change; JSON logs also get `fields`. `once`: all workers see the change, but only one logs it."""
     audit.info("%s", change, extra={"fields": {"event": "audit"} | fields, "once": once})
 
 

@@ -1,4 +1,4 @@
-"""Limits each key: requests and tokens per minute and requests at once, per worker, and what it sees of the record.
+"""Limits each key's requests and tokens per minute, its requests at once, and what it sees of the record.
 
 A key made with `--scope own` sees the rollouts that were opened with it, and numbers computed from these alone. It does
 not see what the trainer, a gate or an optimisation computed from everybody's rollouts.
@@ -43,7 +43,7 @@ class Bucket:
 
 
 class Limiter:
-    """Counts the requests of one key and, once their number is known, the tokens of these requests."""
+    """Counts, in one worker, the requests of a key, and their tokens once the number is known."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -92,7 +92,7 @@ class Limiter:
 def _tokens(end: CallEnd, request_bytes: int) -> float:
     """The number of tokens in prompt and answer.
 
-    Without usage (in a stream, say) or token ids, `BYTES_A_TOKEN` bytes of an answered call count as a token.
+    If an answered call has no usage and no token ids, `BYTES_A_TOKEN` bytes count as one token.
     """
     if (counted := used(end.usage)) is not None:
         return counted.input + counted.output

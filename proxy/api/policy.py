@@ -69,10 +69,10 @@ async def get_policy(request: ControlRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSeen(PolicyVersion):
-    """A version, whether it is the live one, and why it cannot be made live (`obstacle`), if it is not `promotable`.
+    """A version. If it is not `promotable`, `obstacle` says why it cannot be made live.
 
-    `rewards`: by mode, the mean over tasks of the rewards of rollouts that began with it. `parent`: the version that
-    its training step started from.
+    `rewards`: by mode, the mean reward of rollouts that began with it, in which each task counts once. `parent`: the
+    version that its training step started from.
     """
 
     live: bool

@@ -90,7 +90,7 @@ class ControlRequest(Request):
         return self._read
 
     async def json(self) -> Any:
-        """Return the body's JSON. NaN and infinities are read too, so that the check of values can name the field."""
+        """Return the body's JSON. NaN and infinities are read, too, so that a later error can name their field."""
         return await in_thread_if_large(len(self._read), partial(loads_in_turns, self._read, float))
 
 
@@ -106,9 +106,9 @@ OwnKey = Annotated[str | None, Depends(_own_key)]
 
 
 async def json_response(value: Any) -> Response:
-    """Return a JSON response, encoded in a thread as for the store: FastAPI is slow, and fails on lone surrogates.
+    """Return a JSON response, encoded in a thread. Raises TypeError if a value cannot be encoded.
 
-    It is sent in parts. Each part is sent when the one before has left, and then freed.
+    The response is sent in parts, and each part is freed once it has been sent.
     """
     parts = await asyncio.to_thread(lambda: deque(encoded_parts(value)))
 

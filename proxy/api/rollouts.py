@@ -56,8 +56,8 @@ class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties
     """Opens `n` sibling rollouts of one task. With `n: 0`, only checks that the version or model is available.
 
     `policy_version` or `model`: what answers for the policy's alias instead of the live version. `may_reward: false`:
-    their keys may only call the model. `sibling_of`: a rollout whose task and group they join, such as a failed one
-    that a new attempt replaces.
+    the rollouts' keys may only call the model. `sibling_of`: a rollout whose task and group the new ones join, for
+    example a failed one that is tried again.
     """
 
     task_id: Id | None = None
@@ -108,7 +108,7 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
 
 
 def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[ProxyPlugin, BaseModel]]:
-    """The plugins' fields in the body, checked. Raises RequestValidationError if one is invalid or unknown."""
+    """The plugins' fields in the body, checked. Raises RequestValidationError if a field is invalid or unknown."""
     given, found = dict(body.model_extra or {}), list[tuple[ProxyPlugin, BaseModel]]()
     try:
         for plugin in plugins:
@@ -122,7 +122,7 @@ def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[Pro
 
 
 def _metadata(p: Parts, body: RolloutsBody) -> Any:
-    """The redacted metadata of each rollout. Raise TooLarge if all copies together exceed the limit of a request."""
+    """The redacted metadata of each rollout. Raises TooLarge if all copies together exceed the limit of a request."""
     metadata, most = p.redactor.value(body.metadata, "metadata"), p.bodies.limit
     if body.n * len(dumps(metadata)) > most:
         raise TooLarge(f"metadata: {body.n} copies take more than {most} bytes (proxy.max_body_mb)", param="metadata")
@@ -131,7 +131,7 @@ def _metadata(p: Parts, body: RolloutsBody) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRollout(Rollout, Summary):
-    """A listed rollout. `words=true` adds first words of its first request and last answer, its model, key and latency.
+    """A listed rollout. `words=true` adds its model, key and latency, and the first words of its question and answer.
 
     `awaits_reward`: as in `GET /rollouts/{id}`. `last_call`, with `words=true`: the status of its last call.
     """
@@ -163,8 +163,8 @@ async def list_rollouts(request: ControlRequest, query: Annotated[RolloutQuery, 
     """Rollouts, newest first, a page at a time.
 
     `since` is a Unix time, `text` is searched for in requests and answers, `key` is a key's name, and `prefix` is how a
-    rollout's id begins. With any filter but `prefix`, status, task, agent and mode, a request searches only some of the
-    rollouts: the page may be short; follow `next_cursor` for more. `words` adds first words, model, key and latency.
+    rollout's id begins. With filters other than `prefix`, status, task, agent and mode, one request searches only some
+    rollouts, so a page may be short: follow `next_cursor`. `words` adds first words, model, key and latency.
     """
     store, sees = request.parts.store, request.caller.sees
     filters = query.model_dump(exclude={"words", "limit", "cursor"}, exclude_none=True)
@@ -203,7 +203,7 @@ class RolloutDetail(BaseModel):
 async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Requests = "short") -> dict[str, Any]:
     """A rollout with its calls in order and its rewards.
 
-    Each call has only what its request and prompt add to an earlier call's, which `request_of` and `prompt_of` name.
+    Each call has only what its request and prompt add to those of earlier calls, named in `request_of` and `prompt_of`.
     With `requests=whole` each call has both in full; the answer for a long rollout is then large.
     """
     store = request.parts.store
@@ -232,7 +232,7 @@ async def get_transitions(request: ControlRequest, rollout_id: PathId, requests:
 
 
 class CreditedCall(BaseModel):
-    """How the newest step with this rollout trained on a call. Fields from `step` on are null if none assigned credit.
+    """How the rollout's newest step trained on a call. The fields from `step` on are null if no step assigned credit.
 
     `row`: the index of its training row in the rollout. `placed`: `first` in its rollout, `merged` into a row, or
     why it opened a new row: `drift`, `edited`, `repeated`, `adjoining` or `new`; otherwise why it is in no row.
@@ -274,7 +274,7 @@ class TrainingRows(BaseModel):
 async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any]:
     """How the rollout was trained on: its siblings, its rows, and the credit for each call.
 
-    Siblings that the caller may not see are left out. Supervised fine-tuning assigns no credit.
+    Siblings that the caller may not see are left out. Fine-tuning assigns no credit.
     """
     store, caller = request.parts.store, request.caller
     rollout, calls = await store.rollouts.get(rollout_id), await store.credit.of(rollout_id)
@@ -492,10 +492,10 @@ async def list_tasks(
 
 
 def tasks_seen(newest: Iterable[Row], compared: Iterable[Row]) -> list[TaskSeen]:
-    """Return the tasks of rollouts, ordered by newest rollout. The input is newest first.
+    """Return the tasks of rollouts, ordered by newest rollout. The rollouts must be sorted, newest first.
 
     A task is `never` solved if all its rewards are the lowest in `compared`, and `always` solved if all are the
-    highest, on any scale of rewards. If all rewards in `compared` are equal, `solved` is unknown.
+    highest. If all rewards in `compared` are equal, `solved` is unknown.
     """
     known = [row["reward"] for row in compared if row["task_id"] is not None and row["reward"] is not None]
     lowest, highest = min(known, default=0.0), max(known, default=0.0)

@@ -1,4 +1,4 @@
-"""`/status`, `/healthz`, `/readyz` and `/metrics`: what waits, and whether calls are answered."""
+"""Serves `/status`, `/healthz`, `/readyz` and `/metrics`: what waits, and whether calls are answered."""
 
 from __future__ import annotations
 

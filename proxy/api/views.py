@@ -144,7 +144,7 @@ def _shortened(call: ModelCall, left_out: dict[str, ModelCall]) -> ModelCall:
 
 
 def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None) -> tuple[Fields, Fields | None]:
-    """The fields of a short call, and the reference to its parent, changed to refer to the parent's parent."""
+    """A short call's fields and reference, changed to refer to its parent's parent instead of its parent."""
     own, before, shared = dict(own), parents_of or {}, dict[str, Any]()
     for name, count in of.items():
         if name == "call_id":
@@ -158,7 +158,7 @@ def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None
 
 
 def words_in(request: str | None, response: str | None) -> tuple[str | None, str | None]:
-    """Return the first words of a first request's question, and of a last answer, both given as stored JSON texts."""
+    """Return the first words of a request's question and of an answer, both given as stored JSON; None if empty."""
     stored, answered = loads_or_none(request), loads_or_none(response)
     shown = messages_in(stored["new"]) if isinstance(stored, dict) and isinstance(stored.get("new"), dict) else []
     asked = [message for message in shown if message.get("role") == "user"] or shown or [{}]
