@@ -27,7 +27,7 @@ from .step.trainer import LightningTrainer
 
 
 async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_chat: AsChat | None = None) -> None:
-    """Train on the configured store and vLLM until `stop` is set or the run is done, unless a feature does the run.
+    """Train on the configured store and vLLM until `stop` is set or the run is done. A feature may take the run over.
 
     `as_chat` turns recorded requests of other APIs into the chat requests that vLLM received for them.
     """
@@ -76,7 +76,7 @@ def follow(config: Config) -> None:
 
 @asynccontextmanager
 async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> AsyncIterator[TrainingEngine]:
-    """Yield a new engine. After the block, `end` it unless the block raised, and then `close` it."""
+    """Yield a new engine, and `close` it after the block. If the block does not raise, `end` it first."""
     check_functions(config.trainer)
     check_gradients(config.trainer)
     engine = await asyncio.to_thread(engine_of, config, plugins)

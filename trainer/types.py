@@ -23,7 +23,7 @@ class RolloutRewards:
     """The weighted rewards of a rollout. Call rewards are keyed by call id.
 
     `final` is the rollout's own (None if it has none), `calls` were posted for single calls. `air` is what automatic
-    intermediate rewarding adds to calls; it never replaces a posted reward. `named`: the unweighted rewards of each
+    intermediate rewarding adds to calls; it never replaces a posted reward. `named` has the unweighted rewards of each
     name.
     """
 
@@ -34,7 +34,7 @@ class RolloutRewards:
 
     @classmethod
     def counted(cls, rewards: Sequence[Reward], rules: Rules, status: RolloutStatus = "completed") -> RolloutRewards:
-        """Return the rewards of a rollout with this status, as the rules count them. `rewards`: oldest first."""
+        """Return the rewards of a rollout with this status, as the rules count them. `rewards` begin with the oldest."""
         found = earned(rewards, rules, status)
         named = {name: earned(rewards, rules._replace(weights={name: 1.0}), status) for name in rules.weights}
         return cls(found.own, found.calls, named=named)
@@ -84,7 +84,7 @@ class Sibling:
     sifted: Sifted = Sifted()
 
     def only(self, places: Sequence[int]) -> Sibling:
-        """Return the sibling with only the calls at `places` and their rewards, and with the rollout's own rewards."""
+        """Return the sibling with only the calls at `places` and their rewards. The rollout's own rewards stay."""
         calls, rewards = [self.calls[i] for i in places], self.rewards
 
         def kept(values: Mapping[str, float]) -> dict[str, float]:
@@ -98,8 +98,8 @@ class Sibling:
 class Sampling:
     """How vLLM turned a model's logits into the distribution that an answer was sampled from.
 
-    The default of every field has no effect. `allowed` None: all tokens. `stop_tokens` are the request's;
-    none of them can be among the first `min_tokens` tokens. `grammar` is vLLM's structured outputs, as JSON.
+    The default of every field has no effect. `allowed` None means all tokens. `stop_tokens` are the request's, and
+    cannot be among the first `min_tokens` tokens. `grammar` is vLLM's structured outputs, as JSON.
     """
 
     temperature: float = 1.0
@@ -137,7 +137,7 @@ class Sampling:
 class Guidance(NamedTuple):
     """A guide's log-probabilities for a row's tokens, NaN where it gives none.
 
-    `weight`: how much each nat of difference from the policy's log-probability adds to a token's advantage.
+    `weight` is how much each nat of difference from the policy's log-probability adds to a token's advantage.
     """
 
     logprobs: tuple[float, ...]
@@ -189,9 +189,9 @@ class Batch:
 
     `compared` is the number of compared rollouts, including those that taught nothing. The loss is averaged over them.
     0 means the rollouts of the samples. `compared_by_adapter` counts the rollouts that each adapter's agents took part
-    in, if agents have their own adapters. `tasks` has the mean, spread and number of rewards by task. `left_out`: why
-    most calls are left out, if they are. `version`: the policy version that the step begins with; None if its weights
-    were not published.
+    in, if agents have their own adapters. `tasks` has the mean, spread and number of rewards by task. `left_out` says
+    why most calls are left out, if they are. `version` is the policy version that the step begins with, or None if its
+    weights were not published.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Verifies that vLLM serves the published weights, by log-probabilities or, if these prove nothing, names and files."""
+"""Verifies by log-probabilities that vLLM serves the published weights, or by names and files if that fails to tell."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class Verification:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return the step's metrics of the verification, the worst over adapters and servers. Empty until it is done.
+        """Return the verification's step metrics: the worst values over adapters and servers. Empty at first.
 
-        `verify_deviations` includes an adapter that the step did not move only if the step moved no adapter.
+        `verify_deviations` ignores adapters that the step did not move, unless it moved none.
         """
         if not self._found:
             return {}
@@ -128,7 +128,7 @@ class Verification:
         } | ({"verified_by": by[0]} if by else {})
 
     async def load(self, stop: asyncio.Event) -> None:
-        """Load the version's adapters and verify them. If vLLM restarts, it has forgotten them: load them again."""
+        """Load the version's adapters into vLLM and verify them. If vLLM restarts meanwhile, load them again."""
         await self._swap.unload(self.version)  # adapters of this name from another store, perhaps
         restarts, restarted, waits = 0, True, "the verification of the published weights waits"
         while restarts < VERIFY_RESTARTS:
@@ -196,7 +196,7 @@ class Verification:
         return True
 
     async def _ask(self, server: VllmServer, model: str, adapter: str, samples: Sequence[Sample]) -> WeightEvidence:
-        """Sample until the evidence is or cannot become clear. Raises PublishError if other weights answer."""
+        """Sample answers and return their evidence. Raises PublishError if they come from other weights."""
         count = self._config.verify_samples
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts, tokens = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)], VERIFIED_TOKENS

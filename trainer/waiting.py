@@ -22,7 +22,7 @@ class Stopped(Exception):
 
 
 class GuideError(LightningError):
-    """A guide, such as a teacher, cannot be reached, or refuses a request. The step tries again."""
+    """A guide, such as a teacher, cannot be reached, or refuses a request. The step is tried again."""
 
 
 async def pause(stop: asyncio.Event, seconds: float | None = None) -> None:
@@ -41,7 +41,7 @@ async def before_retry(stop: asyncio.Event) -> None:
 async def until_done(
     what: str, work: Callable[[], Awaitable[T]], errors: tuple[type[LightningError], ...], stop: asyncio.Event
 ) -> T:
-    """Do the work, and repeat it while it raises one of these errors. Raises Stopped if `stop` is set meanwhile."""
+    """Do the work, and repeat it after any of these errors. Raises Stopped if `stop` is set before the next try."""
     while True:
         try:
             return await work()
@@ -61,7 +61,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` in a thread. A cancellation waits for it to end: what follows may need the same weights or files."""
+    """Do `work` in a thread and return its result. If this is cancelled, it still waits until the work has ended."""
 
     def guarded() -> T:
         try:

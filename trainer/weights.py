@@ -147,7 +147,7 @@ class TrainedWeights:
 
     @contextmanager
     def exchanged(self, name: str, copy: Weights) -> Iterator[None]:
-        """Use the weights of a `copy` while the block runs. Until the block ends, the copy holds the current ones."""
+        """Exchange the weights of a set with those in `copy` while the block runs."""
 
         @torch.no_grad()
         def exchange() -> None:
@@ -163,7 +163,7 @@ class TrainedWeights:
             exchange()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state for a checkpoint. A full model's is keyed by name: sharding changes the order."""
+        """Return the state for a checkpoint. A full model's is keyed by name, since sharding changes the order."""
         packed: dict[str, Any] = optimizer.state_dict()
         if self._is_lora:
             return packed
@@ -189,8 +189,8 @@ class TrainedWeights:
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
         """Write what vLLM loads. `directory` appears atomically, with a marker file; no weight in memory changes.
 
-        With `merged` it is a full model, with any default adapter merged in. Otherwise it has the adapter `default`,
-        and each other adapter in a sub-directory with its name. Raises LightningError if no adapter is trained.
+        With `merged` it is a full model, into which any adapter `default` is merged. Otherwise it is the adapter
+        `default`, with each other adapter in a sub-directory; without adapters this raises LightningError.
         """
         if not merged and not self._is_lora:
             raise LightningError("with trainer.weights: full, there is no adapter to write")
@@ -220,7 +220,7 @@ class TrainedWeights:
 def gathered(
     tensors: Mapping[str, Tensor], keep: bool = True, change: Callable[[str, Tensor], Tensor] = lambda _, weight: weight
 ) -> Weights:
-    """Gather sharded tensors one at a time, apply `change` to each, and return them; nothing unless `keep`.
+    """Gather sharded tensors and return them, each after `change`. Without `keep`, only help other processes gather.
 
     Every process has to take part. Gathered tensors are in CPU memory.
     """
@@ -268,7 +268,8 @@ def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
 def language_targets(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear modules in the language model's layers, except in experts and routers.
 
-    Returns only their last parts if no other linear module has one of these. Raises ConfigError if there are none.
+    If no other linear module shares the last part of a name, only the last parts are returned. Raises ConfigError if
+    there are no such modules.
     """
     modules, decoder = dict(model.named_modules()), model.get_decoder()
     language = next((f"{name}." for name, module in modules.items() if module is decoder and name), "")
@@ -303,7 +304,7 @@ def compute_dtype(config: TrainerConfig) -> torch.dtype:
 
 
 def weight_dtype(config: TrainerConfig) -> torch.dtype:
-    """Return the dtype of the model's weights. Trained weights are float32: bfloat16 would lose small updates."""
+    """Return the dtype to load the model in. Trained weights are float32: bfloat16 would lose small updates."""
     return torch.float32 if config.weights == "full" else compute_dtype(config)
 
 

@@ -94,7 +94,7 @@ def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
 
 
 def longest_sample(config: PreTrainedConfig, wanted: int | None) -> int:
-    """Return how many tokens a sample may have: `wanted` (None: the attention window), capped by the context."""
+    """Return how many tokens a sample may have: `wanted` (None: the attention window), at most the model's context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     limits = [wanted, context] if wanted else [context, _window(config)]
     return min((limit for limit in limits if limit), default=DEFAULT_SAMPLE)

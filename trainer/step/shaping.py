@@ -28,7 +28,7 @@ _KEPT_GRAMMARS = 100  # compiled, each may take megabytes
 class SampledPlace(NamedTuple):
     """How a token was sampled, after which prompt and partial answer, and what a grammar allowed there.
 
-    `allowed` is (1, V/32) bits, or None without a grammar. It has no row if the grammar could not be replayed so far.
+    `allowed` is (1, V/32) bits, or None without a grammar. It has no row if the grammar could not be replayed that far.
     """
 
     sampling: Sampling

@@ -128,7 +128,7 @@ class StepMetrics:
         return self.numbers.mean("fresh_kl", "fresh_tokens")
 
     def warnings(self, tolerance: float) -> dict[str, str]:
-        """Return warnings about the step's tokens, by the name of the problem. `wrong_sampler` uses `tolerance`."""
+        """Return warnings about the step's tokens, by the name of the problem. `tolerance` is for `wrong_sampler`."""
         sums, found = self.numbers.sums, dict[str, str]()
         sampled = sums["trained_tokens"] + sums["outside_tokens"]
         if sums["fresh_tokens"] >= SAMPLER_TOKENS and (why := wrong_sampler(self.fresh_kl, tolerance)):
@@ -211,7 +211,7 @@ def wrong_sampler(kl: float, tolerance: float) -> str | None:
 
 
 def fault_of_loss(rollout_ids: Sequence[str], given: LossInputs) -> str:
-    """Return a text that names the first part of the loss that is not finite (or the loss) and a few rollouts."""
+    """Return in words which part of the loss, or else the whole loss, is not finite, and for which rollouts."""
     parts = {
         "captured log-probabilities": given.sampled_logprobs,
         "advantages": given.advantages,

@@ -38,7 +38,7 @@ FLEX_BLOCK = 128  # nodes of FlexAttention's blocks; trees are padded to full on
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Which of a tree's N nodes see each other, in each implementation's form. Built when first used."""
+    """The attention mask of a tree, in a form for each implementation. Each form is built when first used."""
 
     tree: PrefixTree
     device: torch.device
@@ -50,7 +50,7 @@ class TreeMask:
 
     @cached_property
     def blocks(self) -> list[tuple[Block, Tensor | None]]:
-        """Return the plan's blocks, and for kind `tree` the additive mask (1, 1, n, n) of 0 and -inf."""
+        """Return the plan's blocks. Those of kind `tree` come with an additive mask (1, 1, n, n) of 0 and -inf."""
         found: list[tuple[Block, Tensor | None]] = []
         for block in attention_plan(self.tree):
             added = self._among(*block.keys).float().log()[None, None] if block.kind == "tree" else None
@@ -71,7 +71,7 @@ class TreeMask:
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:
-    """Make `model` use this attention; ordinary rows are computed as before. Raises ConfigError if it keeps its own."""
+    """Make `model` use this attention. Raises ConfigError if the model's own attention cannot be replaced."""
     if model.config._attn_implementation == NAME:
         return
     model.set_attn_implementation(NAME)
@@ -226,10 +226,10 @@ def attention_plan(tree: PrefixTree) -> list[Block]:
 
 
 def block_mask(ends: Tensor) -> BlockMask:
-    """Return FlexAttention's mask of a tree in preorder, `ends` (N,), block by block: never (N, N).
+    """Return FlexAttention's mask of a tree in preorder, without an (N, N) tensor. `ends` (N,) end the subtrees.
 
-    Node q sees node k if k <= q < ends[k]. In an earlier block of keys, the first query of a block sees some key if it
-    sees the one that ends last; all queries see all keys if the last query sees the one that ends first.
+    Node q sees node k if k <= q < ends[k]. Take a block of queries and an earlier block of keys: the first query sees
+    some key if it sees the key that ends last; every query sees every key if the last one sees the key that ends first.
     """
     n, device = len(ends), ends.device
     by_block = nn.functional.pad(ends, (0, -n % FLEX_BLOCK), value=n).view(-1, FLEX_BLOCK)
@@ -260,12 +260,12 @@ def flex(
 
 @cache
 def _compiled_flex() -> Callable[..., Any]:
-    """Compile once. At the second tree size, torch compiles a kernel that fits all sizes."""
+    """Compile FlexAttention once. At the second tree size, torch compiles a kernel that fits all sizes."""
     return torch.compile(flex_attention)
 
 
 def _lists(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Map (B, B) to the number of key blocks that each query block sees, and all indices with the seen ones first."""
+    """Return how many key blocks each query block sees, and the indices of all key blocks, the seen ones first."""
     order = seen.int().argsort(dim=1, descending=True, stable=True)
     return seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()
 
