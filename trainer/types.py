@@ -34,14 +34,14 @@ class RolloutRewards:
 
     @classmethod
     def counted(cls, rewards: Sequence[Reward], rules: Rules, status: RolloutStatus = "completed") -> RolloutRewards:
-        """Return the rewards of a rollout with this status, as the rules count them. `rewards` begin with the oldest."""
+        """Return the rewards of a rollout with this status, as the rules count them. `rewards` must be oldest first."""
         found = earned(rewards, rules, status)
         named = {name: earned(rewards, rules._replace(weights={name: 1.0}), status) for name in rules.weights}
         return cls(found.own, found.calls, named=named)
 
     @property
     def posted(self) -> float | None:
-        """Return the rollout's own reward, or else the sum of its calls' rewards; None if there are none."""
+        """Return the rollout's own reward, or else the sum of its calls' rewards; None if there are neither."""
         return return_of(self.final, self.calls.values())
 
     @property
@@ -60,9 +60,9 @@ class RolloutRewards:
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """Which of a rollout's calls are compared. By index: `left_out` teach nothing, `negative` are made less likely.
+    """The calls of a rollout, and which of them teach nothing or are made less likely.
 
-    `counts`: how many calls each step metric counts.
+    `left_out` has the indices of the former, `negative` of the latter. `counts` is by step metric.
     """
 
     calls: Sequence[ModelCall] = ()

@@ -64,7 +64,7 @@ class WeightEvidence:
 
     @property
     def deviations(self) -> float:
-        """Return in standard deviations how clearly answers come from the new weights (negative: from the old ones)."""
+        """Return how clearly answers come from the new weights, in standard deviations; negative if from the old."""
         nearer = [old - new for new, old in zip(self._from_new, self._from_old, strict=True)]
         spread = math.hypot(*nearer)
         return sum(nearer) / spread if spread > 0 else 0.0
@@ -96,7 +96,7 @@ class Verification:
     """Verifies that vLLM serves a policy version that has the trainer's current weights, or raises PublishError.
 
     vLLM continues the prompts of a few `samples`. It is not asked for prompt_logprobs, which crash vLLM 0.32 on a CPU
-    with LoRA enabled. `seen`: the ids of the rollouts that `by_agents` has looked at.
+    with LoRA enabled. `seen` has the ids of the rollouts that `by_agents` has looked at.
     """
 
     def __init__(

@@ -220,7 +220,7 @@ class TrainedWeights:
 def gathered(
     tensors: Mapping[str, Tensor], keep: bool = True, change: Callable[[str, Tensor], Tensor] = lambda _, weight: weight
 ) -> Weights:
-    """Gather sharded tensors and return them, each after `change`. Without `keep`, only help other processes gather.
+    """Gather sharded tensors, apply `change` to each, and return them. Without `keep`, return nothing.
 
     Every process has to take part. Gathered tensors are in CPU memory.
     """

@@ -72,7 +72,7 @@ class Trackers:
             self._file.write_text(json.dumps(self._run))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Send a step's numbers to every tracker, after `begin`. A failure to send them is only logged."""
+        """Begin the run if needed, then send a step's numbers to every tracker. A failure to send is only logged."""
         self.begin()
         numbers = {f"train/{tag}": value for tag, value in by_tag(metrics).items()}
         for tracker in self.trackers:

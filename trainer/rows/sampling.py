@@ -1,4 +1,4 @@
-"""Reads how an answer was sampled from a request or vLLM's parameters, and whether its grammar can be replayed."""
+"""Reads from a request or vLLM's parameters how an answer was sampled and whether its grammar can be replayed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORMATS = frozenset({
 
 
 def sampling_of(parameters: Json) -> Sampling | None:
-    """Return how vLLM samples with these parameters, or None if they cannot be used (invalid, or with `bad_words`).
+    """Return how vLLM samples with these parameters, or None if they are invalid or have `bad_words`.
 
     `parameters` are vLLM's own sampling parameters, or a request. Absent ones have the defaults of OpenAI's API. A
     request must have no grammar: vLLM builds it from several fields, which are not read here.

@@ -49,7 +49,7 @@ class TrainingEngine(Protocol):
     def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
         """Return the log-probabilities of each row's answers under their sampling parameters; 0.0 for all other tokens.
 
-        `served`: as in `logprobs`.
+        `served` means the same as in `logprobs`.
         """
 
     def logprobs(
@@ -74,7 +74,7 @@ class TrainingEngine(Protocol):
         """Write a checkpoint. `directory` appears atomically."""
 
     def load(self, directory: Path) -> int:
-        """Resume from a checkpoint. Return the number of the last step before it was saved."""
+        """Resume from a checkpoint. Return the number of the last step that it includes."""
 
     def end(self) -> None:
         """Let the other processes end. Not called after an error, so that they fail too."""

@@ -34,9 +34,9 @@ MAX_LOG_RATIO = 20.0  # exp() of more may overflow
 class LossInputs:
     """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens. Only tokens with `mask` 1 count.
 
-    `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
-    sampled. `advantages`: the same for every token of an answer, except for what guides add to single tokens. `config`:
-    the section `trainer`. `weights`: the factor of each token's term in the sum.
+    `logprobs` are those of the trained policy, with a gradient; `sampled_logprobs` are of the distribution that was
+    sampled. `advantages` are the same for every token of an answer, except for what guides add to single tokens.
+    `config` is the section `trainer`. `weights` has the factor of each token's term in the sum.
     """
 
     logprobs: Tensor
@@ -132,7 +132,7 @@ WEIGHTINGS = {"token": "mean", "rollout": "own", "sequence": "mean"}
 
 
 def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: int = 0) -> dict[str, float]:
-    """Return the weight of each trained token in the step's loss, by rollout. Rollouts without one are left out.
+    """Return the weight of each trained token in the step's loss, by rollout. Rollouts without any are left out.
 
     The loss is averaged over `compared` rollouts, including those that teach nothing; 0 means the ones in `samples`.
     With `weighting: sequence` the weight is that of an answer, and its tokens share it. By hand: in rollouts of 3

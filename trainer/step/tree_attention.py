@@ -226,7 +226,7 @@ def attention_plan(tree: PrefixTree) -> list[Block]:
 
 
 def block_mask(ends: Tensor) -> BlockMask:
-    """Return FlexAttention's mask of a tree in preorder, without an (N, N) tensor. `ends` (N,) end the subtrees.
+    """Return FlexAttention's mask of a tree in preorder, without an (N, N) tensor. `ends` is as in `PrefixTree`.
 
     Node q sees node k if k <= q < ends[k]. Take a block of queries and an earlier block of keys: the first query sees
     some key if it sees the key that ends last; every query sees every key if the last one sees the key that ends first.
