@@ -219,7 +219,7 @@ class Swap:
         )
 
     def why_not_published(self) -> str | None:
-        """Return why new weights cannot reach some server, according to its last check; None if no check failed."""
+        """Return why some server refuses new weights, according to its last check; None if none does."""
         return next((str(error) for error, _ in self._refused.values()), None)
 
     async def _mend_adapters(self, pinned: Collection[int], server: VllmServer, *, only_look: bool) -> None:

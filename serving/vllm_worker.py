@@ -1,4 +1,4 @@
-"""Extends our vLLM's workers (through `WORKER`) to load weights with a head that is tied to the embeddings."""
+"""Extends vLLM's workers so that they can load weights with a head that is tied to the embeddings."""
 
 from __future__ import annotations
 

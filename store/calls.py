@@ -349,7 +349,7 @@ class Events(Records):
         self, rollout: RolloutName, events: Sequence[Event], key: str | None = None, body: bytes = b"",
         at: float | None = None,
     ) -> Answer:  # fmt: skip
-        """Record all of `events` or none, placed after all calls that had begun at the time `at` (default: now).
+        """Record all of `events` or none, placed after all calls that had begun by the time `at` (default: now).
 
         Opens the rollout if there is none with this id. `key`: as in `Rewards.post`.
         """

@@ -121,7 +121,7 @@ class Database(Reads):
 
     @abstractmethod
     async def write(self, work: Work[T], size: int = SMALL) -> T:
-        """Do `work` in one transaction of about `size` bytes, for statements that need each other's results."""
+        """Do `work` in one transaction that writes about `size` bytes, and return its result."""
 
     async def value(self, kind: Callable[[Any], T], sql: str, **params: object) -> T | None:
         """Return a query's first value, converted by `kind`; None if there is no row or the value is NULL."""
@@ -147,7 +147,7 @@ class Database(Reads):
         """Raise StoreUnavailable if a record could not be committed now."""
 
     async def checkpoint(self) -> None:
-        """Write committed data to the database file, if nobody has to wait. Database servers do so by themselves."""
+        """Write committed data to the database file. Database servers do so by themselves."""
 
     async def forget_deleted(self) -> None:
         """Purge deleted rows from the database's log. Database servers do so by themselves."""

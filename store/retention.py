@@ -1,9 +1,9 @@
 """Keeps the store within `store.retention`, in steps so small that no agent notices them.
 
 Rollouts that are over are deleted when too old or when space is short, oldest first, with all their records; policy
-versions and the steps' metrics stay. A rollout with a running call, or in an unfinished or the newest step, is not
-over. A rollout that nobody ends is over after a day without a call. When space is short, rollouts that wait for the
-trainer are deleted last. Old answers to Idempotency-Keys and digests of conversations are deleted too.
+versions and the steps' metrics stay. A rollout that has a running call, or is in the newest step or an unfinished one,
+is not over. A rollout that nobody ends is over after a day without a call. When space is short, rollouts that wait for
+the trainer are deleted last. Old answers to Idempotency-Keys and digests of conversations are deleted too.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def is_stopping(scope: Scope) -> bool:
 
 
 class _Joining:
-    """A transport that joins writes within one turn of the event loop, such as an answer's head and body."""
+    """A transport that joins what is written within one turn of the event loop, such as an answer's head and body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop, self._waiting = transport, loop, list[bytes]()

@@ -1,4 +1,4 @@
-"""Decides which Messages and Responses requests use the chat route, and translates them, with earlier turns."""
+"""Decides which Messages and Responses requests use the chat route, and translates them together with earlier turns."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ class HttpUpstream(Upstream):
         }
 
     async def open(self, request: Request) -> HttpAnswer:
-        """Send the request to the rollout's server, which may have cached its prefix, or to the next reachable one."""
+        """Send the request to the rollout's server, or to the next one that can be reached."""
         allowed = request.servers or self._config.urls
         if len(self._config.urls) == 1:
             return await self._open(self._config.urls[0], request)
@@ -348,7 +348,7 @@ class HttpUpstream(Upstream):
 
 
 class HttpAnswer(Answer):
-    """An answer that is arriving. It owns its connection until released. `base`: the server's URL."""
+    """An answer that is arriving. It owns its connection until it is released. `base`: the server's URL."""
 
     def __init__(
         self, config: UpstreamConfig, connection: Connection, begun: Begun, *, base: URL, url: URL, decodes: bool
