@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def plugins_of(config: Config) -> list[ProxyPlugin]:
-    """Return the plugins of features and of configured packages. Raise ConfigError if one cannot run."""
+    """Return the plugins of features and of configured packages. Raises ConfigError if one cannot run."""
     plugins: list[ProxyPlugin] = [module.plugin(config) for module in modules("proxy")]
     for name in config.plugins:
         if (made := getattr(load_plugin(name), "proxy", None)) is None:

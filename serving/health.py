@@ -51,7 +51,7 @@ class Health:
         return None if None in problems else next(iter(problems), None)
 
     async def watch(self, config: Config) -> None:
-        """Keep checking the servers of upstreams with `health_check_s`, except for the policy's: `Watch` checks those."""
+        """Keep checking the servers of upstreams with `health_check_s`. `Watch` checks those of the policy instead."""
 
         async def watch(upstream: UpstreamConfig, url: str, every_s: float) -> None:
             while True:

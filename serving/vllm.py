@@ -134,7 +134,7 @@ class VllmServer:
         return await self._complete(model, [*prompt], asked, read)
 
     async def probe(self, model: str) -> list[tuple[str, dict[str, float]]]:
-        """Sample with a fixed seed and prompt. Return each token, and log-probabilities of likely ones in its place."""
+        """Sample with a fixed seed and prompt. Return each token with the log-probabilities of likely tokens there."""
 
         def read(choice: Any) -> list[tuple[str, dict[str, float]]]:
             likely = choice["logprobs"]["top_logprobs"]
@@ -226,7 +226,7 @@ class VllmFleet:
     async def each(
         self, work: Work[T], servers: Collection[VllmServer] | None = None
     ) -> dict[VllmServer, T | LightningError]:
-        """Do the work on `servers` (by default, all). Return each one's result or error; if all fail, raise one."""
+        """Do the work on `servers`, by default all. Return each one's result or error; raise an error if all fail."""
 
         async def tried(server: VllmServer) -> T | LightningError:
             try:
@@ -261,7 +261,7 @@ class VllmFleet:
         return [*await self.ask(VllmServer.models)]
 
     async def base_model(self) -> str:
-        """Return the name under which all servers serve the base model; VllmError if the names differ."""
+        """Return the name under which all servers serve the base model. Raises VllmError if the names differ."""
         names = {*(await self.ask(VllmServer.base_model)).values()}
         if len(names) > 1:
             raise VllmError(f"the replicas serve different base models: {', '.join(sorted(names))}")

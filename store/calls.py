@@ -218,7 +218,7 @@ class Calls(Records):
         self._rewards = rewards
 
     async def of(self, rollout_id: str, *, short: bool = False) -> list[ModelCall]:
-        """Return the rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout.
+        """Return the rollout's calls in order, with tool results and rewards. Raises NotFound for an unknown rollout.
 
         With `short`, a call's request and prompt hold only what they add to its parent's, so the work and memory for
         all calls are linear in the rollout's content.
@@ -242,7 +242,7 @@ class Calls(Records):
     async def superseded(
         self, rollout_id: str, request: dict[str, Any], known: Mapping[str, Parent], running: Container[str] = ()
     ) -> ModelCall | None:
-        """Return the call that this request repeats: the newest one with the same request that did not succeed.
+        """Return the call that this request repeats: the newest unsuccessful call with the same request.
 
         Failed calls are preferred to unfinished ones, which another process may be answering. If there are neither, the
         rollout's newest call is returned if it has the same request: its answer did not reach the client. Calls in

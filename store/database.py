@@ -52,7 +52,7 @@ class Writing:
         self.why, self._logged = None, False
 
     def require(self, has_room: bool = True) -> None:
-        """Raise StoreUnavailable if the newest record could not be written lately, or the disk is still full."""
+        """Raise StoreUnavailable if the last write failed, unless that was a while ago and the disk has room."""
         if self.why is not None and (time.monotonic() < self._at + REFUSED_S or not has_room):
             raise StoreUnavailable(f"the newest record could not be written: {self.why}")
         self.succeeded()

@@ -93,7 +93,7 @@ class ChatRoute:
             self.history.add(end.rollout_id, end.call_id, exchange=exchange)
 
     def chat_of(self, call: ModelCall, known: Mapping[str, Exchange]) -> Json | None:
-        """Return a recorded call's chat request; None if there is none. `known`: its rollout's exchanges."""
+        """Return a recorded call as a chat request; None if that fails. `known`: the rollout's exchanges."""
         try:
             earlier = items_of(exchanges_up_to(known, call.request.get("previous_response_id")))
         except NotFound:
