@@ -123,7 +123,7 @@ class Decided(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """A version's first `answer` to a probe, under the name `model` (proxy/gateway/routing.py).
+    """A version's first `answer` to a probe while it was called `model` (proxy/gateway/routing.py).
 
     `problem`: how its newest answer differs, if it does; `at`: the Unix time of its newest answer.
     """
@@ -223,7 +223,7 @@ class PolicyVersions(Records):
         return frozenset(version for (version,) in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
-        """Return the live version, the candidate and the `pinned` versions by number, leaving out any without files."""
+        """Return the live, candidate and `pinned` versions that have files, ordered by number."""
         wanted = {*pinned}
         return [v for v in await self.with_files() if v.status in ("live", "candidate") or v.version in wanted]
 
@@ -280,7 +280,7 @@ class PolicyVersions(Records):
         await self._db.execute("UPDATE policy_versions SET path = NULL WHERE version = :version", version=version)
 
     async def pinned(self, since: float) -> set[int]:
-        """Return the versions that running rollouts, opened after `since` (Unix time), began with."""
+        """Return the versions that the running rollouts opened after `since` (Unix time) began with."""
         return {version for (version,) in await self._db.all(PINNED_VERSIONS, {"since": since})}
 
     async def parents(self) -> dict[int, int]:

@@ -99,7 +99,7 @@ def saved_rate(directory: Path) -> float | None:
 
 
 def config_changes(directory: Path, config: Saved) -> list[str]:
-    """Return `key old → new` for each key that changed since a checkpoint; nothing if it has no saved configuration.
+    """Return `key old → new` for each setting that changed since a checkpoint.
 
     Raises ConfigError if the saved configuration is damaged, or has a base model, adapters or `trainer.weights` (for
     LoRA also a rank, alpha or targets) other than `config`.
@@ -129,7 +129,7 @@ def _read_config(directory: Path) -> Saved:
 
 
 def read_state(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Read a checkpoint. Raises ConfigError if it is damaged, or its weights have other names or shapes."""
+    """Read a checkpoint. Raises ConfigError if it is damaged, or has weights of other names or shapes than `wanted`."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         shapes = {f"{own}: {name}": tuple(w.shape) for own, ws in state["adapters"].items() for name, w in ws.items()}

@@ -138,7 +138,7 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
 
 
 def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[list[Scored]]]:
-    """A stratum for each task that is on both sides (None counts as a task), and one for the other tasks' means."""
+    """A stratum for each task on both sides (None counts as a task), and one for the means of the other tasks."""
     tasks: dict[str | None, tuple[list[Scored], list[Scored]]] = defaultdict(lambda: ([], []))
     for side, scored in enumerate((before, after)):
         for one in scored:

@@ -1,4 +1,4 @@
-"""Shares out memory before vLLM and the trainer start: contexts, sizes of passes, GPUs and vLLM's share of them.
+"""Plans the memory of vLLM and the trainer before they start: the context, size of passes, GPUs and vLLM's share.
 
 On a GPU activations are bfloat16, and float32 where it matters; on a CPU everything is float32. The trainer's pass is
 checked against runs on meta tensors (tests/trainer/test_pass_memory.py). What vLLM and CUDA take for themselves is an
@@ -59,7 +59,7 @@ Needs = dict[str, float]  # by what they are for
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A configuration with the sizes that are planned, and the GPUs that vLLM and the trainer see (empty: all).
+    """A configuration with the planned sizes, and the GPUs that vLLM and the trainer see (empty: all).
 
     With GPUs, `vllm` and `trainer` have the GiB that each takes on a card, by purpose. Otherwise they are empty.
     """
@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, trained: bool) -> Plan:
-    """By default, the trainer gets the last card, and vLLM as many of the others as its tensor parallelism can use."""
+    """By default, the trainer gets the last card, and vLLM as many others as it can use. A single card is shared."""
     vllm, trainer = config.vllm, config.trainer
     trainers = tuple(trainer.devices or [*gpus][-1:]) if trained else ()
     others = [number for number in gpus if number not in trainers] or [*gpus][:1]
@@ -142,7 +142,7 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
 
 
 def _on_cpu(config: Config, shape: DecoderShape, served: bool) -> dict[str, Any]:
-    """Return the size of a pass, and gradient checkpointing if that is `auto` and needed."""
+    """Return the size of a pass, and turn on gradient checkpointing if that is `auto` and needed."""
     wanted, room = config.trainer.gradient_checkpointing, USABLE_OF_MACHINE * machine_memory()
     if served:
         room -= (FLOAT32 * shape.parameters + SERVING) / GIB + config.vllm.kv_cache_gib
@@ -210,7 +210,7 @@ def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
 def trainer_needs(
     shape: DecoderShape, config: Config, tokens: int, checkpointing: bool, *, on_cpu: bool = False
 ) -> Needs:
-    """Return the GiB that the trainer needs with passes of this many tokens, by purpose."""
+    """Return the GiB that the trainer needs for each purpose, with passes of this many tokens."""
     trainer, width = config.trainer, FLOAT32 if on_cpu else BF16
     if trainer.weights == "full":  # in float32, with gradients and AdamW's two moments; the reference in bfloat16
         of_reference = BF16 if trainer.kl_coef or trainer.kl_metric else 0

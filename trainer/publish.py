@@ -262,7 +262,7 @@ class Publisher:
         await asyncio.to_thread(shutil.rmtree, self._versions / f"v{version.version}", ignore_errors=True)
 
     async def _remove(self, version: PolicyVersion) -> None:
-        """Delete the version's files, and unload its adapters from vLLM. It can never be promoted again."""
+        """Delete the version's files, and unload its adapters from vLLM. The version can never be promoted again."""
         if self._swap.mode == "lora":
             with suppress(LightningError):  # a server that is away has unloaded it already
                 await self._swap.unload(version)

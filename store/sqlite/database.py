@@ -37,7 +37,7 @@ CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 
 
 class SqliteDatabase(Database):
-    """Three connections: one in the event loop's thread, and two in their own threads for writing and reading.
+    """Uses three connections: one in the event loop's thread, and one each in a writer's and a reader's thread.
 
     Statements that every call needs run in the event loop (`commit`, `quick`), which is faster than in a thread. So as
     not to block the loop, a commit that is large or synced, or finds the store locked, goes to the writer's thread, as
@@ -117,7 +117,7 @@ class SqliteDatabase(Database):
             self._failed(error)
 
     def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
-        """Raise ConstraintRefused for a refused row, StoreUnavailable for a file, disk or lock fault, else `error`."""
+        """Raise ConstraintRefused for a refused row, StoreUnavailable if the store failed, or else `error` itself."""
         if isinstance(error, sqlite3.IntegrityError):
             raise ConstraintRefused(str(error)) from error
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -192,7 +192,7 @@ class SqliteDatabase(Database):
             self._failed(error, "read")
 
     async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        """Without `params`, run a query once per turn of the event loop: calls in the same turn share the row."""
+        """Return a query's first row, if any. Without `params`, calls in one turn of the event loop share the row."""
         if params is None and sql in self._of_turn:
             return self._of_turn[sql]
         try:
@@ -242,7 +242,7 @@ def _connect_all(path: Path, config: StoreConfig, to_write: bool) -> list[sqlite
 
 
 def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Connection:
-    """Open the file in one of SQLite's modes; by default it is created if it is not there."""
+    """Open the file in one of SQLite's modes. By default, a missing file is created."""
     if mode == "rwc":
         make_private(path)
     address, wait = f"{path.as_uri()}?mode={mode}", config.busy_timeout_s

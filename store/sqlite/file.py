@@ -17,7 +17,7 @@ FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 
 
 def make_private(path: Path) -> None:
-    """Create the file if it is missing, readable only by its owner. SQLite gives the files next to it the same mode."""
+    """Create the file, if missing, readable only by its owner. SQLite gives its other files the same permissions."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 

@@ -47,7 +47,7 @@ class WaitingGroups:
         return sum(group.rewarded for group in found), min((group.oldest for group in found), default=None)
 
     def why_none(self) -> str | None:
-        """Return what the next step lacks; None if none of the known rollouts has waited for long."""
+        """Return what the next step lacks; None unless a known rollout has waited for long."""
         found = [group for group in chain(*self._tasks.values()) if not group.late]
         if not found or time.time() - min(group.oldest for group in found) < STANDS_S:
             return None
@@ -87,7 +87,7 @@ class WaitingGroups:
         return now - group.oldest >= self._config.group_timeout_s
 
     def _places(self, group: Group) -> int:
-        """How many groups this one counts as: 1, or 0 if an earlier step took its first siblings and it is not full.
+        """How many groups this one counts as: 1, or 0 if an earlier step took some of it and the rest is not full.
 
         Rollouts without a task are one group each if compared with earlier ones, else one per `group_size`, at least 1.
         """

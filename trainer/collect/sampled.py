@@ -60,7 +60,7 @@ class Sampled:
         return None if isinstance(known, str) else known
 
     def why_not(self, call: ModelCall) -> str | None:
-        """Return why the way in which the call was sampled excludes it from training; None if it does not."""
+        """Return why the call's sampling excludes it from training; None if it does not."""
         if not call.trainable:
             return call.untrainable_reason if is_not_followed(call.untrainable_reason) else None
         known = self._of(call)

@@ -1,4 +1,4 @@
-"""Automatic intermediate rewarding (AIR): rewards calls for events that the proxy saw. Pure.
+"""Automatic intermediate rewarding (AIR): rewards calls for events that the proxy saw.
 
 Agent Lightning (arXiv 2508.03680), section 3.3, takes such rewards from what a system reports about itself anyway.
 """

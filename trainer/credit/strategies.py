@@ -1,4 +1,4 @@
-"""Assigns credit: turns the rewards of a group's rollouts into a return and an advantage for each call. Pure.
+"""Assigns credit: turns the rewards of a group's rollouts into a return and an advantage for each call.
 
 A strategy is one function. It takes a group (rollouts that are compared with each other) and returns one list per
 rollout, with the advantage of each call. An advantage of 0.0 teaches nothing. Where `trainer.agents` names
