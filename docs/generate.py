@@ -1,4 +1,4 @@
-"""Make docs/settings.md and step-metrics.md again: `python docs/generate.py`.
+"""Generates docs/settings.md and docs/step-metrics.md: `python docs/generate.py`.
 
 Keys, defaults, names and units come from the code. What a setting means is written in settings.md itself, after its
 default, and stays there.

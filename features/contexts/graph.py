@@ -81,13 +81,13 @@ class _Order(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call, prepared for comparison with later calls. Its request, of which `fields` has all, ends at `node`.
+    """A call, prepared for comparison with later calls.
 
-    `first`: the node before its conversation. `nodes`: the last node of each message. `attempts`: the calls with the
-    same request. `order`: the tool call that probably started it. `is_ordered`: whether a header or a distinctive part
-    of its prompt shows this. `root`: the first call of its context. `told`: texts that first appear in its answer.
-    `used`: whether a later context has its answer. `kept`: whether it does so as history. `has`: the calls whose
-    answers are in its request, once this is known.
+    `fields`: its whole request, which ends at `node`. `first`: the node before its conversation. `nodes`: the last node
+    of each message. `attempts`: the calls with the same request. `order`: the tool call that probably started it.
+    `is_ordered`: whether a header or a distinctive part of its prompt shows this. `root`: the first call of its
+    context. `told`: texts that first appear in its answer. `used`: whether a later context has its answer. `kept`:
+    whether it has it as history. `has`: the calls whose answers are in its request, once this is known.
     """
 
     call: ModelCall
@@ -344,7 +344,7 @@ class Graph:
         return one.has
 
     def _rewritten(self, new: Sequence[Node], quoted: set[_Call]) -> _Call | None:
-        """The newest quoted call of the newest context from which the prompt has more than answers, or None.
+        """The newest quoted call of the newest context from which the prompt quotes more than answers, or None.
 
         If an answer ended its context, it may be a critique or a summary. Then the prompt must also have a user message
         of that context.

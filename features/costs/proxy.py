@@ -97,7 +97,7 @@ class CostTable:
         return summed(calls.values()) | {"of_calls": calls}
 
     async def since(self, since: float, by: By, key_id: str | None) -> dict[str | None, Cost]:
-        """Return what calls since `since` cost, by the group's name. With `key_id`, only its rollouts count."""
+        """Return costs by group for calls that began at `since` or later. With `key_id`, only its rollouts count."""
         statement = (COSTS_OF_CALLS if key_id is None else COSTS_OF_KEY).format(part=PARTS[by], sums=SUMS)
         rows = await self._db.all(statement, {"since": since, "key_id": key_id})
         return await asyncio.to_thread(self._by_name, rows, by)

@@ -1,4 +1,4 @@
-"""Adds the command `environments`, and `--environment` with arguments to `run`, `eval`, `optimize`, `experiment`."""
+"""Adds the command `environments`, and the option `--environment` to `run`, `eval`, `optimize` and `experiment`."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class CallsConfig(AskedModel):
 
 
 class JudgeConfig(FeatureSection):
-    """`use`: the rewarders. `calls`: the judge of calls (`trainer.credit: judge`). `budget`: for the models of both."""
+    """`use`: the rewarders. `calls`: the judge of calls (`trainer.credit: judge`). `budget`: what all models may use."""
 
     name = "judge"
     functions = {"credit": ("judge",)}

@@ -60,7 +60,7 @@ class NoReward(Exception):
 
 
 class NeverAnswered(NoReward):
-    """The model refuses this question, but not others: presumably because of the question's content or length."""
+    """The model refuses this question for good, presumably because of its content or length."""
 
 
 class _Refused(Away):

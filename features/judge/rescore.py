@@ -200,7 +200,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | None:
-    """Return how scores agree with labels, by pairs of the same task if required or possible; None without pairs."""
+    """Return how scores agree with labels; None without pairs. Pairs are of one task if required or possible."""
     labels, scores = (np.array([one[i] for one in found], dtype=float) for i in (2, 3))
     tasks = np.array([one.task_id or one.rollout_id for one in found])
     siblings, pairs = tasks[:, None] == tasks, np.triu(labels[:, None] != labels)

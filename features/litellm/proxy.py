@@ -63,7 +63,7 @@ class LitellmUpstream:
         self._listed, self._served = sorted(named), frozenset(named.values())
 
     async def open(self, request: Request) -> LitellmAnswer:
-        """Call litellm or list the models. The provider's errors become answers. Raises LightningError for others."""
+        """Call litellm or list the models. The provider's errors become answers; other errors are raised."""
         name, path, seconds = self._config.name, request.path, self._config.first_byte_timeout_s
         if request.method == "GET" and path == "/v1/models":
             models = [{"id": model, "object": "model", "owned_by": name} for model in self._listed]

@@ -106,7 +106,7 @@ class Arguments:
         self.shared: Json = {"model": self.take("model", "policy"), "sampling": sampling}
 
     def take(self, key: str, default: Any) -> Any:
-        """Remove a key and return its value or the default. Raises Wrong if a given default is of another type."""
+        """Remove a key and return its value, or else the default. Raises Wrong for a value of the wrong type."""
         value, kind = self.left.pop(key, default), type(default)
         if default is not None and type(value) is not kind:
             raise Wrong(f"{key} must be of type {kind.__name__}, such as {default!r}; got {value!r}")

@@ -110,7 +110,7 @@ def _program(opponent: str) -> Callable[[str, int, random.Random], str] | None:
 
 
 def _random_move(seen: str, player: int, rng: random.Random) -> str:
-    """A random move from the last line with moves in brackets; if there is none, the last character."""
+    """A random move from the last line that has moves in brackets, or else the last character of the text."""
     lines = [moves for line in seen.splitlines() if (moves := MOVE.findall(line))]
     return rng.choice(lines[-1]) if lines else seen[-1:]
 
