@@ -101,7 +101,7 @@ class CallsConfig(AskedModel):
 
 
 class JudgeConfig(FeatureSection):
-    """`use`: the rewarders. `calls`: the judge of calls (`trainer.credit: judge`). `budget`: what all models may use."""
+    """`use`: the rewarders. `calls`: the judge of calls (`trainer.credit: judge`). `budget`: what models may use."""
 
     name = "judge"
     functions = {"credit": ("judge",)}

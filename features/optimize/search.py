@@ -100,7 +100,7 @@ async def optimized(
     config: Config, command: list[str], *, method: str, prompt: str, tasks: Path, held_out: Path | None, reflect: str,
     reflect_url: str | None, budget: int, concurrency: int, promote: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Search and return the results: `mean_…` are rewards of validation tasks, `before` and `after` of held-out ones."""
+    """Search and return the results: `mean_…` are rewards of validation tasks, `before`, `after` of held-out ones."""
     require_litellm(f"--reflect {reflect}")
     lessons, validation, unseen = split(tasks, held_out)
     view = ProgressView(Console(stderr=True))
