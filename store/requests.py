@@ -1,4 +1,4 @@
-"""Stores a request as its difference from an earlier one, because agents resend their whole history.
+"""Stores a request as its difference from an earlier one, because agents resend their whole history. Pure.
 
 A stored request is `{"new": {NAME: value, …}, "shared": {NAME: n, …}}`: a field in `shared` begins with the first n
 items of its parent's full field (list items, Unicode code points, or object members); its value in `new` follows.
