@@ -188,7 +188,7 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
 def loss_inputs(
     samples: Sequence[Sample], answers: Answers, logprobs: Tensor, weights: Mapping[str, float], config: TrainerConfig
 ) -> LossInputs:
-    """Return the inputs of the loss. `logprobs`: the policy's, (A, L); `weights`: by rollout (`token_weights`).
+    """Return the inputs of the loss. `logprobs` (A, L) are the policy's; `weights` come from `token_weights`.
 
     Tokens with log-probability -inf are removed: either filters such as top_p exclude them under the current weights,
     or their grammar cannot be replayed. The remaining tokens keep their weights.

@@ -47,8 +47,8 @@ def score(
 ) -> ScoredTokens:
     """Score the trained tokens of `samples` with one forward pass over `tree`, which has all but their last tokens.
 
-    `results`: also score what tools wrote. `model` is the bare causal LM, perhaps with LoRA layers. Without `shaper`,
-    only temperatures are applied.
+    With `results`, also score what tools wrote. `model` is the bare causal LM, perhaps with LoRA layers. Without
+    `shaper`, only temperatures are applied.
     """
     hidden = _hidden_states(model, tree)
     # Siblings that sampled the same token in the same place in the same way share one score.
@@ -85,7 +85,7 @@ def _places(
 
 
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
-    """Raise ConfigError unless all layers have full or sliding-window attention, with a window of `max_tokens`."""
+    """Raise ConfigError unless all layers have full attention, or a sliding window of at least `max_tokens`."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if others := kinds - {"full_attention", "sliding_attention"}:
         raise ConfigError(f"policy.model: only full or sliding-window attention is supported, not {sorted(others)}")
@@ -145,7 +145,7 @@ class _Tokens(NamedTuple):
 def token_scores(
     hidden: Tensor, model: PreTrainedModel, tokens: _Tokens, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turn the (K, H) hidden states before tokens into (K,) log-probabilities and entropies, in float32.
+    """Return (K,) log-probabilities and entropies of tokens, in float32, from the (K, H) hidden states before them.
 
     The entropies have a gradient if requested. No logits are kept. A trained head's gradient sums over tokens, so its
     logits are recomputed in the backward pass.

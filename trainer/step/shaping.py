@@ -42,7 +42,7 @@ class SampledPlace(NamedTuple):
 
 
 class Shaper:
-    """Shapes the logits of one model. Tokenizer and generation config say which tokens end an answer."""
+    """Shapes the logits of one model. Its tokenizer and generation config say which tokens end an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         configured = getattr(model.generation_config, "eos_token_id", None)
@@ -101,7 +101,7 @@ class Shaper:
     def masks(self, sampling: Sampling, answer: Sequence[int]) -> Tensor | None:
         """Return what the grammar allowed at each token of an answer, as bits (N, V/32), up to the first refused token.
 
-        None if there is no grammar; no rows if it cannot be compiled.
+        Return None if there is no grammar, and no rows if it cannot be compiled.
         """
         if sampling.grammar is None:
             return None

@@ -65,9 +65,9 @@ def numbers_of(
 
     Tensors are (A, L), one row per answer; `rows`, (A, 1), has the index of each answer's sample.
 
-    `clipped` counts what TRL counts: tokens with an importance ratio, at `trainer.importance_level`, beyond the loss's
-    limit on the side that their advantage pulls them to. `kl` is to the policies that sampled the answers, `kl_base`
-    to the base model, if computed. `fresh` tokens are in rows that only `version` sampled.
+    `clipped` counts the tokens that TRL counts: those with an importance ratio beyond the loss's limit, on the side
+    that their advantage pulls it to. `kl` is to the policies that sampled the answers, `kl_base` to the base model, if
+    computed. `fresh` tokens are in rows that only `version` sampled.
     """
     config, mask = given.config, given.mask.bool()
     advantages, ratios, levels = given.advantages[mask], given.ratios[mask], given.level_ratios[mask]
@@ -195,8 +195,8 @@ def nats_apart(kl: float) -> float:
 def wrong_sampler(kl: float, tolerance: float) -> str | None:
     """Return why tokens cannot be samples from the weights that served them; None if rounding explains the KL.
 
-    `kl`: between the server's distribution and the trainer's, on tokens that the same weights sampled. `tolerance`: the
-    largest mean difference of log-probabilities that rounding explains.
+    `kl` is between the server's distribution and the trainer's, on tokens that the same weights sampled. `tolerance` is
+    the largest mean difference of log-probabilities that rounding explains.
     """
     apart = nats_apart(kl)
     if apart <= TAILS * tolerance:

@@ -320,8 +320,8 @@ class LightningTrainer:
     def load(self, directory: Path) -> int:
         """Resume from what `save` wrote.
 
-        A configured learning rate wins; `auto` keeps the checkpoint's. Raises ConfigError, and changes nothing, if
-        the checkpoint is damaged or does not fit the configuration.
+        A configured learning rate wins; `auto` keeps that of a trained checkpoint. Raises ConfigError, and changes
+        nothing, if the checkpoint is damaged or does not fit the configuration.
         """
         changed = config_changes(directory, self._saved_config)
         state = read_state(directory / STATE_FILE, self.weight_sets.shapes())
