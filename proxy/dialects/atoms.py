@@ -140,7 +140,7 @@ def same_json(text: str) -> str | None:
 
 
 def _even(number: str) -> float:
-    """The number, as an integer if it is whole: clients write 3 as 3.0 where they expect a float."""
+    """The number, as an integer if it is whole and below 2**53, because some clients write 3 as 3.0."""
     value = float(number)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 

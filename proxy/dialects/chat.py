@@ -32,7 +32,7 @@ def _wants_usage(body: Json, options: Any) -> bool:
 
 
 def take_out(body: Json, injection: Injection) -> bool:
-    """Set to null or delete an answer's fields that only the proxy asked for; return whether there were any."""
+    """Delete the fields of an answer that only the proxy asked for, or set them to null. Return whether it had any."""
     changed, fields = False, injection.fields
     for part in (body, *dicts(body.get("choices"))) if fields else ():
         is_sglangs = "message" in part and "prompt_token_ids" in part  # which has no null in their place

@@ -1,4 +1,4 @@
-"""Reads requests and sends replies at the ASGI level. Large bodies and large or unread answers share limited memory."""
+"""Reads requests and sends replies at the ASGI level. Limits the memory of large bodies and answers."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Attempts:
         return self.target.route is not self.first
 
     async def __aenter__(self) -> Answer:
-        """Return the first answer that is neither 429 nor 5xx, or the last upstream's, whatever it is."""
+        """Return the first answer that is neither 429 nor 5xx, or else the last upstream's answer, whatever it is."""
         for following in self.first.fallbacks:
             why = f"upstream {self.upstream.name} is down"
             try:

@@ -96,7 +96,7 @@ class RecentCall:
 def taken(value: Any, most: int = 2**27) -> int:
     """Return about how many bytes a JSON value takes in memory. Stops counting at `most`.
 
-    It adds up lengths: `sys.getsizeof` is four times slower. CPython uses a byte per ASCII character, else up to four.
+    It adds up lengths: `sys.getsizeof` is four times slower. Characters take one byte in ASCII texts, else up to four.
     """
     size, found = 0, [value]
     for one in found:  # it grows meanwhile
@@ -184,7 +184,7 @@ class Answered:
 
 
 class History:
-    """Keeps the answered calls of recently used rollouts. Others, and other workers' calls, are read from the store."""
+    """Keeps the answered calls of recently used rollouts. Those of other rollouts and workers come from the store."""
 
     def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
         """`chat_of` returns a recorded call's chat request. Without it, calls from the store do not become turns."""

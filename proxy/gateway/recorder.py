@@ -345,7 +345,7 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
 
 
 def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], known: int) -> Iterator[Statement]:
-    """The statements for the tool results in a request, after the `known` messages that it shares with its parent."""
+    """The statements for the tool results in a request's messages after the first `known`."""
     for result, call, place, answer, is_old in results(request, places, known):
         content = dumps(result.content)
         yield (

@@ -202,7 +202,7 @@ class Watch:
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def current(self) -> Wanted:
-        """Return the versions that vLLM should serve. Raises NotServed if it serves others, or UpstreamTimeout."""
+        """Return the versions that vLLM should serve. Raises NotServed if it is found not to, or UpstreamTimeout."""
         if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()

@@ -215,7 +215,7 @@ class Translator(ChatApi, ABC):
             yield from self.added(more)
 
     def _closed(self, unless: str = "") -> Iterator[Json]:
-        """Close the open part, except one of kind `unless`, and send the text that waited for its end."""
+        """Close the open part unless it is of kind `unless`, then send the text that waited for its end."""
         while self.kind not in ("", unless):
             if self.kind == "call":
                 yield from self._more_of(self.calls.opened[self._place])
