@@ -1,6 +1,6 @@
 """Lets an agent name its rollout and post rewards, states, actions and notes.
 
-Agents are recorded and trained even without it. Of other packages, importing it needs only tenacity.
+Agents are recorded and trained even without it. Importing it needs no other package except tenacity.
 """
 
 from .control import answer

@@ -127,7 +127,7 @@ def _failure(status: int, raw: bytes, retry_after: str) -> Exception:
 
 
 def answer(call: Mapping[str, Any]) -> str:
-    """Return the text of a call's answer in any of the APIs; "" if there is none. Of several choices, it is the first.
+    """Return the text of a call's answer (its first choice) in any of the model APIs; "" if there is none.
 
     `call`: one of the calls that `GET /rollouts/{id}` returns, or that a reward function gets.
     """

@@ -149,7 +149,7 @@ def scoped() -> Rollout | None:
 
 
 class rollout:
-    """A scope, for `with` or `async with`, in which events, and calls by clients given to `follow`, name one rollout.
+    """A scope (`with` or `async with`) whose events, and calls by clients given to `follow`, belong to one rollout.
 
     It opens the rollout at the proxy and ends it as completed, or as failed if an exception leaves the scope.
     With `end=False` the rollout stays open, for somebody else to end or reward. `rollout_id`, `url` and `api_key`
@@ -247,7 +247,7 @@ def emit_state(value: Any, *, name: str | None = None) -> int:
 
 
 def emit_action(name: str, arguments: Any = None, result: Any = None, *, is_error: bool = False) -> int:
-    """Record an action that no model chose, such as a retrieval, and its result. It becomes a tool transition."""
+    """Record an action that no model chose, such as a retrieval, and its result, as a tool transition."""
     return current().event("action", name=name, arguments=arguments, result=result, is_error=is_error)
 
 

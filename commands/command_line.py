@@ -33,7 +33,7 @@ OFF = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_S
 
 
 class Commands(TyperGroup):
-    """Lists its commands in groups. Shows one of our errors in one line, and exits with the error's exit code."""
+    """Lists the commands in groups, and turns an error of ours into a one-line message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         from ..core.errors import LightningError

@@ -102,7 +102,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Return a text without markup. Its unprintable characters, except newlines and tabs, are escaped."""
+    """Return a text that shows markup as it is, with unprintable characters except newlines and tabs escaped."""
     from rich.text import Text
 
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))

@@ -97,7 +97,7 @@ def revoke(context: typer.Context, name: Name) -> None:
 
 @app.command()
 def purge(context: typer.Context) -> None:
-    """Delete revoked keys. If the store and the configuration then have none, this machine may call without one."""
+    """Delete revoked keys. If the store and the configuration then have no keys, this machine may call without one."""
     n = _with_keyring(context, lambda ring: ring.purge()) if _has_store(context) else 0
     typer.echo(f"deleted {n} revoked key{'s' * (n != 1)}")
 

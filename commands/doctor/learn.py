@@ -55,7 +55,7 @@ def learn_command(path: Path | None, tasks: Path | None, command: Sequence[str],
 
 
 async def learn(config: Config, tasks: Sequence[Task], command: Sequence[str], report: Report) -> None:
-    """Run all checks in order. Raise Broken at the first that fails; whatever they changed is restored.
+    """Run all checks in order, and restore what they changed. Raise Broken at the first that fails.
 
     Without a `command`, a built-in agent is used.
     """
@@ -106,7 +106,7 @@ Served = tuple[dict[str, str | None], list[Any]]
 
 
 async def _served(fleet: VllmFleet, model: str | None = None) -> list[Served]:
-    """Return the models of each reachable server with their paths, and its answer to a fixed question.
+    """Return, for each reachable server, its models with their paths, and its answer to a fixed question.
 
     The question goes to `model`, or else to the base model.
     """

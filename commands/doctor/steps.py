@@ -245,7 +245,7 @@ class LearnStep:
         return found
 
     async def _reward(self) -> str:
-        """Reward answers with the token that tells siblings apart best, and check that the rewards arrived."""
+        """Reward answers that contain the token by which siblings differ most, and check that the rewards arrived."""
         answers: dict[str, dict[str, set[int]]] = {}  # the sampled tokens by task and rollout
         for rollout in self._rollouts:
             sampled = {token for call in rollout["calls"] for token in call["response_token_ids"] or ()}

@@ -115,7 +115,7 @@ class OverBudget(LightningError):
 
 
 class Budget(Observer):
-    """Limits what the calls of a run's rollouts, and rewarders meanwhile, may cost. `usd` is None for no limit.
+    """Limits the cost of a run's calls, and of the rewarders meanwhile, to `usd`. None means no limit.
 
     `earlier`: the cost so far of the run that is resumed. `left_out`: whether tasks were left out.
     """

@@ -98,6 +98,6 @@ async def piped(path: Path, redact: Redact | None) -> AsyncIterator[Path]:
 
 
 def last_line(log: Path) -> str:
-    """Return up to 300 characters of the last line of a program's output that is not empty, or `no output`."""
+    """Return the last non-empty line of a program's output, cut to 300 characters; `no output` if there is none."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()] if log.exists() else []
     return next((line[:300] for line in reversed(lines) if line), "no output")

@@ -92,7 +92,7 @@ def totals(results: Sequence[RolloutResult]) -> dict[str, Any]:
 
 
 def summarize(results: Sequence[RolloutResult]) -> dict[str, Any]:
-    """Return the summary as plain data: totals, rewards by name, and for each task its totals, rewards and failures."""
+    """Return the totals and the rewards by name, and for each task its totals, rewards and failures."""
     tasks = {
         name: {
             **totals(group),
@@ -130,7 +130,7 @@ def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
 
 
 def sentences(results: Sequence[RolloutResult]) -> tuple[str, list[str]]:
-    """Return the summary for people, which includes the first failure, and warnings."""
+    """Return a summary for people, which includes the first failure, and a list of warnings."""
     total, warnings = totals(results), []
     mean = "no reward" if total["mean_reward"] is None else f"mean reward {total['mean_reward']:.3f}"
     counts = f"{total['failed']} failed, {total['without_reward']} without a reward so far"

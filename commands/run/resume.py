@@ -51,7 +51,7 @@ class OpenedRollouts(Observer):
     """
 
     def __init__(self, file: TextIO) -> None:
-        """Read the file. Raise ValueError if a line names no rollout, unless it is a last line that a kill cut off."""
+        """Read the file. Raise ValueError if a line names no rollout, except for a last line that was cut off."""
         self._file = file
         file.seek(0)
         *lines, cut_off = file.read().split("\n")

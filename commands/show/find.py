@@ -56,7 +56,7 @@ async def find(api: ApiClient, given: str) -> dict[str, Any]:
 
 
 async def collect(api: ApiClient, filters: dict[str, Any], limit: int) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the newest matching rollouts, at most `limit`, and the API's cursor for more, or None at the end."""
+    """Return at most `limit` of the newest matching rollouts, and the API's cursor for more (None at the end)."""
     rollouts: list[dict[str, Any]] = []
     cursor = None
     for _ in range(MOST_PAGES):
