@@ -46,7 +46,7 @@ def train(config: Config, run: Run) -> None:
 
 
 def prepared(config: Config, run: Run) -> Config:
-    """Check that the run is possible and prepare the process for torch. Return the configuration as planned."""
+    """Check that the run is possible and prepare the process for torch. Return the plan's configuration."""
     require_model(config)
     if run.offline is None:
         check_base_model(config)

@@ -208,7 +208,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
 
 
 def evaluation(file: Path) -> Json | None:
-    """Return the numbers of a finished evaluation; None if it is unfinished or every program failed."""
+    """Return the numbers of an evaluation; None if it is unfinished or all of its programs failed."""
     row: Json | None = json.loads(file.read_text())["rows"][0] if file.is_file() else None
     return row if row and row["complete"] and row["failed"] < row["rollouts"] else None
 

@@ -221,7 +221,7 @@ def parsers_of(model: str, extra_args: Sequence[str]) -> tuple[list[str], str | 
 
 
 def _known(model: Path) -> tuple[str | None, str | None]:
-    """Return the tool and reasoning parsers by the model's name, or else only a tool parser by its chat template."""
+    """Return the tool and reasoning parsers for the model's name, or else only a tool parser for its chat template."""
     name = model.resolve().name.lower()
     for pattern, tool, reasoning in FAMILIES:
         if re.search(pattern, name):

@@ -302,7 +302,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """One version of the weights. Version 0 is the base model. `path`: the directory of its adapter or merged model.
+    """One version of the weights; 0 is the base model. `path`: the directory of the version's adapter or merged model.
 
     `adapters`: the name in vLLM of each adapter in `policy.adapters`. Their files are in sub-directories of `path` with
     the adapters' names. `verified`: a check showed that vLLM serves these weights.

@@ -29,7 +29,7 @@ _TOKENS = frozenset(
 
 
 class SecretShape(NamedTuple):
-    """A kind of secret. Its pattern begins with the literal `hint` and runs in time linear in the text.
+    """A kind of secret. Its pattern begins with the literal `hint` and is matched in linear time.
 
     Python searches for a literal quickly, but tries a pattern that begins otherwise at every character. The user's own
     patterns have an empty hint, and may be slow.
@@ -129,8 +129,8 @@ class Redactor:
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
         """Return the redacted start of a call, and whether the record may lack something that the model saw.
 
-        That is also so if the server remembers an earlier response, whose tokens could reveal what was redacted there.
-        The request's original text is never kept: if it repeats a name, it holds a value that was not checked.
+        It may also lack something if the request continues an earlier response that the server remembers. The original
+        text of the request is dropped: if it repeats a name, it holds a value that was not checked.
         """
         start = start._replace(request_text=None)
         unseen = self._hides and start.request.get("previous_response_id") is not None

@@ -192,7 +192,7 @@ class Supervisor:
         self._say(f"{spec.name} is ready after {duration(time.monotonic() - began)}")
 
     async def keep_up(self, child: Child) -> None:
-        """Restart the child whenever it dies. Return if it ends with success; raise ChildDied if it may not restart."""
+        """Restart the child whenever it dies. Return if it ends with success; raise ChildDied if it dies for good."""
         spec, restarts = child.spec, list[float]()
         while (code := await child.ended()) != 0 or not spec.may_end:
             now = time.monotonic()
@@ -318,7 +318,7 @@ def _why_not_bound(host: str, port: int) -> OSError | None:
 
 
 def holder_of(port: int) -> tuple[int, str] | None:
-    """Return the id and command line of the process that listens on this port; None if it is unknown."""
+    """Return the id and command line of the port's listener, or of its parent if it is a worker; None if unknown."""
     with suppress(psutil.Error, StopIteration):  # it has just ended, or is another user's
         listening = (one for one in psutil.net_connections("tcp") if one.pid and one.status == psutil.CONN_LISTEN)
         process = psutil.Process(next(one.pid for one in listening if one.laddr.port == port))

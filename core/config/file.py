@@ -38,7 +38,7 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
 
 
 def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, path: Path | None = None) -> Config:
-    """Check `data` (read from `path`) together with the environment and `overrides`, as `load_config` does."""
+    """Return the configuration of `data` (read from `path`), the environment and `overrides`, as `load_config` does."""
     given = [(name, key, _parsed(os.environ[name], name)) for name, key in variables()]
     given += [("command line", key, value) for key, value in (overrides or {}).items() if value is not None]
     for origin, key, value in given:

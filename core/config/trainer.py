@@ -51,7 +51,7 @@ def _cron(text: str) -> str:
 
 
 def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
-    """The scheduled times from 4 h before `now` on or, with `reverse`, backwards from 4 h after it."""
+    """The scheduled times from 4 h before `now` on or, with `reverse`, from 4 h after `now` backwards."""
     begin = datetime.fromtimestamp(now + 4 * 3600 if reverse else now - 4 * 3600)
     return (moment.timestamp() for moment in CronSim(_cron(text), begin, reverse=reverse))
 

@@ -54,7 +54,7 @@ class UpstreamConfig(Section):
         return tuple(map(below, self.servers)) or self.urls
 
     def server_name(self, url: str) -> str:
-        """Return a name for one of its servers that does not show the server's address."""
+        """Return a name for one of its servers, without the server's address."""
         servers = [*dict.fromkeys((*self.urls, *self.published_to))]
         return self.name if len(servers) == 1 else f"{self.name}, server {servers.index(url) + 1} of {len(servers)}"
 
