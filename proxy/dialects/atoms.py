@@ -48,7 +48,7 @@ _FENCED = re.compile(r"```(?:json)?(.*)```", re.DOTALL | re.IGNORECASE)
 
 
 class Atom(NamedTuple):
-    """One text, call or result in a conversation. `kind` says which; `who` is a role or a tool call's id.
+    """One text, call or result in a conversation, as `kind` says. `who` is a role or a tool call's id.
 
     `what`: the text, the call's arguments as JSON, or the result's text. `name`: the called function's name.
     """

@@ -125,7 +125,7 @@ def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, s
 
 
 def _first_call(items: Sequence[Any], known: int) -> int:
-    """The index to begin at: `known`, or 0 if a new result may belong to a call in an earlier item."""
+    """The index to begin at: 0 if a new result may belong to a call in an earlier item, else `known`."""
     wanted, made = set[str | None](), set[str | None]()
     for item in items[known:]:
         wanted |= {result.tool_call_id for result in results_in(item)} - made

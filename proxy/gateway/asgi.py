@@ -124,7 +124,7 @@ class Bodies:
         self._seconds = config.body_timeout_s
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
-        """Return the body; `loan` holds one that comes in pieces. Raises LightningError or ClientDisconnected."""
+        """Return the body, which `loan` may hold. Raises TooLarge, RequestTimeout, Overloaded or ClientDisconnected."""
         length, now = headers.get("content-length", ""), asyncio.get_running_loop().time
         self._require_size(int(length) if length.isdecimal() else 0)
         body, seen, end, slow_at = bytearray(), 0, now() + self._seconds, now() + SLOW_S

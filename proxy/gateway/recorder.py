@@ -302,7 +302,7 @@ UNKNOWN = _Begun(None, None, False)
 def _prepared(
     start: CallStart, recent: Sequence[RecentCall]
 ) -> tuple[list[Statement], int, RecentCall, RecentCall | None]:
-    """The statements for a call's start, how many bytes they store, and the call and parent to remember."""
+    """The statements for a call's start, about how many bytes they store, and the call and parent to remember."""
     if start.imported:  # it gets its place by time, and its parent stands before it
         recent = [call for call in recent if call.started_at <= start.started_at]
     parent, shared_messages = parent_of(start.request, recent)

@@ -34,7 +34,7 @@ def as_chat(
 
 
 def chat_answer(endpoint: str, response: Any) -> Any:
-    """Return a recorded answer as a chat answer, with the message that later requests have in their history."""
+    """Return a recorded answer in the form of a chat answer, whose message is as later requests repeat it."""
     if endpoint not in TRANSLATORS or not isinstance(response, dict):
         return response
     try:
