@@ -26,7 +26,7 @@ def automatic_rate(width: int, weights: Literal["lora", "full"] = "lora", alpha:
     LoRA: 7.5e-5 · (2000 / width)^0.781 · (32 / alpha). All weights: 5e-6 · (2000 / width)^0.781.
 
     - 7.5e-5: 1.5 times the rate in TRL's guide "LoRA Without Regret", by the runs in docs/results.md. All weights: a
-    tenth of the guide's 5e-5, as it recommends.
+      tenth of the guide's 5e-5, as it recommends.
     - The power of the width: Tinker cookbook's `hyperparam_utils` until 2026, fitted to supervised runs of Llama.
       The cookbook's RL recipes use 1e-4 for 1B and 2e-5 for 8B, where this gives 7.4e-5 and 4.3e-5.
     - The rank does not matter: PEFT scales by alpha / rank, and so the best rate hardly depends on it (Schulman et al.

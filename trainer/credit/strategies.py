@@ -134,8 +134,8 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Values:
 
     A(rollout) compares the sums of all rewards, the calls' and the rollout's own. A(step) compares the
     discounted returns of an agent's calls that had the same state (prompt), anywhere in the group. It is 0 for a state
-    that only one call had. Two rollouts with final rewards 1 and 0 and the same first prompt get 0.5 and -0.5
-    with `dr_grpo` for both parts: 1 and -1 for these calls, 0.5 and -0.5 for the others (weight 1, discount 1).
+    that only one call had. Example, with `dr_grpo`, weight 1 and discount 1: two rollouts have final rewards 1 and 0
+    and only the first prompt in common. Their first calls get 1 and -1, their other calls 0.5 and -0.5.
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     same: dict[Hashable, list[tuple[int, int]]] = {}
