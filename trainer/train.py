@@ -27,7 +27,7 @@ from .step.trainer import LightningTrainer
 
 
 async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_chat: AsChat | None = None) -> None:
-    """Train on the configured store and vLLM until `stop` is set or the run is done. A feature may take the run over.
+    """Train on the configured store and vLLM until `stop` is set or the run is done. A feature may take over.
 
     `as_chat` turns recorded requests of other APIs into the chat requests that vLLM received for them.
     """

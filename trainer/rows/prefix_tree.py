@@ -116,7 +116,7 @@ class TreeCost:
 
 
 def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
-    """Cut `samples` into micro-batches, at the lowest cost for what is computed twice, for passes, and for memory.
+    """Cut `samples` into micro-batches so that repeated computation, passes and memory together cost the least.
 
     Sorted by tokens, samples share most with their neighbours, and a cut costs just what the two samples next to it
     share; so the best cuts are found one at a time. Samples of two adapters share nothing, since each adapter gives the

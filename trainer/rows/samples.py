@@ -160,7 +160,7 @@ def rollout_samples(
 
 
 def merge_rate(counts: Mapping[str, int]) -> float:
-    """Return the share of calls that joined a row, first calls aside; 1.0 if there are only first calls."""
+    """Return the share of calls that joined a row, first calls aside; 1.0 if there are no others."""
     merged = counts["calls_merged"]
     could = merged + sum(counts[reason] for reason in FORKS)
     return merged / could if could else 1.0
