@@ -43,7 +43,7 @@ _ONCE = frozenset([
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers by lower-case name. Raises InvalidRequest if they are ambiguous."""
+    """Return headers by lower-case name. Raises InvalidRequest for ambiguous ones or a bad Transfer-Encoding."""
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
