@@ -211,7 +211,7 @@ class TrainingLoop:
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
         """Make the trainer's weights live, unless another version was made live meanwhile.
 
-        Raises Stopped. A PublishError ends the trainer; the next start tries again to publish the step.
+        Raises Stopped if the trainer is stopped meanwhile. After a PublishError, the next start tries again.
         """
         publisher, started = self._publisher, time.perf_counter()
         if publisher is None:

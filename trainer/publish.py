@@ -62,10 +62,10 @@ class Publisher:
     ) -> Mapping[str, Any]:
         """Make the weights of `step` live in place of version `base`. Wait while vLLM is down or the disk is full.
 
-        Return `version` and the metrics of the verification. It is verified first, except merged weights on the only
-        server: `verify_live` does that later. Raises Superseded if another version was made live; PublishError if vLLM
-        does not serve the weights (then `base` is live again); Stopped if `stop` is set meanwhile; VllmFault after
-        `FAULTS` internal errors of vLLM; TrainingUnavailable if the training service is down.
+        Return the new `version` and the metrics of its verification. Merged weights on the only server are verified
+        later, by `verify_live`. Raises Superseded if another version was made live; PublishError if vLLM does not serve
+        the weights (then `base` is live); Stopped if `stop` is set meanwhile; VllmFault after `FAULTS` internal errors
+        of vLLM; TrainingUnavailable if the training service is down.
         """
         work = partial(self._publish, step, samples, metrics, base, stop)
         return await self._retry(f"publishing step {step}", work, stop)

@@ -47,7 +47,7 @@ class Sampled:
         self._warned = False
 
     async def look(self, calls: Iterable[ModelCall]) -> None:
-        """Ask vLLM how trainable calls were sampled. If vLLM is down, raises an error only for calls with a grammar."""
+        """Ask vLLM how trainable calls were sampled. If vLLM is down, raises its error for one with a grammar."""
         for call in calls:
             if call.trainable and (key := self._key(call)) not in self._known and (known := await self._ask(call)):
                 self._known[key] = known
