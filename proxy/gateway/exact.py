@@ -109,7 +109,7 @@ class ExactCall:
         return await open_upstream(request)
 
     def ended(self, end: CallEnd) -> None:
-        """Count the outcome of a recorded call. If it was answered, keep its tokens for the calls that continue it."""
+        """Unless a fallback answered, count the call's outcome, and keep its tokens for the calls that continue it."""
         if self.outcome is None or end.fallback is not None:  # it did not reach the upstream, or another answered
             return
         if self.prompt and end.status == "ok" and [*end.prompt_token_ids] != self.prompt:
