@@ -70,7 +70,7 @@ async def post_traces(request: Request) -> Response:
 
 
 async def _record(request: Request, encoding: Encoding) -> list[str]:
-    """Record the calls and actions among the spans, oldest first. Return the errors of those that could not be."""
+    """Record the calls and actions among the spans, oldest first. Return an error for each one that failed."""
     from .otlp import read_spans
 
     p: Parts = request.app.state.parts
@@ -157,7 +157,7 @@ def _call(span: Span, rollout: RolloutName) -> tuple[CallStart, CallEnd]:
 
 
 def _rollout(span: Span) -> RolloutName:
-    """The rollout that the span names, or else its trace's. Raises InvalidRequest for an invalid id, mode or time."""
+    """The rollout that the span names, or else one with its trace id. Raises InvalidRequest if the span is invalid."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
         raise InvalidRequest("a trace id must be 16 bytes in hexadecimal, a span id 8 bytes")
     if span.started_at <= 0:
@@ -198,7 +198,7 @@ def _named(span: Span, name: str) -> str | None:
 
 
 class Telemetry:
-    """Sends calls as spans from a background thread. The agent's `traceparent` names a span's parent."""
+    """Sends calls as spans from a background thread. A span's parent is the one in the agent's `traceparent`."""
 
     def __init__(self, config: OtelConfig, redactor: Redactor) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

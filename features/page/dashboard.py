@@ -36,7 +36,7 @@ async def readyz() -> dict[str, str]:
 def dashboard(store: StoreConfig, port: int) -> None:
     """Serve the page until Ctrl-C, at an address that contains a key.
 
-    Raises LightningError if there is no store or the port is taken, or if an unused store file is written later.
+    Raises LightningError if there is no store, the port is taken, or somebody begins to write to an idle store file.
     """
     file = None if store.is_postgres else store.path.expanduser().absolute()
     if file is not None and not file.is_file():

@@ -1,4 +1,4 @@
-"""Serves the page and its files, which need no key, the feed, and sampled tokens with their texts."""
+"""Serves the page, its feed, and sampled tokens with their texts. The page's files need no key."""
 
 from __future__ import annotations
 

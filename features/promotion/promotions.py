@@ -1,4 +1,4 @@
-"""Keeps the tests of versions before they go live, one at a time. A `candidate` becomes live or `rejected`.
+"""Stores the tests that new versions take before they go live. A `candidate` becomes live or `rejected`.
 
 A candidate whose test is stopped undecided becomes `ready`.
 """
@@ -113,7 +113,7 @@ class Observed:
     """A rollout that counts in a test, as known so far. `rewards` has only rewards that are evidence.
 
     `opened_by` is a key, or empty for all keys that give evidence; siblings have the same one. `alone`: its version,
-    and nothing else, answered its calls. The last five fields are metrics, which are None if it has no value.
+    and nothing else, answered its calls. The last five fields are metrics, which are None if the rollout has no value.
     """
 
     rollout_id: str

@@ -1,6 +1,6 @@
 """Splits new rollouts between two versions, and decides whether the new one goes live (`promotion.mode: gated`).
 
-Groups of siblings are reduced to pairs, pairs to evidence for each guarded metric, and evidence to a decision.
+Groups of siblings give pairs, pairs give evidence for each guarded metric, and the evidence gives a decision.
 """
 
 from __future__ import annotations

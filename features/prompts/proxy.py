@@ -392,8 +392,9 @@ async def get_prompt(
 ) -> dict[str, Any]:
     """A prompt, for an agent that asks for its text.
 
-    A rollout (by key or `X-Rollout-Id`) gets the version that it is pinned to, and is pinned to the live one if it has
-    none. `version`: get that one, and pin nothing. A rollout's own key cannot choose a `version` or see `versions`.
+    A rollout (by key or `X-Rollout-Id`) gets the version that it is pinned to. If it has none, it is pinned to the live
+    one. With `version`, it gets that one, and nothing is pinned. A rollout's own key cannot choose a `version` or see
+    `versions`.
     """
     caller, database = request.caller, request.parts.store.database
     rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")

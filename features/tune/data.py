@@ -31,7 +31,7 @@ ENDED = ("completed", "failed", "discarded")
 
 
 async def prepare(source: Path, directory: Path) -> StoreConfig:
-    """Return the store in `directory`, made from `source` if it is missing. Raises ConfigError if either is unfit."""
+    """Return the store in `directory`, made from `source` if missing. Raises ConfigError if either cannot be used."""
     source, target = source.expanduser().absolute(), directory / STORE_FILE
     note = directory / SOURCE_FILE
     if note.is_file() and target.is_file():

@@ -1,4 +1,4 @@
-"""The lessons of a fine-tuning run, read from rewarded rollouts.
+"""Reads the lessons of a fine-tuning run from rewarded rollouts.
 
 Reading claims nothing: RL can still train on these rollouts. `sft` takes the best answers to each task, as RAFT does
 (https://arxiv.org/abs/2304.06767), without duplicates: different answers teach more (https://arxiv.org/abs/2308.01825).

@@ -39,7 +39,7 @@ class OfflineRun:
         self._loop = TrainingLoop(core, None, hooks, self._order)
 
     async def run(self, stop: asyncio.Event) -> Step | None:
-        """Train until all epochs or `trainer.max_steps` are done, or `stop` is set. Return the last step."""
+        """Train until all epochs or `trainer.max_steps` are done, or `stop` is set. Return the last step, if any."""
         steps = await self._store.steps.all()
         self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in steps), default=0)
         # An earlier run ended with its last epoch, and `epochs` is higher now. Fine-tuning since began no other.

@@ -171,7 +171,7 @@ class Keys:
         return self._anybody
 
     async def require(self, caller: Caller, rollout_ids: Iterable[str]) -> None:
-        """Raise Forbidden if a rollout's key is used for others, NotFound if the caller may not see these rollouts."""
+        """Raise NotFound if the caller may not see a rollout, Forbidden if a rollout's own key is used beyond it."""
         wanted = {*rollout_ids}
         if caller.rollout_id is not None and wanted != {caller.rollout_id}:
             raise Forbidden(f"this key is for rollout {caller.rollout_id!r} only")

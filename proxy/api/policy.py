@@ -1,4 +1,4 @@
-"""`/policy`: the live version, the history of versions and steps, comparisons, and changing the live version."""
+"""Serves `/policy`: the live version, the history of versions and steps, comparisons, and changes of version."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class VersionSeen(PolicyVersion):
 
 @router.get("/versions", response_model=Listed[VersionSeen])
 async def get_versions(request: ControlRequest) -> dict[str, Any]:
-    """All policy versions, oldest first, with the metrics of the step that made each and whether it can go live."""
+    """All policy versions, oldest first, each with the metrics of its step and whether it can go live."""
     p, caller = request.parts, request.caller
     added = [await plugin.version_fields(p.store, caller.sees) for plugin in p.plugins]
     live, versions = await p.store.versions.live(), await p.store.versions.all()
@@ -127,7 +127,7 @@ class TaskSide(MeanReward):
 
 @dataclass
 class ComparedTask:
-    """A task that both versions had. With `costs`: the mean sampled `tokens` per rollout and `latency_ms` per call."""
+    """A task of both versions. With `costs`, each side has the mean `tokens` per rollout and `latency_ms` per call."""
 
     task_id: str
     a: TaskSide

@@ -60,8 +60,8 @@ class Status(BaseModel):
     the newest 200 are completed but have no reward that counts; `other_rewards`: how many of these got a reward
     with another name, by name. `untrainable`: how many of the policy's newest 200 calls cannot be trained on, by
     reason. `publishing`: why new weights cannot reach the policy's server. `standstill`: why nothing was learned from
-    the newest rollouts. `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards is trusted. `plugins`:
-    the configured plugins. `verified`: how the live version was verified. `recent`: figures for the newest 500 calls.
+    the newest rollouts. `collapse`: as in `GET /policy`. `uncounted`: set if none of the newest rewards is trusted.
+    `verified`: how the live version was verified. `recent`: figures for the newest 500 calls.
     `per_step`: how many rollouts a training step takes. For a key that sees only its own rollouts, `untrainable` and
     `plugins` are empty, and `per_step`, `standstill`, `uncounted`, `collapse`, `verified` and `recent` are null.
     """
@@ -84,7 +84,7 @@ class Status(BaseModel):
 
 @router.get("/status", response_model=Status)
 async def get_status(request: ControlRequest) -> dict[str, Any]:
-    """How many rollouts there are, by mode and status, how many wait, and how many of the newest are not trained on.
+    """Counts of rollouts by mode and status, why some are not trained on, and how the live version was verified.
 
     For a key that sees only its own rollouts, only its newest 20,000 are counted.
     """
