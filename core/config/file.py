@@ -162,7 +162,7 @@ def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def _parsed(text: str, source: str) -> Any:
-    """Parse YAML. Raises ConfigError with the problem and, if known, its place."""
+    """Parse YAML. Raises ConfigError with the problem and, if known, its place, but not values: they may be secret."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -172,7 +172,8 @@ def _parsed(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         problem = type(error).__name__
         if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
-            problem = f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}"
+            problem = re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", error.problem or "")
+            problem += f", line {mark.line + 1}, column {mark.column + 1}"
     raise ConfigError(f"{source} is not valid YAML: {problem}")
 
 

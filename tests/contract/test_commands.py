@@ -455,6 +455,8 @@ def test_a_wrong_key_or_value_is_one_line_that_names_it_and_shows_no_key(tmp_pat
         *(f"upstreams: [{{name: a, {URL}, {one}" for one in own),
         f"proxy: {{api_keys: {key}}}",
         f"proxy: {key}",
+        f"proxy: {{api_keys: [*{key}]}}",
+        f"proxy: {{api_keys: [!{key} a]}}",
     ):
         write(tmp_path, text)
         assert key not in refused(tmp_path), text
