@@ -195,7 +195,7 @@ def _answered_by(row: EvalRow, result: RolloutResult, alias: str) -> RolloutResu
             by = ", ".join("another model" if version is None else f"version {version}" for version in others)
             raise LightningError(
                 f"{wrong}policy version {row.version}, but was answered by {by}. The agent must ask for the policy's "
-                "alias, and with policy.publish: merged no trainer may publish during an evaluation"
+                "alias, and if policy.publish is merged, no trainer may publish during an evaluation"
             )
     return result if not versions else replace(result, answers={alias: versions})
 

@@ -127,7 +127,7 @@ class Evidence:
 def evidence_of(differences: Iterable[float], margin: float, level: float, metrics: int = 1) -> Evidence:
     """Return the evidence that pairs give in this order. Raises ValueError if a pair or an argument is out of range.
 
-    Each pair is one difference: the candidate minus the live version, scaled by the metric's range, positive is better.
+    Each pair is one difference: the candidate minus the live version, scaled by the metric's range; positive is better.
     Against a hypothesis "the mean is at most m" a bettor starts with the wealth 1 and bets a share c of it on each
     pair; a pair d multiplies the wealth by
 

@@ -157,7 +157,7 @@ class Credit(Records):
     """Reads the credit of calls, which `TrainingSteps.claim` writes."""
 
     async def of(self, rollout_id: str) -> Sequence[Row]:
-        """Return the rollout's calls in order, with the fields of `CallCredit`; None where a call was not trained on.
+        """Return the rollout's calls in order, with credit as in `CallCredit`; None where no step assigned any.
 
         `prompt`, `answer`: token counts.
         """

@@ -49,7 +49,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
-    """Return which `parts` have no tables yet. Raises OtherSchema if another program or schema made the database.
+    """Return which `parts` have no tables yet. Raises OtherSchema for another program's database or schema version.
 
     `tables`: the names of the database's tables; `numbers`: its schema versions, by the names in `parts`.
     """

@@ -164,7 +164,7 @@ class Waiting(Records):
         return await self._db.records(Rollout, LONE, limit=limit, failed=failed)
 
     async def count(self, *, lone: bool, failed: bool = False) -> int:
-        """Count the rewarded rollouts that no step has taken; rollouts without a task only if `lone`."""
+        """Count the rewarded rollouts that wait for training; those without a task only if `lone`."""
         of_nothing = await self.lone(failed) if lone else None
         of_tasks = await self._db.value(int, WAITING_COUNT, failed=failed) or 0
         return of_tasks + (of_nothing.rewarded if of_nothing else 0)

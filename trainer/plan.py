@@ -172,7 +172,7 @@ def _filled(config: Config, vllm: Mapping[str, Any], trainer: Mapping[str, Any])
 class DecoderShape(NamedTuple):
     """The sizes of a decoder, without norms and biases. `attention`, `keys`: the widths of a token's queries and keys.
 
-    `mlp`: the total width of the MLPs that a token passes in a layer. `lora`: the parameters of a rank-1 adapter on
+    `mlp`: the total width of the MLPs that process a token in a layer. `lora`: the parameters of a rank-1 adapter on
     attention and MLP (experts have none).
     """
 

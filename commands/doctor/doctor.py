@@ -479,7 +479,7 @@ class VllmChecks:
             directory.mkdir(parents=True, exist_ok=True)
             made = tempfile.TemporaryDirectory(prefix="doctor-", dir=directory.absolute())
         except OSError as error:
-            raise Finding(f"{directory} cannot be written: {error.strerror}", "correct policy.directory") from None
+            raise Finding(f"cannot write to {directory}: {error.strerror}", "correct policy.directory") from None
         with made as path:
             Path(path, "adapter_config.json").write_text(json.dumps(ABOUT))
             for root in self._roots:

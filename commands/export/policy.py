@@ -119,7 +119,7 @@ def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], tar
         return
     checkpoint = steps[-1].checkpoint if steps else None
     if checkpoint is None or not Path(checkpoint).is_dir():
-        raise LightningError("the version was published merged, and the checkpoint that has its adapter is gone")
+        raise LightningError("the version was published merged, and the checkpoint that holds its adapter is gone")
     state = torch.load(Path(checkpoint) / "state.pt", map_location="cpu", weights_only=True)
     tuned = get_peft_model(model, lora_config(config.trainer, model))
     assert isinstance(tuned, PeftModel)

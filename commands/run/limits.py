@@ -64,7 +64,7 @@ class Backlog(Observer):
         self._ended.add(rollout["rollout_id"])
 
     async def wait(self) -> bool:
-        """Wait until there is room for one more group. Raise PolicyCollapsed if publishing has stopped."""
+        """Wait for room for one more group, or for a running test. Raise PolicyCollapsed if publishing has stopped."""
         say_at = time.monotonic() + PATIENCE_S
         while not self._has_room() and not await self._forget_published() and not self._has_room():
             if not self._running and time.monotonic() > say_at:

@@ -57,7 +57,7 @@ def promote(
         number = version
         if number == "best":
             if (best := (await api.policy()).get("best")) is None:
-                raise LightningError("there is no best version yet: none was published, or none has a reward")
+                raise LightningError("there is no best version yet: none can be served, or none has a reward")
             number = best["version"]
         return await api.request("POST", "/policy/promote", {"version": int(number)})
 

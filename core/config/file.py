@@ -47,7 +47,7 @@ def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, pat
         for name in sections:
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"{origin}: {name} is not a section")
+                raise ConfigError(f"{origin}: {key} cannot be set, because {name} is not a section")
         section[last] = value
     try:
         return Config.model_validate(data)

@@ -170,7 +170,7 @@ class Memory:
     def loan(self, key: Hashable) -> Loan:
         """Return an empty loan. Raise Overloaded if the unread answers of this key take its entire share."""
         if self.not_taken[key] >= self.share:
-            raise Overloaded("too many answers to this key are unread; read them, then try again")
+            raise Overloaded("this key has too many unread answers; read them, then try again")
         return Loan(self, key)
 
     def has_turn(self, loan: Loan) -> bool:
