@@ -95,7 +95,7 @@ class JudgeModel:
     async def choose(
         self, system: str, mark: str, text: str, scale: Mapping[str, float], about: Sequence[str]
     ) -> tuple[str, str]:
-        """Let the model choose a name from `scale`. Return the name and the model's reason. Raises what `ask` raises."""
+        """Let the model choose a name from `scale`. Return it, and the model's reason. Raises what `ask` raises."""
 
         def read(answer: str) -> str:
             if answer not in scale:

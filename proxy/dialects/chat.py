@@ -110,7 +110,7 @@ class UsualChunks:
             self._start = start if alone and b"token_ids" not in start and b"logprobs" not in start else b""
 
     def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
-        """Keep the usual chunks at the start of `data`. Return the bytes to send for them, and the rest of `data`."""
+        """Keep the usual chunks that `data` starts with. Return the bytes to send for them, and the rest of `data`."""
         start = self._start
         if not start or not _is_utf8(data):
             return b"", data
