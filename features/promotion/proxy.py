@@ -166,7 +166,7 @@ def weigh(test: Promotion, rollouts: Sequence[Observed], config: Config, now: fl
 def _groups(
     test: Promotion, rollouts: Sequence[Observed], config: Config, now: float, is_full: bool
 ) -> tuple[list[SiblingGroup], bool]:
-    """The groups before the first that is still awaited (docs/training.md), and whether these are all."""
+    """The groups before the first that is still awaited (`_settled_at`), and whether these are all groups."""
     size, timeout_s = config.trainer.group_size, config.trainer.group_timeout_s
     rewards = [metric for metric in metrics_of(config) if metric.rules is not None]
     members: dict[tuple[Any, ...], list[Observed]] = defaultdict(list)
