@@ -48,7 +48,11 @@ class Caller:
 
     def log_change(self, change: str) -> None:
         """Log what this caller changed, with the name and id of its key."""
-        key = f"key {self.name}" + f" (id {self.key_id})" * (self.key_id is not None) if self.name else "no key"
+        key = (
+            f"key {self.name}" + f" (id {self.key_id})" * (self.key_id is not None)
+            if self.name
+            else "a request without a key"
+        )
         log_change(f"{change}, by {key}", key=self.name, key_id=self.key_id)
 
     @property

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lightning_proxy.core import errors
 from lightning_proxy.core.errors import LightningError, NotSaved, PublishError, UpstreamUnreachable
-from lightning_proxy.core.records import PolicyVersion
+from lightning_proxy.core.records import PolicyVersion, RolloutName
 from lightning_proxy.serving.swap import NotServed
 from lightning_proxy.serving.vllm import VllmError, VllmFault, VllmServer
 from lightning_proxy.trainer.step.trainer import LightningTrainer
@@ -167,6 +167,18 @@ async def test_all_adapters_of_a_version_are_served_again_after_a_restart_and_go
         served = {f"policy-v{v}{own}" for v in (2, 3) for own in ("", ".writer", ".checker")}
         assert b.server.models == {"base", *served}
         assert (await b.store.versions.get(1)).path is None
+        await b.store.rollouts.open([(RolloutName("r", "t"), "hash")], {}, policy_version=2)
+        await b.train("t7", "t8", agent="checker")
+        assert [v.version for v in await b.store.versions.with_files()] == [2, 3, 4], "a running rollout needs 2"
+
+
+async def test_a_proxy_of_another_mode_is_told_of_once(bench: Start, caplog: pytest.LogCaptureFixture) -> None:
+    async with bench("merged") as b:
+        await b.store.versions.decide_mode("lora", "proxy", configured=True)
+        loop = b.loop()
+        for tasks in (("t1", "t2"), ("t3", "t4")):
+            await b.train(*tasks, loop=loop)
+        assert caplog.text.count("policy.publish is merged for this trainer, and lora for the proxy") == 1
 
 
 class MixedUpServer(HonestServer):
