@@ -120,13 +120,16 @@ def _shown(value: float) -> str:
     return number(value) if abs(value) < 1000 else count(value)
 
 
+OBSTACLES = {"it has no files": "files gone", "it was published as": "other mode"}  # how serving/swap.py begins them
+
+
 def versions_table(versions: list[dict[str, Any]]) -> Table:
     """Return a table with one line per version; a star marks the live one."""
     rows = []
     for v in versions:
         status = v["status"]
         if status == "ready" and not v["live"] and v["obstacle"] is not None:
-            status = "files gone" if "gone" in v["obstacle"] else "other mode"
+            status = next((state for why, state in OBSTACLES.items() if v["obstacle"].startswith(why)), status)
         train, held_out = (_mean((v["rewards"].get(mode) or {}).get("mean")) for mode in ("train", "eval"))
         if (evaluation := v.get("evaluation")) and evaluation["ended_at"] is None:
             held_out = "begun"

@@ -188,7 +188,7 @@ async def test_a_killed_proxy_forgets_no_rollout_and_gives_none_two_rewards(tmp_
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("nowhere.py:reward", "nowhere.py: No such file or directory"),
+        ("nowhere.py:reward", "nowhere.py (No such file or directory)"),
         ("scoring.py:rewrad", "LookupError: the file has no function rewrad"),
         ("broken.py:reward", "ModuleNotFoundError: No module named 'no_such_module' (broken.py:1)"),
         ("scoring.py", "a file and a function in it are needed, as in scoring.py:reward, got"),

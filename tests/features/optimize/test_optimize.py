@@ -144,7 +144,7 @@ async def test_what_is_wrong_ends_the_command_with_one_line(
     for more, code, said in (
         (["--prompt", "nobody"], 1, "no prompt 'nobody'"),
         (["--tasks", str(one)], 2, "too few tasks"),
-        (["--budget", "2"], 2, "is too small: validation tasks take"),
+        (["--budget", "2"], 2, "is too small: the validation tasks take"),
     ):  # which ask no model, and so leave nothing behind in this process
         done = await asyncio.to_thread(lightning, "--config", tmp_path / "system.yaml", *search("apo", *more))
         assert done.returncode == code and said in done.stderr
