@@ -155,21 +155,21 @@ async def test_a_version_holds_an_adapter_of_each_agent_and_a_step_moves_those_i
 
 async def test_all_adapters_of_a_version_are_served_again_after_a_restart_and_go_with_it(bench: Start) -> None:
     unwatched = {"collapse": {"action": "off"}}  # no version to go back to stays
-    async with bench("lora", policy=OWN_ADAPTERS | {"keep_versions": 2}, **unwatched) as b:
+    async with bench("lora", policy=OWN_ADAPTERS | {"keep_versions": 3}, **unwatched) as b:
         await b.train("t1", "t2", agent="writer")
         for lost in (list((await b.store.versions.live()).served_models), ["policy-v1.checker"]):
             for name in lost:
                 del b.server.adapters[name]
             await b.swap.restore(set())
             assert b.server.models == {"base", "policy-v1", "policy-v1.writer", "policy-v1.checker"}
-        await b.train("t3", "t4", agent="checker")
-        await b.train("t5", "t6", agent="checker")
-        served = {f"policy-v{v}{own}" for v in (2, 3) for own in ("", ".writer", ".checker")}
+        for tasks in (("t3", "t4"), ("t5", "t6"), ("t7", "t8")):
+            await b.train(*tasks, agent="checker")
+        served = {f"policy-v{v}{own}" for v in (2, 3, 4) for own in ("", ".writer", ".checker")}
         assert b.server.models == {"base", *served}
         assert (await b.store.versions.get(1)).path is None
         await b.store.rollouts.open([(RolloutName("r", "t"), "hash")], {}, policy_version=2)
-        await b.train("t7", "t8", agent="checker")
-        assert [v.version for v in await b.store.versions.with_files()] == [2, 3, 4], "a running rollout needs 2"
+        await b.train("t9", "t10", agent="checker")
+        assert [v.version for v in await b.store.versions.with_files()] == [2, 3, 4, 5], "a running rollout needs 2"
 
 
 async def test_a_proxy_of_another_mode_is_told_of_once(bench: Start, caplog: pytest.LogCaptureFixture) -> None:
