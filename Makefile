@@ -85,7 +85,7 @@ ON_POSTGRES := $(addprefix tests/,store proxy/gateway proxy/api proxy/access tra
 test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; an hour
 	$(PYTEST) $(SPREAD) --hypothesis-profile=long $(ARGS)
 	$(PYTEST) $(SPREAD) --store postgres $(ON_POSTGRES)
-	$(PYTEST) frameworks
+	$(PYTEST) $(SPREAD) frameworks
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -113,7 +113,7 @@ kill-rounds: setup  ## kill workers, and the whole proxy, under 64 agents, again
 
 # Frameworks pin what the product needs in other versions: each program of theirs has an environment in .venv-agents/.
 test-frameworks: setup clients  ## run an agent of every framework through the proxy (their packages: a minute, once)
-	$(PYTEST) frameworks $(ARGS)
+	$(PYTEST) $(SPREAD) frameworks $(ARGS)
 
 clean:  ## remove every environment and all caches
 	rm -rf $(VENV) .venv-peers .venv-agents .venv-tinker .venv-environments tests/clients/js/node_modules frameworks/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info

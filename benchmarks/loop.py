@@ -115,9 +115,9 @@ class Served(threading.Thread):
                 yield [end and end - trained for end in ends]
 
 
-def learn_by_demo(directory: Path, steps: int) -> tuple[Learned, Sequence[Sequence[float | None]]]:
+def learn_by_demo(directory: Path, steps: int, model: Path | None) -> tuple[Learned, Sequence[Sequence[float | None]]]:
     """Return how the demo learned, and for each version the seconds until each of `STAGES`."""
-    options = ["--steps", str(steps), "--dir", str(directory)]
+    options = ["--steps", str(steps), "--dir", str(directory), *(["--model", str(model)] if model else [])]
     started, served = time.time(), Served(directory / "lightning.db")
     served.start()
     subprocess.run([sys.executable, "-m", "lightning_proxy.cli", "demo", *options], check=True)
@@ -228,12 +228,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="of each; 2 at least")
     parser.add_argument("--quick", action="store_true", help="two steps, to see that it works")
     parser.add_argument("--dir", type=Path, default=Path("lightning-loop"), help="the demo's; it is emptied first")
+    parser.add_argument("--model", type=Path, help="in place of the demo's")
     option(parser)
     options = parser.parse_args()
     steps, directory = 2 if options.quick else options.steps, options.dir.absolute()
     # Read when torch is loaded: threads wait for each other as those of the demo's trainer do.
     os.environ.update({"OMP_WAIT_POLICY": "PASSIVE"} | telemetry_off())
-    (ours, versions), trl = learn_by_demo(directory, steps), learn_by_trl(directory, steps)
+    (ours, versions), trl = learn_by_demo(directory, steps, options.model), learn_by_trl(directory, steps)
     page = Page("The demo compared with TRL's own loop")
     every, head = max(1, steps // ROWS), (OURS, TRL)
     page.text(NOTES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -26,8 +27,13 @@ PROGRAMS = [str(path.relative_to(HERE)) for path in sorted([*HERE.glob("with_*.p
 WITH_A_CHOICE = ("with_openai_agents.py", "with_agent_framework.py")  # of the API
 
 
+def case(program: str, api: str) -> Any:
+    """A case that shares a process with those that install into the same directory."""
+    return pytest.param(program, api, marks=pytest.mark.xdist_group("js" if program.endswith("mjs") else program))
+
+
 @pytest.mark.parametrize(
-    ("program", "api"), [*((one, "responses") for one in PROGRAMS), *((one, "chat") for one in WITH_A_CHOICE)]
+    ("program", "api"), [*(case(one, "responses") for one in PROGRAMS), *(case(one, "chat") for one in WITH_A_CHOICE)]
 )
 async def test_an_agent_of_this_framework(program: str, api: str, tmp_path: Path) -> None:
     model, command = Calculator(), ["env", f"API={api}", *command_for(HERE / program)]

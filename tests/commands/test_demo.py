@@ -18,7 +18,7 @@ from lightning_proxy.commands.demo.demo import DemoOptions, begin, demo, resumed
 from lightning_proxy.core.errors import ConfigError, LightningError
 from support.models import save_spelling_model
 
-STEPS = 3
+STEPS = 2
 
 
 def test_a_demo_has_a_directory_of_its_own_and_is_resumed_with_the_options_that_it_began_with(

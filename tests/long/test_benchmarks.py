@@ -140,8 +140,11 @@ async def test_the_benchmark_of_several_proxies_prints_a_row_for_each_way() -> N
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
 async def test_the_demo_and_trl_take_steps_over_as_many_rollouts_and_all_their_time_is_shown(tmp_path: Path) -> None:
-    page = tmp_path / "loop.md"
-    code, out = await run("loop.py", "--quick", "--dir", str(tmp_path / "demo"), "--page", str(page))
+    from support.models import save_spelling_model  # imports torch
+
+    page, model = tmp_path / "loop.md", await asyncio.to_thread(save_spelling_model, tmp_path / "speller")
+    options = ("--dir", str(tmp_path / "demo"), "--model", str(model), "--page", str(page))
+    code, out = await run("loop.py", "--quick", *options)
     assert code == 0, out
     steps = json.loads((tmp_path / "demo" / "steps.json").read_text())
     assert [one["rollouts"] for one in steps.values()] == [[64, 128], [64, 128]]
