@@ -34,7 +34,7 @@ from ...store.calls import (
     TOOL_RESULT,
 )
 from ...store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
-from ...store.database import ConstraintRefused
+from ...store.database import SMALL, ConstraintRefused
 from ...store.requests import Parent, common_prefix, pack_ids, shrink_request
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.store import Store
@@ -101,7 +101,7 @@ class GroupCommit:
         if self._ended is not None:
             raise StoreUnavailable(self._ended)
 
-    def put(self, statements: Sequence[Statement], size: int) -> asyncio.Future[None]:
+    def put(self, statements: Sequence[Statement], size: int = SMALL) -> asyncio.Future[None]:
         """Queue a record. The returned future is done when the record is durable, or fails with StoreUnavailable."""
         entry = Entry(statements, size, asyncio.get_running_loop().create_future())
         if self._ended is None:
@@ -270,7 +270,8 @@ class Recorder(GroupCommit):
             "more_choices": dumps_or_none(more or None),
             "tokens": sum(len(c.token_ids) for c in end.choices) or (tokens or Used()).output,
         }
-        stored_bytes = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
+        large = "response", "prompt_ids", "token_ids", "logprobs", "more_choices"
+        stored_bytes = sum(len(row[name] or "") for name in large)
         counts = [] if counted or end.status == "incomplete" else [(ROLLOUT_CALL_ENDED, row)]
         return end, [(CALL_END, row), *counts, *_tool_calls(end, call), *also], stored_bytes
 
@@ -285,7 +286,7 @@ class Recorder(GroupCommit):
             requests = [(RolloutName(end.rollout_id, agent=call.agent), call.request) for call in later]
             return [one for name, request in requests for one in _tool_results(name, request, places_of(request), 0)]
 
-        await self.put(await asyncio.to_thread(brought), 0)
+        await self.put(await asyncio.to_thread(brought))
 
 
 class _Begun(NamedTuple):
