@@ -108,7 +108,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "vllm" not in item.keywords)  # the longest first
+    items.sort(key=lambda item: ("vllm" not in item.keywords, "long" not in item.keywords))  # the longest first
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -129,11 +129,14 @@ def killed_when(proxy: Proxy, due: Callable[[list[str]], bool]) -> bool:
     return done.returncode == -signal.SIGKILL
 
 
+EACH = [pytest.mark.long, pytest.mark.xdist_group("each kill")]  # minutes, which other tests need not wait for
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kill", "every"), [
     pytest.param(before_a_change, 7, id="a change"), pytest.param(at_a_request, 3, id="a request"),
-    pytest.param(before_a_change, 1, id="each change", marks=pytest.mark.long),
-    pytest.param(at_a_request, 1, id="each request", marks=pytest.mark.long),
+    pytest.param(before_a_change, 1, id="each change", marks=EACH),
+    pytest.param(at_a_request, 1, id="each request", marks=EACH),
 ])  # fmt: skip
 def test_after_a_kill_each_rollout_is_trained_on_once(proxy: Proxy, kill: Kill, every: int) -> None:
     kills, agents = 0, Agents(proxy, "agents", renewed=True)
