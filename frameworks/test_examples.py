@@ -41,10 +41,9 @@ async def test_an_example_with_its_teacher(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("example", ["calculator", "reverse_text"])
-def test_a_lesson_on_a_real_vllm(tmp_path: Path, example: str) -> None:
+def test_a_lesson_on_a_real_vllm(tmp_path: Path) -> None:
     """Too short to learn much: every stage is there, and the versions are those that it made."""
-    command = [sys.executable, EXAMPLES / "learn.py", example, "--dir", tmp_path]
+    command = [sys.executable, EXAMPLES / "learn.py", "calculator", "--dir", tmp_path]
     short = ["--imitate", "48", "--steps", "1", "--samples", "1"]
     done = subprocess.run([*command, *short], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
