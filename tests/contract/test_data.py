@@ -360,6 +360,17 @@ def test_several_processes_make_a_store_at_once(tmp_path: Path, server: Server, 
         assert (info["calls"], info["rewards"]) == (1, 1)
 
 
+def test_a_conversation_that_goes_back_and_on_is_read_as_it_was_sent(tmp_path: Path) -> None:
+    messages, tools = [user("one"), said("two"), user("three")], [{"name": "search"}, {"name": "open"}]
+    long, short = ({"messages": messages[:n], "tools": tools[:n]} for n in (3, 1))
+    asked = [long, short, *({"messages": [user(other)]} for other in "abc"), long]
+    with scripted(tmp_path) as model:
+        for request in asked:
+            model.ask(f"/rollouts/r{CHAT}", request, said("fine"))
+        found = [call["request"] for call in model.proxy.rollout("r")["calls"]]
+    assert found == [{"model": "m"} | request for request in asked]
+
+
 def test_fifty_turns_take_about_twice_what_is_new_in_them(tmp_path: Path) -> None:
     """An agent sends its whole history again at every turn; new are every text, once, and each token's two numbers."""
     source, turns, unique, sizes = random.Random(0), 50, 0, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,11 @@ def stored(model: Scripted) -> bytes:
     return b"".join(file.read_bytes() for file in sorted(model.proxy.directory.glob("store.db*")))
 
 
+def redacted_calls(model: Scripted) -> float:
+    (count,) = re.findall(rb"^lightning_redacted_calls_total (\S+)$", model.proxy.call("GET", "/metrics").body, re.M)
+    return float(count)
+
+
 def test_no_secret_is_in_any_byte_of_the_store(tmp_path: Path) -> None:
     with redacting(tmp_path, secrets=True) as model:
         for form, size in SECRETS.items():
@@ -116,6 +122,7 @@ def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(tmp_path
         ({"user": "ada", "metadata": {"a": "b"}}, "fine"), ({"messages": [user("zzz")]}, "fine"), ({}, "zzz"),
     ]  # fmt: skip
     with redacting(tmp_path, patterns=["zzz"], fields=["request.user", "request.metadata.*"]) as model:
+        before = redacted_calls(model)
         for request, text in asked:
             call = ask(model, sampled(said(text), [1, 2], [7]), model="policy", **request)
             found = (call["prompt_token_ids"], call["response_token_ids"], call["untrainable_reason"])
@@ -124,6 +131,7 @@ def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(tmp_path
         first = ask(model, sampled(said("fine"), [1, 2], [7]), RESPONSES, model="policy", input="zzz")
         more = {"model": "policy", "input": "and?", "previous_response_id": first["response"]["id"]}
         assert ask(model, sampled(said("fine"), [1, 2], [7]), RESPONSES, **more)["prompt_token_ids"] == []
+        assert redacted_calls(model) == before + 4
 
 
 def test_a_number_that_a_model_wrote_for_a_tool_is_looked_at_as_its_text_would_be(tmp_path: Path) -> None:
