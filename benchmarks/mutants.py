@@ -44,7 +44,7 @@ PLACES = [
     Place(
         "group commit",
         "proxy/gateway/recorder.py",
-        of_contract("durability", "control", "redaction", "data"),
+        of_contract("durability", "control", "redaction", "data", "cases", "training"),
     ),
     Place("returns", "core/returns.py", (*of_contract("rollouts", "reports"), REFERENCE)),
     Place("strategies", "trainer/credit/strategies.py", (REFERENCE,)),
