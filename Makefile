@@ -82,7 +82,7 @@ test: setup  ## run the tests, a real vLLM included: six to eight minutes on two
 ON_POSTGRES := $(addprefix tests/,store proxy/gateway proxy/api proxy/access trainer/collect) \
     $(wildcard $(addprefix tests/features/,contexts prompts page judge)) $(addprefix tests/trainer/test_,loop.py publish.py) \
     $(addprefix tests/contract/test_,durability.py rollouts.py tenants.py training.py)
-test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; an hour
+test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; 50 minutes
 	$(PYTEST) $(SPREAD) --hypothesis-profile=long $(ARGS)
 	$(PYTEST) $(SPREAD) --store postgres $(ON_POSTGRES)
 	$(PYTEST) $(SPREAD) frameworks

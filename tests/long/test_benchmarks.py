@@ -139,7 +139,7 @@ async def test_the_benchmark_of_several_proxies_prints_a_row_for_each_way() -> N
 
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
-async def test_the_demo_and_trl_take_steps_over_as_many_rollouts_and_all_their_time_is_shown(tmp_path: Path) -> None:
+async def test_the_demo_and_trl_take_steps_and_all_their_time_is_shown(tmp_path: Path) -> None:
     from support.models import save_spelling_model  # imports torch
 
     page, model = tmp_path / "loop.md", tmp_path / "speller"
@@ -148,7 +148,9 @@ async def test_the_demo_and_trl_take_steps_over_as_many_rollouts_and_all_their_t
     code, out = await run("loop.py", "--quick", *options)
     assert code == 0, out
     steps = json.loads((tmp_path / "demo" / "steps.json").read_text())
-    assert [one["rollouts"] for one in steps.values()] == [[64, 128], [64, 128]]
+    ours, trl = (one["rollouts"] for one in steps.values())
+    assert trl == [64, 128] and len(ours) == 2
+    assert not any(count % 64 for count in ours), "64 from which nothing can be learned are no step"
     for one in steps.values():
         assert all(0 <= reward < 0.3 for reward in one["rewards"]), "both begin with the base model"
         begin, end = one["ready_s"]
